@@ -29,7 +29,7 @@ def is_gpu(array: object) -> bool:
     return is_cupy(type(array))  # type: ignore[arg-type]  # types can be hashed
 
 
-def require_array(array: object, name: str) -> Array:
+def require_array(array: object, name: str, writes: bool = False) -> Array:
     """Return a NumPy array as a plain ndarray, a CuPy array as it is, another library's as one of these; never a copy.
 
     Raises:
@@ -40,7 +40,7 @@ def require_array(array: object, name: str) -> Array:
         return array.view(np.ndarray)
     if is_gpu(array):
         return array
-    seen = view_of(array, name)
+    seen = view_of(array, name, writes)
     if seen is not array:
         return seen
     raise KernelError(
@@ -58,7 +58,7 @@ def require_out(
         KernelError: no array.
         BufferMismatchError: another shape or dtype, or read-only.
     """
-    array = require_array(out, name)
+    array = require_array(out, name, writeable)
     if array.shape != shape or dtype_name(array.dtype) != dtype_name(dtype):
         raise BufferMismatchError(
             f"{name} must be {dtype.name} {list(shape)}, got {array.dtype.name} {list(array.shape)}"

@@ -23,7 +23,7 @@ from lowshard.launch.allocator import allocator_environment
 from lowshard.launch.environment import allocated_nodes
 from lowshard.launch.host import Spread
 from lowshard.launch.loopback_sockets import LOOPBACK_INTERFACE
-from lowshard.settings import INTERFACE, environment
+from lowshard.settings import INTERFACE, cache_root, environment
 
 __all__ = [
     "INSTALL_HINT",
@@ -207,6 +207,9 @@ def rank_environment(
     if alone:  # shared memory is all that ranks of one host need: nobody else is to reach them
         added |= dict.fromkeys(_IFACE_VARIABLES, LOOPBACK_INTERFACE)
     if mpi.family == "openmpi":
+        if "HOME" not in base:  # as services and containers have none; Open MPI does not start without
+            home = os.path.expanduser("~")  # of the user's entry; what it cannot expand it gives back
+            added["HOME"] = home if os.path.isabs(home) else str(cache_root())
         if os.geteuid() == 0:
             added["OMPI_ALLOW_RUN_AS_ROOT"] = "1"
             added["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] = "1"

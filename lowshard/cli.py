@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import errno
+import os
 import signal
 import sys
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from io import TextIOWrapper
 
@@ -18,7 +21,7 @@ from lowshard.streams import drop_stdout, open_closed_streams
 DESCRIPTION = "Place, move and quantise raw array buffers over many processes."
 EPILOG = (
     "Exit codes: 0 done, 1 failed, 2 wrong usage, 70 a rank died (signal, lost host), 71 timed out, "
-    "72 ranks disagreed."
+    "72 ranks disagreed, 130 Ctrl-C, 143 SIGTERM."
 )
 
 
@@ -53,6 +56,36 @@ def _named(argv: Sequence[str]) -> Iterable[str]:
     return () if first == "--version" else (first,) if first in COMMANDS else COMMANDS
 
 
+def _has_lost_its_folder() -> bool:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return True
+    return False
+
+
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM has come."""
+
+
+def _terminate(number: int, frame: object) -> None:
+    raise _Terminated
+
+
+@contextmanager
+def _ended_as_by_ctrl_c() -> Iterator[None]:
+    """Have SIGTERM, which batch systems send, end a command as Ctrl-C does: nothing that it made is left behind."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:  # the program has its own way
+        yield
+        return
+    signal.signal(signal.SIGTERM, _terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     open_closed_streams()
@@ -62,23 +95,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         try:
             words = sys.argv[1:] if argv is None else list(argv)
-            args = build_parser(_named(words)).parse_args(words)
-            return int(args.func(args))
+            with _ended_as_by_ctrl_c():
+                args = build_parser(_named(words)).parse_args(words)
+                return int(args.func(args))
         finally:
             sys.stdout.flush()  # what fails here is told here, not by Python at its end
     except BrokenPipeError:  # whoever reads this has read enough: lowshard ... | head
         drop_stdout()
         return 128 + signal.SIGPIPE
+    except SystemExit as end:
+        if isinstance(end.__context__, BrokenPipeError):  # rich ends so, with 1, as a failed command does
+            return 128 + signal.SIGPIPE
+        raise
     except LowshardError as error:  # some are OSErrors too
         print(f"lowshard: error: {error}", file=sys.stderr)
         return error.exit_code
     except OSError as error:
         if error.errno != errno.ENOSPC:
-            print(f"lowshard: error: the system refused: {error}", file=sys.stderr)
+            why = f"the system refused: {error}"
+            if isinstance(error, FileNotFoundError) and _has_lost_its_folder():
+                why = "the folder that this was started in is gone; cd to one that exists"
+            print(f"lowshard: error: {why}", file=sys.stderr)
             return 1
         drop_stdout()
         print(f"lowshard: error: what this prints cannot be written: {error.strerror}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        print("lowshard: interrupted", file=sys.stderr)
-        return 130
+    except KeyboardInterrupt as end:
+        is_term = isinstance(end, _Terminated)
+        print("lowshard: ended by SIGTERM" if is_term else "lowshard: interrupted", file=sys.stderr)
+        return 128 + (signal.SIGTERM if is_term else signal.SIGINT)

@@ -17,7 +17,7 @@ from lowshard.comm.communicator import Communicator
 from lowshard.comm.work import Stream
 from lowshard.cost import ClusterProfile
 from lowshard.errors import BufferMismatchError, DTypeError, LowshardError, MeshError, PlanError
-from lowshard.foreign_array import READ_ONLY, like, view_of
+from lowshard.foreign_array import READ_ONLY, like, view_in_call
 from lowshard.kernels.buffer import allocate, may_overlap
 from lowshard.layout import Layout
 from lowshard.pool import BufferPool
@@ -177,7 +177,7 @@ def _seen(local: object, out: object) -> tuple[Array | None, Array | None, Lowsh
     if (local is None or type(local) is np.ndarray) and (out is None or type(out) is np.ndarray):
         return local, out, None
     try:
-        return view_of(local, "local"), view_of(out, "out"), None
+        return view_in_call(local, "local"), view_in_call(out, "out", writes=True), None
     except LowshardError as error:
         return None, None, error
 

@@ -10,6 +10,7 @@ what the producer's stream was given before.
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from collections.abc import Callable
 from functools import cache, lru_cache
@@ -49,23 +50,47 @@ def is_foreign(*values: object) -> bool:
     return False
 
 
-def view_of(value: object, name: str) -> Array:
+def view_of(value: object, name: str, writes: bool = False) -> Array:
     """Return an array of another library as NumPy's or CuPy's over the same memory, and anything else as it is.
+
+    Subclasses of NumPy's are seen as plain arrays.
+
+    It may be kept: from then on torch refuses, for good, to resize the storage of a tensor on the host.
 
     Args:
         value: what came.
         name: of the argument, for messages.
+        writes: it is a result. CuPy's arrays do not say that they are read-only, so it is asked here.
 
     Raises:
         BufferMismatchError: an array whose memory cannot be used as it is; the text says what to pass.
         DTypeError: an element type outside the table.
         DependencyError: it lies on a GPU, and CuPy is missing.
     """
+    return _seen_by(_way_to_see(type(value)), value, name, writes)  # type: ignore[arg-type]  # types can be hashed
+
+
+def view_in_call(value: object, name: str, writes: bool = False) -> Array:
+    """As `view_of`, for as long as a call is under way: torch may free or resize the storage afterwards.
+
+    FSDP does so with what it has gathered.
+    """
     see = _way_to_see(type(value))  # type: ignore[arg-type]  # types can be hashed
+    return _seen_by(_torch_view_in_call if see is _torch_view else see, value, name, writes)
+
+
+def _seen_by(see: Seen, value: Any, name: str, writes: bool) -> Array:
     if see is _as_it_is or (see is _buffer_view and not _has_buffer(value)):
-        return value
+        # A subclass, such as matrix, may slice and reshape in ways of its own.
+        is_sub = type(value) is not np.ndarray and isinstance(value, np.ndarray)
+        return value.view(np.ndarray) if is_sub else value
     try:
-        return see(value, name)
+        seen = see(value, name)
+        if writes and not isinstance(seen, np.ndarray):
+            told = value.__cuda_array_interface__["data"][1] if see is _cuda_view else see is _jax_view
+            if told:
+                raise BufferMismatchError(f"{name} {READ_ONLY}")
+        return seen
     except LowshardError:
         raise
     except Exception as error:  # foreign code raises what it likes
@@ -75,10 +100,10 @@ def view_of(value: object, name: str) -> Array:
         ) from error
 
 
-def view_or_same(value: object) -> Any:
-    """As `view_of`, and where that raises the value itself, for the call that is to take it."""
+def view_or_same(value: object, writes: bool = False) -> Any:
+    """As `view_in_call`, and where that raises the value itself, for the call that is to take it."""
     try:
-        return view_of(value, "array")
+        return view_in_call(value, "array", writes)
     except LowshardError:
         return value
 
@@ -185,10 +210,57 @@ def _torch_bits() -> dict[Any, tuple[Any, np.dtype[Any]]]:
     return found
 
 
+@cache
+def _torch_dtypes() -> dict[Any, np.dtype[Any]]:
+    torch = sys.modules["torch"]
+    return {getattr(torch, row.name): row.numpy for row in dtypes.all_dtypes() if hasattr(torch, row.name)}
+
+
+def _torch_view_in_call(tensor: Any, name: str) -> Array:
+    """Return an array over a plain tensor's storage that torch does not know of."""
+    torch = sys.modules["torch"]
+    dtype = _torch_dtypes().get(tensor.dtype)
+    plain = type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter
+    if dtype is None or not plain or not tensor.is_cpu or tensor.requires_grad or tensor.is_neg():
+        return _torch_view(tensor, name)
+    try:
+        storage, end = tensor.untyped_storage(), _torch_end(tensor)
+        begin, size_bytes = storage.data_ptr(), storage.nbytes()
+    except Exception:  # sparse, or within vmap: what it is is told there
+        return _torch_view(tensor, name)
+    if not end or not begin or end > size_bytes:
+        return _torch_view(tensor, name)
+    memory: Any = _memory_of(size_bytes).from_address(begin)
+    memory.tensor = tensor  # kept by the array
+    start, strides = tensor.storage_offset() * dtype.itemsize, [n * dtype.itemsize for n in tensor.stride()]
+    return np.ndarray(tuple(tensor.shape), dtype, memory, start, strides)
+
+
+@lru_cache(256)
+def _memory_of(size_bytes: int) -> type[ctypes.Array[ctypes.c_char]]:
+    return ctypes.c_char * size_bytes
+
+
+def _torch_end(tensor: Any) -> int:
+    """Return how many bytes of its storage a tensor reaches to; 0 without elements."""
+    if not tensor.numel():
+        return 0
+    last = sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return int(tensor.storage_offset() + last + 1) * int(tensor.element_size())
+
+
 def _torch_view(tensor: Any, name: str) -> Array:
     bits = _torch_bits().get(tensor.dtype)
     cause: Exception | None = None
     try:
+        # NumPy would give memory of its own for a storage that has none.
+        if tensor.is_cpu and not hasattr(tensor, "to_local"):
+            end, size_bytes = _torch_end(tensor), tensor.untyped_storage().nbytes()
+            if end > size_bytes:
+                raise BufferMismatchError(
+                    f"{name} is a torch tensor that needs {end} bytes of its storage, which has {size_bytes}, as "
+                    "after untyped_storage().resize_(0); resize it back first"
+                )
         if tensor.is_cpu:
             if bits is None:
                 return tensor.numpy()
@@ -197,7 +269,7 @@ def _torch_view(tensor: Any, name: str) -> Array:
         elif tensor.is_cuda and not (tensor.requires_grad or tensor.is_neg() or hasattr(tensor, "to_local")):
             seen = _cupy().from_dlpack(tensor if bits is None else tensor.view(bits[0]))
             return seen if bits is None or bits[1].itemsize == 1 else seen.view(bits[1])
-    except DependencyError:
+    except LowshardError:
         raise
     except Exception as error:  # torch says what it cannot do in many classes
         cause = error

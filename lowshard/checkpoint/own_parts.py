@@ -15,7 +15,7 @@ from lowshard.checkpoint.read_shares import Share, shares
 from lowshard.comm import Communicator
 from lowshard.comm.work import Work
 from lowshard.errors import CheckpointError
-from lowshard.foreign_array import view_of
+from lowshard.foreign_array import view_in_call
 from lowshard.layout import Layout
 from lowshard.tiling import Tiling
 
@@ -84,7 +84,7 @@ def own_parts(tilings: Mapping[str, Tiling], state: State, rank: int) -> Parts:
     found = []
     for share in shares(tilings):
         if share.rank == rank:
-            array = view_of(state[share.name][1], share.name)
+            array = view_in_call(state[share.name][1], share.name)
             assert array is not None  # checked before
             found.append((share, box_of(array, tilings[share.name], rank, share.box)))
     return found

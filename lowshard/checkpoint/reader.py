@@ -20,7 +20,7 @@ from lowshard.argument import as_shape, brief, instance, items, wholes
 from lowshard.box import Box, contiguous_runs, full_box, shape_of
 from lowshard.checkpoint.header import FilePath, Header, TensorEntry, header_from_fd, open_for_reading
 from lowshard.errors import BufferMismatchError, CheckpointError, LayoutError
-from lowshard.foreign_array import view_of
+from lowshard.foreign_array import view_in_call
 from lowshard.layout import Layout
 
 
@@ -214,7 +214,7 @@ class CheckpointReader:
         if out is None:
             out = into = np.empty(shape, dtype)
         else:
-            into = view_of(out, f"tensor {plan.name!r}: out")
+            into = view_in_call(out, f"tensor {plan.name!r}: out")
             _check_out(into, shape, dtype, plan.name)
         if plan.total_bytes:
             # ml_dtypes arrays give no buffer of their own, their bytes do

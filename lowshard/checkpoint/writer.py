@@ -28,7 +28,7 @@ from lowshard.comm.agreement import control_of
 from lowshard.comm.work import Work
 from lowshard.content_hash import text_digest
 from lowshard.errors import BufferMismatchError, CheckpointError, LayoutError, MeshError
-from lowshard.foreign_array import view_of
+from lowshard.foreign_array import view_in_call
 from lowshard.layout import Layout
 from lowshard.tiling import Tiling
 
@@ -199,7 +199,7 @@ def _check_array(
             )
         return
     shape, dtype = tiling.local_shape(rank), dtypes.get(tiling.dtype).numpy
-    array = view_of(array, where)
+    array = view_in_call(array, where)
     if not isinstance(array, np.ndarray):
         raise BufferMismatchError(f"{where}: the local array is a NumPy array, got {type(array).__name__}")
     if array.shape != shape or array.dtype != dtype:

@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any
 
 from lowshard import settings
+from lowshard._version import __version__
 from lowshard.argument import brief
 from lowshard.calibration import setting_fault
 from lowshard.comm.call import Activity
@@ -21,11 +22,15 @@ from lowshard.comm.transport import Transport
 from lowshard.comm.wait_guard import Lookout
 from lowshard.comm.world import world_mismatch
 from lowshard.compiled import numba_fault
-from lowshard.errors import CommError, LaunchError
+from lowshard.errors import CommError, LaunchError, LowshardError
 
 # By the ranks of the world, in order: a process makes what it shares with a group once, and keeps it to its end.
 _memories: dict[tuple[int, ...], Any] = {}
 _watches: dict[tuple[int, ...], tuple[Any, tuple[str | None, ...]]] = {}
+
+
+_EQUAL = (settings.CPU_PATH, settings.NODE_SIZE, settings.CHECK, settings.WATCH)
+"""What all ranks go by alike."""
 
 
 @cache
@@ -44,8 +49,9 @@ def build_host(mpi_comm: Any, timeout_s: float | None = None, fault: str = "") -
     Raises:
         LaunchError: a launcher of another MPI started the ranks, so that each is a world of its own.
         CommError: mpi_comm is not a communicator of mpi4py; a rank has a fault, what is wrong with its other arguments;
-            LOWSHARD_CPU_PATH, LOWSHARD_NODE_SIZE or LOWSHARD_CALIBRATION says something else, or shared memory is
-            insisted on and cannot be had.
+            LOWSHARD_CPU_PATH, LOWSHARD_NODE_SIZE, LOWSHARD_CHECK or LOWSHARD_WATCH is none of its values or not
+            equal on all ranks; another setting is none of its values, or shared memory is insisted on and cannot be
+            had.
         TimedOut: not all ranks came; it names those that did not.
     """
     mpi = load_mpi()
@@ -59,14 +65,15 @@ def build_host(mpi_comm: Any, timeout_s: float | None = None, fault: str = "") -
     seconds = settings.TIMEOUT_S.seconds() if timeout_s is None else timeout_s
     await_all(mpi_comm, seconds)
     own = mpi_comm.Dup()
-    lookout = Lookout(_watch(mpi, own, seconds), activity())
     wish, size = settings.CPU_PATH.text(), settings.NODE_SIZE.text()
-    rows = own.allgather((wish, size, why_no_window(), fault or setting_fault() or _choice_fault()))
+    said = [setting.text() for setting in _EQUAL]
+    rows = own.allgather((*said, __version__, why_no_window(), fault or setting_fault() or _choice_fault()))
     wrong = _first_wrong(rows)
     if wrong:
         own.Free()
         raise CommError(wrong)
-    problems = [f"rank {rank}: {row[2]}" for rank, row in enumerate(rows) if row[2]]
+    lookout = Lookout(_watch(mpi, own, seconds), activity())
+    problems = [f"rank {rank}: {row[-2]}" for rank, row in enumerate(rows) if row[-2]]
     node = own.Split_type(mpi.COMM_TYPE_SHARED)
     if size:
         whole, node = node, node.Split(node.Get_rank() // int(size))
@@ -98,11 +105,13 @@ def build_host(mpi_comm: Any, timeout_s: float | None = None, fault: str = "") -
 
 
 def _choice_fault() -> str:
-    """Return what is wrong with the settings of this rank's memory, or ""."""
+    """Return what is wrong with a setting that only this rank goes by, or ""."""
     try:
-        for setting in (settings.CROSS_MEMORY, settings.PIPES, settings.HUGE_PAGES):
+        for setting in (
+            settings.CROSS_MEMORY, settings.PIPES, settings.HUGE_PAGES, settings.KERNELS, settings.SHIPPED_CODE,
+        ):  # fmt: skip
             setting.choice()
-    except CommError as error:
+    except LowshardError as error:
         return str(error)
     return ""
 
@@ -137,21 +146,30 @@ def _watch(mpi: Any, own: Any, timeout_s: float) -> Any:
     return known
 
 
-def _first_wrong(rows: Sequence[tuple[str, str, str, str]]) -> str:
-    """Return what is wrong with a rank's arguments or with what the ranks' environments say, or ""."""
+def _first_wrong(rows: Sequence[tuple[str, ...]]) -> str:
+    """Return what is wrong with a rank's arguments or with what the ranks' environments say, or "".
+
+    Ranks with different values would wait for each other in different places.
+    """
     for rank, (*_, fault) in enumerate(rows):
         if fault:
             return f"rank {rank}: {fault}"
     sizes = {"", *(size for _, size, *_ in rows if size.isdecimal() and int(size) > 0)}
-    path = settings.CPU_PATH
-    paths = path.values.split("|")
-    for name, values, known, rule in (
-        (path.name, {row[0] for row in rows}, set(paths), f"one of {', '.join(paths)}"),
-        (settings.NODE_SIZE.name, {row[1] for row in rows}, sizes, "a positive number of ranks"),
-    ):
+    for column, setting in enumerate(_EQUAL):
+        values, known = {row[column] for row in rows}, set(setting.values.split("|"))
+        rule = f"one of {', '.join(setting.values.split('|'))}"
+        if setting is settings.NODE_SIZE:
+            known, rule = sizes, "a positive number of ranks"
         if not values <= known or len(values) > 1:
             said = ", ".join(map(repr, sorted(values)))
-            return f"{name} is {rule} and equal on all ranks, got {said}"
+            return f"{setting.name} is {rule} and equal on all ranks, got {said}"
+    versions = [row[len(_EQUAL)] for row in rows]
+    for rank, version in enumerate(versions):
+        if version != versions[0]:
+            return (
+                f"rank 0 runs lowshard {versions[0]}, rank {rank} lowshard {version}, and they may not understand each "
+                "other; install one version on all hosts"
+            )
     return ""
 
 

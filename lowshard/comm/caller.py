@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -21,7 +23,7 @@ from lowshard.comm.collectives import Collective, key_of, planned, text_of
 from lowshard.comm.transport import Transport
 from lowshard.comm.work import Stream, ThreadWork, Work, Worker
 from lowshard.errors import BufferMismatchError, CommError, LowshardError
-from lowshard.foreign_array import is_foreign, like, view_of
+from lowshard.foreign_array import is_foreign, like, view_in_call
 
 Array = Any  # a NumPy or CuPy array; CuPy ships no types
 T = TypeVar("T")
@@ -153,6 +155,16 @@ class Caller:
         if quick is not None:
             self._acts, self._run_quick, self._head = quick.acts, quick.run, quick.head
             self.traffic.sources.append(quick.take_uses)
+        if size > 1:
+            _callers.add(self)
+
+    def leave_to_parent(self) -> None:
+        """Refuse all calls in a forked child: made there they would be taken for calls of its parent."""
+        self._acts = {}
+        self.transport.closed = self.transport.ended = self.transport.forked = True
+        self.lock = threading.RLock()  # a thread that is not here may have held it
+        self._end_of_turn = _EndOfTurn(self.lock)
+        self._worker, self._lines, self.batch = None, {}, None
 
     def close(self) -> None:
         """Close the transport, once what was started has ended; see `Communicator.close`."""
@@ -175,7 +187,12 @@ class Caller:
             self.lock.release()
 
     def open(self) -> None:
-        """Raise CommError where the communicator is closed."""
+        """Raise CommError where the communicator is closed, or its parent's."""
+        if self.transport.forked:
+            raise CommError(
+                f"this {self.transport.name} communicator is that of the process which forked this one, and its calls "
+                "are left to that; here a run_loopback makes ranks of its own"
+            )
         if self.transport.closed:
             raise CommError(f"this {self.transport.name} communicator is closed; make a new one")
 
@@ -254,7 +271,8 @@ class Caller:
             self.open()
             if not self.transport.buffers.holds(send, recv) and is_foreign(send, recv):
                 try:
-                    send, recv = view_of(send, what.arrays[0]), view_of(recv, what.arrays[1])
+                    send = view_in_call(send, what.arrays[0])
+                    recv = view_in_call(recv, what.arrays[1], writes=True)
                 except LowshardError as error:
                     self.refuse(error, what.name + NO_ARRAY)
                 self.call(what, key, send, recv)
@@ -400,7 +418,7 @@ class Caller:
         call = self._known(known_as, buf, None) if sends else self._known(known_as, None, buf)
         if call is None:
             self.open()
-            buf = t.buffers.flat(view_of(buf, "buf"), "buf", writes=not sends)
+            buf = t.buffers.flat(view_in_call(buf, "buf", not sends), "buf", writes=not sends)
             self._is_peer(peer, "dst" if sends else "src")
             text = f"{name} {text_of(buf)} {'to' if sends else 'from'} rank {peer}"
             call = self.make(name, text, *((buf.nbytes, 0) if sends else (0, buf.nbytes)))
@@ -444,7 +462,7 @@ class Caller:
         s, r = send, recv
         if call is None or t.closed or not (t.buffers.ready(s) and t.buffers.ready(r, True)):
             self.open()
-            s, r = view_of(send, "send"), view_of(recv, "recv")
+            s, r = view_in_call(send, "send"), view_in_call(recv, "recv", writes=True)
             s, r = t.buffers.flat(s, "send"), t.buffers.flat(r, "recv", writes=True)
             self._is_peer(dst, "dst")
             self._is_peer(src, "src")
@@ -562,7 +580,7 @@ class Caller:
             return self.on_stream(stream, name, lambda: self.shared(what, send, recv, None, *detail))
         if is_foreign(send):
             try:
-                seen = view_of(send, what.arrays[0])
+                seen = view_in_call(send, what.arrays[0])
             except LowshardError as error:
                 self.refuse(error, name + NO_ARRAY)
             return like(self.shared(what, seen, recv, None, *detail), send)
@@ -632,3 +650,16 @@ def _elems_of(buf: Array | None) -> int:
 
 def _nothing() -> None:
     """What a call that is over runs."""
+
+
+_callers: weakref.WeakSet[Caller] = weakref.WeakSet()
+"""Of this process, of several ranks."""
+
+
+def _leave_to_parent() -> None:
+    for caller in list(_callers):
+        caller.leave_to_parent()
+    _callers.clear()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)

@@ -15,7 +15,7 @@ import numpy as np
 from lowshard import dtypes
 from lowshard.argument import MOST_DIMS, brief, number, real
 from lowshard.errors import BufferMismatchError, CommError, DTypeError, LowshardError
-from lowshard.foreign_array import READ_ONLY, view_of
+from lowshard.foreign_array import READ_ONLY, view_in_call
 from lowshard.gpu_stream import Stream
 from lowshard.nearest import nearest
 from lowshard.settings import MOST_S
@@ -52,7 +52,7 @@ def flat(buf: Array, name: str, xp: ModuleType, transport: str, writes: bool) ->
         DTypeError: a dtype outside the table.
     """
     if not isinstance(buf, xp.ndarray):
-        buf = view_of(buf, name)
+        buf = view_in_call(buf, name)
     elif xp is np and type(buf) is not np.ndarray:  # a subclass may reshape in ways of its own
         buf = buf.view(np.ndarray)
     if not isinstance(buf, xp.ndarray):

@@ -646,7 +646,7 @@ class Starter:
         comm = self._comm
 
         def begin() -> Work:
-            seen = [view_or_same(arg) for arg in args]
+            seen = [view_or_same(arg, writes=place == 1) for place, arg in enumerate(args)]  # send, recv, ...
             make = getattr(comm, name)
             return comm._transport.start(comm._caller, name, lambda: like(make(*seen, **options), *args[:1]))
 
@@ -656,7 +656,8 @@ class Starter:
         comm = self._comm
 
         def begin() -> Work:
-            return comm._transport.start_message(comm._caller, name, view_or_same(buf), check.rank(peer))
+            seen = view_or_same(buf, writes=name == "recv")
+            return comm._transport.start_message(comm._caller, name, seen, check.rank(peer))
 
         return begin() if stream is None else self._on_stream(stream, name, begin)
 

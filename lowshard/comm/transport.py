@@ -99,6 +99,7 @@ class Transport(ABC):
         closed: whether it takes no more calls.
         ended: whether its resources were given back; what goes on while it is closed has them still.
         failed: a peer may be gone: wait for no one any more.
+        forked: whether this process is a child of the rank's; then it is closed here, and ends nothing.
         why: why it was chosen, where there was a choice.
     """
 
@@ -138,7 +139,7 @@ class Transport(ABC):
         self.buffers = HostBuffers(self.name) if buffers is None else buffers
         self.sequence = 0
         self.started_at: str | None = None
-        self.closed = self.ended = self.failed = False
+        self.closed = self.ended = self.failed = self.forked = False
         self.why = ""
         self._reach: Reach | None = None
 

@@ -27,7 +27,7 @@ from lowshard.errors import (
     StepError,
     TimedOut,
 )
-from lowshard.foreign_array import host_of, view_of
+from lowshard.foreign_array import host_of, view_in_call
 from lowshard.fsdp.flat_plan import ALIGN_ELEMS, Piece, flat_boxes
 from lowshard.fsdp.fsdp_strategy import Precision, ShardingStrategy
 from lowshard.fsdp.gradient import Accumulate, Gradients
@@ -309,7 +309,7 @@ def _no_memory(what: str, error: BaseException) -> CommError:
 def _put(view: Array, value: Any, box: Box, name: str) -> None:
     shape = shape_of(box)
     rule = f"fill: {name} {box} is an array {list(shape)} or a number"
-    value = view_of(value, f"fill: {name}")
+    value = view_in_call(value, f"fill: {name}")
     given = getattr(value, "shape", ())
     if isinstance(value, np.ndarray | np.generic):
         dtypes.get(value.dtype)

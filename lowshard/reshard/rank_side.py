@@ -56,8 +56,8 @@ class Side:
         self._src: dict[int, Array] = {}
         self._dst: dict[int, Array] = {}
         self._given: tuple[Mapping[str, Any], ...] = tuple(
-            {name: errors.guard(view_of, a, str(name)) for name, a in (arrays or {}).items()}
-            for arrays in (src, dst)
+            {name: errors.guard(view_of, a, str(name), writes) for name, a in (arrays or {}).items()}
+            for arrays, writes in ((src, False), (dst, True))
         )
         self.mine = RankPlan(comm.rank, {}, {}, ())
         self.quantised: list[int] = []  # numbers of sources that are quantised

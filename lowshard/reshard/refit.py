@@ -142,7 +142,7 @@ class Refit:
             if version is not None:
                 self._now = _Served(0, version_number(version))
             given = dict(dst or {})
-            sets.append({n: view_of(a, str(n)) for n, a in given.items()})
+            sets.append({n: view_of(a, str(n), writes=True) for n, a in given.items()})
             served.append(given)
             if buffering == "double":
                 sets.append({n: _twin(comm, a) for n, a in sets[0].items()})

@@ -14,13 +14,16 @@ already is not compiled again. Without it a job uses the code that came with the
 processors, and compiles what it lacks, once for all of its ranks. Then it measures from which sizes on some ways to
 write and read memory are the faster ones here, which takes a few seconds; `lowshard doctor` shows what it found.
 """
+EPILOG = (
+    "Exit codes: 0 all is kept, 1 something was not compiled, measured or kept, 2 wrong usage, 130 Ctrl-C."
+)
 _EVERY_S = 5.0
 
 
 def add_warmup_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the subcommand."""
     parser = subparsers.add_parser(
-        "warmup", help="compile everything for this processor now", description=DESCRIPTION,
+        "warmup", help="compile everything for this processor now", description=DESCRIPTION, epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     parser.set_defaults(func=run)

@@ -6,6 +6,7 @@ Prints a JSON object: for each case nothing, or what went wrong.
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 import sys
 import tempfile
@@ -49,7 +50,7 @@ from lowshard import (
 )
 from lowshard.checkpoint import CheckpointReader, write_checkpoint
 from lowshard.comm import Communicator, run_loopback
-from lowshard.foreign_array import READ_ONLY, view_of
+from lowshard.foreign_array import READ_ONLY, view_in_call, view_of
 from lowshard.fsdp import FSDP, Param, Precision
 from lowshard.kernels import (
     MXFP8Tensor,
@@ -211,17 +212,61 @@ def what_is_seen_is_the_same_memory(count: int, seed: int) -> None:
     for library, dtype in product(LIBRARIES, DTYPES):
         for shape in ((), (5,), (3, 4), (0, 2)):
             array = given(library, random_values(rng, shape, dtype))
-            seen = view_of(array, "x")
-            assert isinstance(seen, np.ndarray)
-            assert bits(seen) == bits(array), (library, dtype)
-            assert not seen.size or seen.ctypes.data == address(array)
-            assert seen.flags.writeable == (library == "torch")
+            for view in (view_in_call, view_of):
+                seen = view(array, "x")
+                assert isinstance(seen, np.ndarray)
+                assert bits(seen) == bits(array), (library, dtype)
+                assert not seen.size or seen.ctypes.data == address(array)
+                assert seen.flags.writeable == (library == "torch")
     t = torch.arange(12.0).reshape(3, 4)
-    assert view_of(t.T, "x").strides == (4, 16)
+    for view in (view_in_call, view_of):
+        assert view(t.T, "x").strides == (4, 16)
+        assert bits(view(t.T[1:, ::2], "x")) == bits(t.T[1:, ::2])
+        assert view(t[:1].expand(3, 4), "x").strides == (0, 4)
+    seen = view_in_call(torch.arange(3.0), "x")  # which keeps the tensor
+    gc.collect()
+    assert list(seen) == [0, 1, 2]
     raw = bytearray(8)
     view_of(raw, "x")[3] = 7
     assert raw[3] == 7
     assert view_of(torch.nn.Parameter(t, requires_grad=False), "x").ctypes.data == t.data_ptr()
+
+
+@case
+def storages_of_torch_are_freed_and_resized(count: int, seed: int) -> None:
+    """As FSDP does: what a call has taken can be resized, and what has no memory is refused on every rank."""
+    mesh = DeviceMesh((2,), ("x",))
+
+    def job(comm: Communicator, dtype: Any) -> list[str]:
+        part, whole = torch.ones(40, dtype=dtype), torch.zeros(80, dtype=dtype)
+        src = Layout(mesh, (80,), dtype, (Sharded(0),))
+        plan = plan_redistribute(src, Layout(mesh, (80,), dtype, (Replicated(),)))
+        calls: list[Callable[[], object]] = [
+            lambda: comm.all_gather(part, whole),
+            lambda: comm.start.all_gather(part, whole).wait(),
+            lambda: execute(plan, part, comm, whole),
+        ]
+        said = []
+        for tensor in (part, whole):
+            storage = tensor.untyped_storage()
+            size_bytes = storage.nbytes()
+            for call in calls:
+                storage.resize_(size_bytes)
+                part.fill_(1)
+                whole.zero_()
+                call()
+                assert whole.all()
+                for left_bytes in (0, size_bytes - 8):
+                    storage.resize_(left_bytes)
+                    said.append(told(call))
+            storage.resize_(size_bytes)
+        return said
+
+    for name in ("float32", "bfloat16", "bool"):
+        first, second = run_loopback(2, lambda comm: job(comm, getattr(torch, name)), LIMIT_S)  # noqa: B023
+        assert first == second
+        for line in first:
+            assert "bytes of its storage, which has" in line
 
 
 # ---- plans

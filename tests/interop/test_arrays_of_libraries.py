@@ -19,6 +19,7 @@ CASES = (
     "messages_in_a_group",
     "shared_results_are_of_the_library_of_the_input",
     "what_is_seen_is_the_same_memory",
+    "storages_of_torch_are_freed_and_resized",
     "execute_over_random_layouts",
     "kernels_of_every_float",
     "optimizer_steps",

@@ -15,7 +15,8 @@ from mpi4py import MPI
 from support import mode
 from support.wrong_values import WRONG, raised
 
-from lowshard.comm import from_mpi, from_nccl
+from lowshard import __version__
+from lowshard.comm import build, from_mpi, from_nccl
 from lowshard.errors import LowshardError
 
 WORLD = MPI.COMM_WORLD
@@ -59,6 +60,22 @@ with from_mpi(WORLD, "cpu", timeout_s=1e300) as comm:  # cut to what fits 64 bit
         if error:
             failed.append(f"work.wait({what}): {error}")
         work.wait()
+for setting, value in (
+    ("LOWSHARD_CHECK", "off"), ("LOWSHARD_CHECK", "full"), ("LOWSHARD_WATCH", "off"), ("LOWSHARD_CPU_PATH", "mpi"),
+    ("LOWSHARD_KERNELS", "none of these"), ("LOWSHARD_SHIPPED_CODE", "none of these"),
+):  # fmt: skip
+    if RANK == 1:  # alone
+        os.environ[setting] = value
+    found = WORLD.allgather(outcome(from_mpi, FROM_MPI))
+    if found[0] != found[1] or not found[0].startswith("CommError: ") or setting not in found[0]:
+        failed.append(f"{setting}={value} on rank 1 alone: {found}")
+    os.environ.pop(setting, None)
+if RANK == 1:
+    build.__version__ += ".post1"  # as where another version is installed
+found = WORLD.allgather(outcome(from_mpi, FROM_MPI))
+build.__version__ = __version__
+if found[0] != found[1] or f"rank 1 lowshard {__version__}.post1," not in found[0]:
+    failed.append(f"another version on rank 1: {found}")
 os.environ["LOWSHARD_WATCH"] = "off"  # quicker
 for _ in range(MOST_COMMUNICATORS):
     said = outcome(from_mpi, {**FROM_MPI, "device": "none of these"})

@@ -643,7 +643,8 @@ def test_progress_is_told_after_two_seconds_without_a_line(capsys: pytest.Captur
 
 
 @pytest.mark.time_limit(60)
-def test_an_interrupted_run_on_threads_ends_with_130_and_no_traceback() -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_on_threads_ends_by_its_signal_and_no_traceback(number: signal.Signals) -> None:
     command = [sys.executable, "-u", "-m", "lowshard", "bench", "all_gather", *QUICK, "-b", "1K", "-e", "1K"]
     with subprocess.Popen(
         [*command, "-N", "1000000"], cwd=ROOT, env=dict(os.environ), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -654,10 +655,11 @@ def test_an_interrupted_run_on_threads_ends_with_130_and_no_traceback() -> None:
             while (line := child.stdout.readline()).startswith("#"):
                 continue
             assert line.split()[0] == "1024"
-            child.send_signal(signal.SIGINT)
+            child.send_signal(number)
             _, err = child.communicate(timeout=30)
         finally:
             child.kill()
-    assert child.returncode == 130
-    assert err.splitlines()[-1] == "lowshard: interrupted"
+    assert child.returncode == 128 + number
+    said = {signal.SIGINT: "lowshard: interrupted", signal.SIGTERM: "lowshard: ended by SIGTERM"}
+    assert err.splitlines()[-1] == said[number]
     assert "Traceback" not in err

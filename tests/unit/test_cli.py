@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -215,3 +216,22 @@ def test_who_stops_reading_or_has_no_room_gets_no_traceback(argv: list[str], unb
     assert "Traceback" not in ran.stderr
     if "--help" not in argv:
         assert (ran.returncode, ran.stderr.count("cannot be written: No space left")) == (1, 1)
+
+
+def test_a_table_that_nobody_reads_to_its_end_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    with open(write_end, "w") as nobody:
+        monkeypatch.setattr(sys, "stdout", nobody)
+        assert cli.main(["solve", "mlp", "--mesh", "tp=2"]) == 141
+
+
+def test_a_folder_that_is_gone_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert cli.main(["run", "-n", "2", "program.py"]) == 1
+    assert "the folder that this was started in is gone" in capsys.readouterr().err

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import pwd
 
 import pytest
 
 from lowshard.launch.host import Host, Spread
 from lowshard.launch.mpiexec import MpiInstall, rank_environment, stays_on_host
+from lowshard.settings import cache_root
 
 MAPPING = "PRTE_MCA_rmaps_default_mapping_policy"
 BINDING = "PRTE_MCA_hwloc_default_binding_policy"
@@ -41,6 +44,16 @@ def test_a_systems_open_mpi_keeps_its_own_transport_and_mpich_needs_nothing() ->
     assert "OMPI_MCA_pml" not in rank_environment(install("openmpi", False), 2, {}, cores=2)
     mpich = rank_environment(install("mpich", True), 2, {}, cores=2)
     assert not any(name.startswith(("OMPI", "PRTE")) for name in mpich)
+
+
+def test_open_mpi_is_given_a_home_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert rank_environment(install("openmpi", True), 2, {"HOME": ""})["HOME"] == ""
+    monkeypatch.delenv("HOME")
+    home = pwd.getpwuid(os.getuid()).pw_dir
+    assert rank_environment(install("openmpi", True), 2, {})["HOME"] == home
+    assert "HOME" not in rank_environment(install("mpich", True), 2, {})
+    monkeypatch.setattr(os, "getuid", lambda: 2_000_000_000)  # without an entry, as in a container
+    assert rank_environment(install("openmpi", True), 2, {})["HOME"] == str(cache_root())
 
 
 def test_the_ranks_of_one_host_have_no_network_and_those_of_several_have() -> None:

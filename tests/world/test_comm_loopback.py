@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from support import mode
 from support.comm_cases import Way, cases_for, run_case
 from support.comm_kit import carried, operands, same
 
+from lowshard import DeviceMesh, Layout, Replicated, Sharded, redistribute
 from lowshard import comm as lc
 from lowshard.comm import Communicator
 from lowshard.comm.reduction import fold, identity
@@ -218,6 +221,52 @@ def test_communicators_serve_threads_that_the_caller_made() -> None:
     for thread in threads:
         thread.join(20.0)
     assert sums == [6.0] * 3
+
+
+def test_a_forked_child_makes_no_call_in_the_place_of_its_parent() -> None:
+    mesh = DeviceMesh((2,), ("x",))
+    src = Layout(mesh, (4,), "float64", (Sharded(0),))
+    dst = Layout(mesh, (4,), "float64", (Replicated(),))
+
+    def job(comm: Communicator) -> str:
+        part, whole = np.full(2, comm.rank + 1.0), np.zeros(4)
+        group = comm.split(0)
+        assert group is not None
+        for _ in range(3):  # so that the call is known
+            comm.all_gather(part, whole)
+        said = b""
+        if comm.rank == 0:
+            read_end, write_end = os.pipe()
+            child = os.fork()
+            if not child:
+                calls: list[Callable[[], object]] = [
+                    lambda: comm.all_gather(part, whole),
+                    lambda: comm.send(part, 1),
+                    lambda: comm.start.all_reduce(part, part).wait(5.0),
+                    lambda: comm.split(0),
+                    lambda: group.barrier(),
+                    lambda: redistribute(part, src, dst, comm),
+                ]
+                try:
+                    for call in calls:
+                        with pytest.raises(CommError, match="the process which forked this one"):
+                            call()
+                    comm.close()
+                    assert lc.run_loopback(2, lambda own: own.rank, timeout_s=10.0) == [0, 1]
+                except BaseException as error:
+                    os.write(write_end, repr(error).encode())
+                finally:
+                    os._exit(0)
+            os.close(write_end)
+            with open(read_end, "rb") as answers:
+                said = answers.read()
+            os.waitpid(child, 0)
+        comm.all_gather(part, whole)
+        group.barrier()
+        assert list(redistribute(part, src, dst, comm)) == list(whole) == [1, 1, 2, 2]
+        return said.decode()
+
+    assert lc.run_loopback(2, job, timeout_s=30.0) == ["", ""]
 
 
 @pytest.mark.parametrize("op", ["sum", "min", "max", "prod"])

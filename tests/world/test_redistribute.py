@@ -565,3 +565,20 @@ def test_a_plan_that_cannot_be_made_on_one_rank_raises_on_all() -> None:
             redistribute(np.zeros(3, np.float32), SRC, dst, comm)
 
     lc.run_loopback(2, run)
+
+
+@pytest.mark.filterwarnings("ignore:the matrix subclass")
+def test_subclasses_of_arrays_move_as_plain_ones() -> None:
+    mesh = DeviceMesh((2,), ("x",))
+    src, dst = (Layout(mesh, (4, 2), "float64", (placed,)) for placed in (Sharded(0), Replicated()))
+    whole = np.arange(8.0).reshape(4, 2)
+
+    def job(comm: lc.Communicator) -> None:
+        part = np.asmatrix(whole[src.box(comm.rank)[0][0] :][:2])
+        for out in (np.asmatrix(np.zeros((4, 2))), None):
+            found = redistribute(part, src, dst, comm, out)
+            assert found is not None
+            assert (np.asarray(found) == whole).all()
+            assert out is None or found is out
+
+    lc.run_loopback(2, job, timeout_s=30.0)
