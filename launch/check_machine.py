@@ -19,6 +19,7 @@ _SMALL_SHM_BYTES = 1_000_000_000
 _MULTI_RANK_NCCL = 23003  # the first that allows several ranks on one GPU
 
 _GPU_PROGRAM = """
+import json
 import cupy
 from cupy.cuda import runtime
 found = {"nccl": None, "nccl_error": "", "gpus": [], "gpu_error": ""}

@@ -28,6 +28,7 @@ _START_LIMIT_S = 60.0
 _AUTOGROUP = Path("/proc/sys/kernel/sched_autogroup_enabled")
 
 _PING_PROGRAM = """
+import json
 import numpy as np
 from mpi4py import MPI
 world = MPI.COMM_WORLD

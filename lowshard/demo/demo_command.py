@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -146,12 +147,12 @@ def _settings(args: argparse.Namespace, world_size: int, scratch: Path) -> Setti
         from lowshard.report.page import require_report
 
         require_report(args.report)
-    try:
-        args.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise LowshardError(
-            f"--out takes a folder, but {str(args.out)!r} is none: {error.strerror}"
-        ) from error
+    place = next(path for path in (args.out, *args.out.absolute().parents) if path.exists())
+    if not (
+        place.is_dir() and os.access(place, os.W_OK | os.X_OK)
+    ):  # told now, and made when there is a result
+        why = "is a file" if not place.is_dir() else "may not be written to"
+        raise LowshardError(f"--out takes a folder; {str(place)!r} {why}: give another")
     return Settings(source, tp)
 
 

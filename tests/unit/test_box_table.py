@@ -121,7 +121,7 @@ def frozen(array):
         (lambda: BoxTable((3, 4), [((0, 1.5), (0, 1))]), KernelError, r"tuple of \(start, stop\) integers"),
         (lambda: BoxTable((3, 4), ((0, 2), (0, 4))), KernelError, r"tuple of \(start, stop\) integers.* as box 0"),
         (lambda: BoxTable((3, -4), []), KernelError, "0 or more"),
-        (lambda: BoxTable(3, []), KernelError, "write array.shape"),
+        (lambda: BoxTable(3, []), KernelError, "such as array.shape"),
         (lambda: BoxTable((3, 4), None), KernelError, "takes a list of boxes, got None"),
         (lambda: pack(SRC.tolist(), TABLE), KernelError,
          r"src must be a NumPy or CuPy array.*, got builtins.list; write numpy.asarray\(src, dtype\)"),
