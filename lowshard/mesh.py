@@ -122,7 +122,7 @@ class DeviceMesh:
         """
         if isinstance(name, str):
             return self.shape[self.axis_index(name)]
-        return prod(self.shape[self.axis_index(n)] for n in items(name, _AXES, MeshError))
+        return prod(self.shape[self.axis_index(n)] for n in items(name, _AXES, MeshError, any_order=True))
 
     def __contains__(self, rank: object) -> bool:
         try:
