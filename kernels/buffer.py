@@ -7,6 +7,7 @@ The checks look at shapes, dtypes, strides and addresses only; no element is rea
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -86,6 +87,39 @@ def may_overlap(a: Array, b: Array) -> bool:
         return np.may_share_memory(a, b)
     ours, theirs = address_range(a), address_range(b)
     return bool(a.size and b.size) and ours[0] < theirs[1] and theirs[0] < ours[1]
+
+
+def require_results_apart(results: Mapping[str, Array], rank: int) -> None:
+    """Raise BufferMismatchError where results share memory: they would be written over one another.
+
+    One array under several names is none of these: tied weights are given so.
+    """
+    spans = {name: address_range(array) for name, array in results.items() if array.size}
+    begun: list[str] = []
+    for name in sorted(spans, key=spans.__getitem__):
+        array = results[name]
+        begun = [other for other in begun if spans[other][1] > spans[name][0]]
+        shared = [other for other in begun if _share_elements(results[other], array)]
+        if any(stride == 0 and extent > 1 for extent, stride in zip(array.shape, array.strides, strict=True)):
+            shared.append(name)
+        if shared:
+            what = f"elements of {name}" if shared[0] == name else f"{shared[0]} and {name}"
+            raise BufferMismatchError(
+                f"on rank {rank} {what} share memory, so that one is written over another; give arrays of their own"
+            )
+        begun.append(name)
+
+
+def _share_elements(a: Array, b: Array) -> bool:
+    """Say whether two arrays that cross share elements, and are not the same; False where that is hard to tell."""
+    if (address(a), a.shape, a.strides, a.dtype) == (address(b), b.shape, b.strides, b.dtype):
+        return False
+    if not (isinstance(a, np.ndarray) and isinstance(b, np.ndarray)):
+        return bool(a.flags.c_contiguous and b.flags.c_contiguous)
+    try:
+        return np.shares_memory(a, b, max_work=100_000)  # columns of one array cross and share none
+    except np.exceptions.TooHardError:
+        return False
 
 
 @cache

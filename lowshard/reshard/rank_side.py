@@ -14,7 +14,7 @@ from lowshard.comm.agreement import agree, trade
 from lowshard.comm.communicator import Communicator
 from lowshard.errors import BufferMismatchError, MeshError, MismatchError
 from lowshard.foreign_array import READ_ONLY, view_of
-from lowshard.kernels.buffer import address_range
+from lowshard.kernels.buffer import address_range, require_results_apart
 from lowshard.reshard.mxfp8_transform import ensure_sendable
 from lowshard.reshard.reshard_plan import Entry, Move, RankPlan, ReshardPlan
 from lowshard.transfer.conversion import Conversion
@@ -95,7 +95,11 @@ class Side:
         self._require_apart()
 
     def _require_apart(self) -> None:
-        """Refuse destinations that lie over sources: others read these while those are written."""
+        """Refuse destinations that lie over one another, or over sources: others read these while those are written."""
+        rank = self.comm.rank
+        require_results_apart(
+            {self.plan.entries[n].dst_local_name(rank): a for n, a in self._dst.items()}, rank
+        )
         whole = {
             m.entry for m in self.mine.copies if m.src_box == m.dst_box == full_box(self._src[m.entry].shape)
         }

@@ -17,7 +17,15 @@ import pytest
 
 import lowshard as ls
 from lowshard import comm as lc
-from lowshard.errors import CommError, LowshardError, MismatchError, PlanError, StreamError, TimedOut
+from lowshard.errors import (
+    BufferMismatchError,
+    CommError,
+    LowshardError,
+    MismatchError,
+    PlanError,
+    StreamError,
+    TimedOut,
+)
 from lowshard.reshard import Publisher, Subscriber
 from lowshard.reshard.version_server import Member, Newest, VersionServer, _Lease
 
@@ -364,3 +372,38 @@ def test_names_that_nobody_can_write_are_refused(tmp_path: Path) -> None:
     for kind in (Publisher, Subscriber):
         with pytest.raises(PlanError, match="a name is text that UTF-8 can write"):
             kind({"w\ud800": ONE}, {"w\ud800": array}, address=f"unix:{tmp_path}/p")
+
+
+@pytest.mark.parametrize(
+    ("out", "error"),
+    [
+        (lambda memory: {"x": memory[:4], "y": memory[2:6]}, "x and y share memory"),
+        (
+            lambda memory: {"x": np.lib.stride_tricks.as_strided(memory, (4,), (0,))},
+            "elements of x share memory",
+        ),
+        (lambda memory: {"x": memory[::2], "y": memory[1::2]}, ""),
+        (lambda memory: {"x": memory[:4], "y": memory[:4]}, ""),  # tied weights
+    ],
+)
+def test_results_that_share_memory_are_refused(
+    tmp_path: Path, out: Callable[[Any], dict[str, Any]], error: str
+) -> None:
+    layout = ls.Layout(ls.DeviceMesh((1,), ("d",)), (4,), "float32", (ls.Replicated(),))
+    arrays, given = {name: np.full(4, 7, np.float32) for name in "xy"}, out(np.zeros(8, np.float32))
+    wanted, address = dict.fromkeys(given, layout), f"unix:{tmp_path}/p"
+    if error:
+        with pytest.raises(BufferMismatchError, match=error):
+            Subscriber(wanted, given, address=address)
+        return
+    with (
+        Publisher(dict.fromkeys(arrays, layout), arrays, address=address) as publisher,
+        Subscriber(wanted, given, address=address) as subscriber,
+    ):
+        for version in (1, 2):
+            arrays["x"] += version
+            arrays["y"] += version
+            publisher.publish(version)
+            subscriber.pull(5)
+            for name, weight in subscriber.weights.items():
+                assert weight.tolist() == arrays[name].tolist()

@@ -180,6 +180,22 @@ def test_a_destination_over_a_source_is_refused_unless_it_stays_as_it_is() -> No
     run_loopback(2, work, LIMIT_S)
 
 
+@pytest.mark.parametrize("make", [lambda plan, src, dst, comm: Refit(plan, comm, src, dst), Reshard])
+def test_destinations_that_share_memory_are_refused_on_all_ranks(make: Any) -> None:
+    whole = TensorLayout.sharded((8,), "float32", {"tp": (1, 1)})
+    plan = build_reshard_plan({"a": whole, "b": whole}, {"a": whole.shifted(1), "b": whole.shifted(1)})
+
+    def ranks(comm: Communicator) -> str:
+        memory = np.zeros(12, np.float32)
+        src = {"a": np.ones(8, np.float32), "b": np.ones(8, np.float32)} if comm.rank == 0 else None
+        dst = {"a": memory[:8], "b": memory[4:]} if comm.rank == 1 else None
+        with pytest.raises(BufferMismatchError, match="on rank 1 a and b share memory") as caught:
+            make(plan, src, dst, comm)
+        return str(caught.value)
+
+    assert len(set(run_loopback(2, ranks))) == 1
+
+
 def test_an_empty_destination_shares_memory_with_nothing() -> None:
     src = {
         "full": TensorLayout.sharded((2, 4), "float32", {}),
