@@ -116,8 +116,8 @@ def _share_elements(a: Array, b: Array) -> bool:
         return False
     if not (isinstance(a, np.ndarray) and isinstance(b, np.ndarray)):
         return bool(a.flags.c_contiguous and b.flags.c_contiguous)
-    try:
-        return np.shares_memory(a, b, max_work=100_000)  # type: ignore[arg-type]  # columns of one array cross and share none
+    try:  # columns of one array cross and share none
+        return np.shares_memory(a, b, max_work=100_000)  # type: ignore[arg-type]  # the stubs know two values
     except np.exceptions.TooHardError:
         return False
 
