@@ -407,11 +407,16 @@ class FSDP(Core):
             for name in ready:
                 slot = self._slots[name]
                 slot.step += 1
-                rule(slot)
+                try:
+                    rule(slot)
+                except BaseException:
+                    slot.step -= 1
+                    self._opener.mark_updated(ready)
+                    raise
+            self.updates += 1
             self._grads.used()
             self._opener.updated(ready)
 
-        self.updates += 1
         self._guarded(run)
 
     def broadcast_updated_params(self) -> None:
@@ -461,11 +466,15 @@ class FSDP(Core):
         Raises:
             CheckpointError: no such file, or it lacks a parameter, or has it in another shape or dtype.
         """
-        self._healthy()
+        if self._broken is not None:
+            self._healthy()
         saved.load(self, path)
 
     def reset(self) -> None:
         """Give up a step that failed: gradients are dropped, units closed, parameters stay as they are.
+
+        Where an update ran on some ranks and failed on others, these are of two versions: all calls raise StepError
+        until all ranks have called `load`.
 
         Collective: all ranks of the communicator call this. Not after PeerFailed or TimedOut, when ranks are gone.
         """
@@ -473,6 +482,13 @@ class FSDP(Core):
         self._opener.reset()
         self._grads.reset()
         self._calls, self._broken = [], None
+        steps = [slot.step for slot in self._slots.values()]
+        is_stale = any(state.stale for state in self._opener.state.values())
+        *most, any_stale = self._links.highest([*steps, *(-step for step in steps), is_stale])
+        n = len(steps)
+        self._is_mixed = any(high != -low for high, low in zip(most[:n], most[n:], strict=True))
+        if any_stale:  # a broadcast may have ended on some ranks alone
+            self._opener.mark_updated(list(self._opener.state))
 
     def report(self) -> Report:
         """Return what this rank did so far."""

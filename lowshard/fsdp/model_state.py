@@ -285,7 +285,7 @@ def load(engine: Core, path: Any) -> None:
                 engine._slots[unit.name].state[key][piece.shard_lo : piece.shard_hi] = (
                     engine._links.xp.asarray(values)
                 )
-    engine.updates = said["updates"]
+    engine.updates, engine._is_mixed = said["updates"], False
     engine._changed()
 
 
