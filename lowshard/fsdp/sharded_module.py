@@ -134,6 +134,9 @@ class ShardedModule:
                         self._close(unit)
                     if missing:
                         self._finish(unit)
+        except BaseException:
+            self._give_up()
+            raise
         finally:
             self._missing = {}
 
@@ -259,7 +262,16 @@ class ShardedModule:
     def _after(self, unit: str, module: Module, args: Any, out: Any) -> None:
         self._close(unit)
 
+    def _give_up(self) -> None:
+        """Close all units here, as the engine's reset does there, and drop gradients that it has not got."""
+        for params in self._params.values():
+            for param in params.values():
+                param.data, param.grad = self._torch.empty(0, dtype=param.dtype), None
+        self._open, self._ranges = {}, {}
+
     def _enter(self, unit: str, phase: Any) -> None:
+        if self._open.get(unit) and not self.engine._opener.is_open(unit):  # a reset has closed it
+            self._give_up()
         self._open[unit] = self._open.get(unit, 0) + 1
         if self._open[unit] > 1:
             return

@@ -225,6 +225,49 @@ def test_an_update_that_failed_on_one_rank_is_not_trained_on_until_a_load(
     assert lc.run_loopback(2, train, 10) == [[-1.0, 1, 1, 1]] * 2
 
 
+def test_a_rule_that_keeps_nothing_where_it_has_no_piece_is_saved(tmp_path: Path) -> None:
+    """Ranks that hold no element of a small unit had another state, and the save was refused."""
+
+    def rule(slot: Slot) -> None:
+        for piece in slot.pieces:
+            slot.state["m"][piece.shard_lo : piece.shard_hi] = 2.0
+            slot.state["t"] = 3
+
+    def train(comm: lc.Communicator) -> list[Any]:
+        with FSDP({"u": [Param("w", (5,))]}, comm) as engine:
+            engine.fill(lambda name, box: 0.0)
+            step(engine)
+            engine.join()
+            engine.update(rule)
+            engine.save(tmp_path / "m")
+            next(engine.slots()).state.clear()
+            engine.load(tmp_path / "m")
+            (slot,) = engine.slots()
+            found = [len(slot.pieces), slot.state["m"].sum(), slot.state["t"]]
+            if slot.pieces:
+                del slot.state["m"]
+            with pytest.raises(errors.CheckpointError, match="rank 0: save: state 'm' of unit 'u'"):
+                engine.save(tmp_path / "m")
+            return found
+
+    assert lc.run_loopback(2, train, 10) == [[1, 10.0, 3], [0, 0.0, 3]]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf"), 1 << 63, "\ud800"], ids=repr)
+def test_state_that_no_load_would_read_is_not_written(tmp_path: Path, value: Any) -> None:
+    def save(comm: lc.Communicator) -> None:
+        with FSDP({"u": [Param("w", (5,))]}, comm) as engine:
+            engine.fill(lambda name, box: 0.0)
+            step(engine)
+            engine.join()
+            engine.update(lambda slot: slot.state.update(what=value))
+            with pytest.raises(errors.CheckpointError, match=r"state 'what' of unit 'u' is .* cannot hold"):
+                engine.save(tmp_path / "m")
+
+    lc.run_loopback(1, save, 10)
+    assert not (tmp_path / "m").exists()
+
+
 def test_a_rule_that_failed_on_all_ranks_counts_no_update() -> None:
     """Parameters that the rule had changed before are broadcast before they are used."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from typing import Any
 
@@ -146,3 +147,39 @@ def test_views_go_to_torch_and_back_without_a_copy() -> None:
             assert engine.norm(float("inf")) == 4
 
     lc.run_loopback(2, look, 20)
+
+
+@pytest.mark.parametrize("within", ["forward", "backward", "evaluation"])
+def test_after_an_error_amid_a_pass_and_a_reset_training_goes_on(within: str) -> None:
+    """Units that were open then counted as open ever after, with views of memory that others use."""
+
+    def broken(*args: Any) -> None:
+        raise ZeroDivisionError("in a hook")
+
+    def train(comm: lc.Communicator, fails: bool) -> dict[str, np.ndarray]:
+        net = made()
+        sharded = ShardedModule(net, comm)
+        inner = net.blocks[1]
+        if fails:
+            hook = (
+                inner.up.register_full_backward_hook(broken)
+                if within == "backward"
+                else inner.up.register_forward_hook(broken)
+            )
+            step = contextlib.nullcontext() if within == "evaluation" else sharded.step()
+            with pytest.raises(ZeroDivisionError), step:
+                loss_of(net, 0, comm.rank).backward()
+            hook.remove()
+            sharded.engine.reset()
+        for _ in range(2):
+            with sharded.step():
+                loss_of(net, 0, comm.rank).backward()
+            sharded.engine.join()
+            sharded.engine.update(AdamW(lr=1e-2))
+        return dict(sharded.full_state())
+
+    clean, mended = (
+        lc.run_loopback(2, lambda comm, f=fails: train(comm, f), 20)[0] for fails in (False, True)
+    )
+    for name, value in clean.items():
+        np.testing.assert_array_equal(mended[name], value, err_msg=name)
