@@ -97,6 +97,7 @@ class ShardedModule:
         self._missing: dict[str, set[str]] = {}
         self._ranges: dict[str, list[tuple[int, int, str]]] = {}
         model = {name: self._describe(name) for name in self._params}
+        self._trains = {id(p): p.requires_grad for params in self._params.values() for p in params.values()}
         self.engine = FSDP(model, comm, strategy, **{"open_limit": 3, **options})
         values = {f"{u}.{n}": p.detach() for u, ps in self._params.items() for n, p in ps.items()}
         self.engine.fill(lambda name, box: array_of(values[name][tuple(slice(lo, hi) for lo, hi in box)]))
@@ -119,7 +120,22 @@ class ShardedModule:
 
     @contextmanager
     def step(self, last: bool = True) -> Iterator[ShardedModule]:
-        """A micro-batch: forward and backward; see `FSDP.step`. Units that got no gradient are reduced with zeros."""
+        """A micro-batch: forward and backward; see `FSDP.step`. Units that got no gradient are reduced with zeros.
+
+        Raises:
+            StepError: a parameter was frozen or unfrozen since the ShardedModule was made.
+        """
+        changed = [
+            name
+            for name, param in self.module.named_parameters()
+            if param.requires_grad != self._trains.get(id(param), param.requires_grad)
+        ]
+        if changed:  # decay and momentum would go on moving it, or its gradient would have no place
+            self.engine._wrong(StepError(
+                f"step: requires_grad of {changed[0]} is not what it was when the ShardedModule was made, which laid "
+                "out gradients and optimizer state by it; set it before, and make the ShardedModule anew from a plain "
+                "module that has loaded sharded.state_dict()"
+            ))  # fmt: skip
         self._missing = {
             unit: {name for name, param in params.items() if param.requires_grad}
             for unit, params in self._params.items()

@@ -11,6 +11,7 @@ import pytest
 from support import fsdp_kit as kit
 
 from lowshard import comm as lc
+from lowshard import errors
 from lowshard.fsdp import FSDP, AdamW, Param, ShardingStrategy
 
 torch = pytest.importorskip("torch", reason="torch is not installed: pip install torch")
@@ -147,6 +148,24 @@ def test_views_go_to_torch_and_back_without_a_copy() -> None:
             assert engine.norm(float("inf")) == 4
 
     lc.run_loopback(2, look, 20)
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_parameter_that_is_frozen_or_unfrozen_later_is_named(trains: bool) -> None:
+    """Decay and momentum moved frozen ones on, and unfrozen ones failed amid the backward pass."""
+
+    def train(comm: lc.Communicator) -> None:
+        net = made()
+        net.head.bias.requires_grad_(not trains)
+        sharded = ShardedModule(net, comm)
+        net.head.bias.requires_grad_(trains)
+        with (
+            pytest.raises(errors.StepError, match=r"requires_grad of head\.bias is not what it was"),
+            sharded.step(),
+        ):
+            pass
+
+    lc.run_loopback(1, train, 20)
 
 
 @pytest.mark.parametrize("within", ["forward", "backward", "evaluation"])
