@@ -14,7 +14,7 @@ import numpy as np
 
 from lowshard.argument import brief
 from lowshard.box import Box
-from lowshard.comm import agree
+from lowshard.comm import agree, share_text
 from lowshard.comm.work import Work
 from lowshard.content_hash import text_digest
 from lowshard.errors import BadGrad, LayoutError, MismatchError, NotJoined, NotOpen, StaleParams, StepError
@@ -124,20 +124,37 @@ class FSDP(Core):
         self._changed()
 
     def check_equal_start(self) -> None:
-        """Compare what replicas hold, bit for bit.
+        """Compare what replicas hold, bit for bit, and the ignored parameters of all ranks.
 
         Collective: all ranks of the communicator call this.
 
         Raises:
             MismatchError: two ranks that should hold the same elements hold different ones.
         """
-        if self._links.replica is None:
+        if self._links.replica is not None:
+            self._check_replicas()
+        ignored = [(unit, param.name) for unit in self.plan.units for param in unit.ignored]
+        if not ignored:
             return
+        hashed = hashlib.blake2b(digest_size=16)
+        for unit, name in ignored:
+            hashed.update(
+                np.ascontiguousarray(host_of(self._opener.ignored(unit, name))).reshape(-1).view(np.uint8)
+            )
+        same = len(set(share_text(self._world, hashed.hexdigest()))) == 1
+        wrong = MismatchError(
+            "every rank holds ignored parameters whole, but what ranks were filled with differs"
+        )
+        agree(self._world, b"", None if same else wrong, "check_equal_start")
+
+    def _check_replicas(self) -> None:
+        """Compare the shards of replicas; see `check_equal_start`."""
         hashed = hashlib.blake2b(digest_size=16)
         for unit in self.plan.units:
             for segment in unit.segments:
                 hashed.update(host_of(self._opener.shard(unit.name, segment)).view(np.uint8).data)
         channel, xp = self._links.replica, self._links.xp
+        assert channel is not None
         record = xp.asarray(np.frombuffer(hashed.digest(), np.uint8).copy())
         rows = xp.empty((channel.comm.size, record.size), np.uint8)
         lane = self._links.reduce_lane

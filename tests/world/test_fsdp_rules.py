@@ -622,8 +622,21 @@ def test_replicas_that_start_apart_are_noticed() -> None:
             with pytest.raises(errors.MismatchError, match="replicas"):
                 engine.fill(lambda name, box: float(comm.rank // 2))
             engine.fill(lambda name, box: 1.0)
+        for strategy in (ShardingStrategy.FullShard, ShardingStrategy.HybridShard(intra_node_size=2)):
+            engine = FSDP(UNITS, comm, strategy)
+            with pytest.raises(errors.MismatchError, match="ignored parameters whole"):
+                engine.fill(lambda name, box: float(comm.rank) if name == "emb.mask" else 1.0)
 
     lc.run_loopback(4, fill, 10)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: Param("\ud800", (4,)), lambda: FSDP({"\ud800": []}, lc.loopback(1)[0])]
+)
+def test_names_that_no_file_can_hold_are_refused_at_once(make: Any) -> None:
+    """They were refused when the trained model was saved."""
+    with pytest.raises(errors.LayoutError, match="UTF-8"):
+        make()
 
 
 def test_a_fill_that_fails_on_one_rank_fails_on_all() -> None:
