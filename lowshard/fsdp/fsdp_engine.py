@@ -282,6 +282,12 @@ class FSDP(Core):
         self._stepping()
         return self._guarded(lambda: self._grads.views(unit, bool(zero)))
 
+    def _own_grads(self, unit: str) -> Mapping[str, Array]:
+        """Return the gradients of what a unit has itself: what it is tied to may have been reduced already."""
+        self._unit(unit)
+        self._stepping()
+        return self._guarded(lambda: self._grads.own_views(unit))
+
     def add_grad(self, unit: str, name: str, array: Array) -> None:
         """Add an array to a parameter's gradient: for frameworks that return new arrays.
 
