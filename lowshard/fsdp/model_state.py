@@ -210,9 +210,11 @@ def _complete(engine: Core, arrays: Arrays, numbers: Numbers) -> None:
         CheckpointError: a rank that holds elements lacks an array, or keeps something else under its name.
     """
     error: CheckpointError | None = None
+    order: dict[str, dict[str, str]] = {name: {} for name in arrays}
     for text in share_text(engine._world, json.dumps([arrays, numbers])):
         their_arrays, their_numbers = json.loads(text)
         for name, slot in engine._slots.items():
+            order[name] |= their_arrays[name]
             if not slot.pieces:
                 numbers[name]["state"] = their_numbers[name]["state"] | numbers[name]["state"]
             for key, dtype in their_arrays[name].items():
@@ -226,6 +228,8 @@ def _complete(engine: Core, arrays: Arrays, numbers: Numbers) -> None:
                         "ranks whose slot has pieces"
                     )
     agree(engine._world, b"", error, "save")
+    for name, keys in order.items():  # the same on all ranks
+        arrays[name] = {key: arrays[name][key] for key in keys}
 
 
 def _is_readable(value: float | str | bool) -> bool:

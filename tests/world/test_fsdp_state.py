@@ -231,7 +231,9 @@ def test_a_rule_that_keeps_nothing_where_it_has_no_piece_is_saved(tmp_path: Path
     def rule(slot: Slot) -> None:
         for piece in slot.pieces:
             slot.state["m"][piece.shard_lo : piece.shard_hi] = 2.0
+            slot.state["v"][piece.shard_lo : piece.shard_hi] = 3.0
             slot.state["t"] = 3
+        _ = slot.state["v"]  # there it comes first
 
     def train(comm: lc.Communicator) -> list[Any]:
         with FSDP({"u": [Param("w", (5,))]}, comm) as engine:
