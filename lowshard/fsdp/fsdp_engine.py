@@ -138,9 +138,8 @@ class FSDP(Core):
             return
         hashed = hashlib.blake2b(digest_size=16)
         for unit, name in ignored:
-            hashed.update(
-                np.ascontiguousarray(host_of(self._opener.ignored(unit, name))).reshape(-1).view(np.uint8)
-            )
+            held = host_of(self._opener.ignored(unit, name)).reshape(-1)
+            hashed.update(held.view(np.uint8).data)
         same = len(set(share_text(self._world, hashed.hexdigest()))) == 1
         wrong = MismatchError(
             "every rank holds ignored parameters whole, but what ranks were filled with differs"
