@@ -97,6 +97,7 @@ class Core:
         self._full_shard_bits = self._shape.full_shard_bits(accumulate)
         self._slots = {unit.name: self._slot_of(unit) for unit in self.plan.units if unit.trained is not None}
         self._broken: BaseException | None = None
+        self._is_mixed = False  # an update ran on some ranks and not on others
         self._in_step = False
         self._calls: list[str] = []
         self.updates = 0
@@ -234,6 +235,11 @@ class Core:
                 f"an earlier step failed ({type(self._broken).__name__}: {self._broken}); call reset() on all "
                 "ranks, then run the step again"
             ) from self._broken
+        if self._is_mixed:
+            raise StepError(
+                "update ran on some ranks and not on others, so that parameters and optimizer state are of two "
+                "versions; call load() on all ranks with what save() wrote, or make the model anew"
+            )
 
     def _unit(self, name: str) -> None:
         self._healthy()

@@ -14,7 +14,7 @@ import numpy as np
 
 from lowshard.argument import brief
 from lowshard.box import Box
-from lowshard.comm import agree
+from lowshard.comm import agree, share_text
 from lowshard.comm.work import Work
 from lowshard.content_hash import text_digest
 from lowshard.errors import BadGrad, LayoutError, MismatchError, NotJoined, NotOpen, StaleParams, StepError
@@ -124,20 +124,36 @@ class FSDP(Core):
         self._changed()
 
     def check_equal_start(self) -> None:
-        """Compare what replicas hold, bit for bit.
+        """Compare what replicas hold, bit for bit, and the ignored parameters of all ranks.
 
         Collective: all ranks of the communicator call this.
 
         Raises:
             MismatchError: two ranks that should hold the same elements hold different ones.
         """
-        if self._links.replica is None:
+        if self._links.replica is not None:
+            self._check_replicas()
+        ignored = [(unit, param.name) for unit in self.plan.units for param in unit.ignored]
+        if not ignored:
             return
+        hashed = hashlib.blake2b(digest_size=16)
+        for unit, name in ignored:
+            held = host_of(self._opener.ignored(unit, name)).reshape(-1)
+            hashed.update(held.view(np.uint8).data)
+        same = len(set(share_text(self._world, hashed.hexdigest()))) == 1
+        wrong = MismatchError(
+            "every rank holds ignored parameters whole, but what ranks were filled with differs"
+        )
+        agree(self._world, b"", None if same else wrong, "check_equal_start")
+
+    def _check_replicas(self) -> None:
+        """Compare the shards of replicas; see `check_equal_start`."""
         hashed = hashlib.blake2b(digest_size=16)
         for unit in self.plan.units:
             for segment in unit.segments:
                 hashed.update(host_of(self._opener.shard(unit.name, segment)).view(np.uint8).data)
         channel, xp = self._links.replica, self._links.xp
+        assert channel is not None
         record = xp.asarray(np.frombuffer(hashed.digest(), np.uint8).copy())
         rows = xp.empty((channel.comm.size, record.size), np.uint8)
         lane = self._links.reduce_lane
@@ -264,6 +280,12 @@ class FSDP(Core):
             self._wrong(StepError(f"grads: zero is True or False, got {brief(zero)}"))
         self._stepping()
         return self._guarded(lambda: self._grads.views(unit, bool(zero)))
+
+    def _own_grads(self, unit: str) -> Mapping[str, Array]:
+        """Return the gradients of what a unit has itself: what it is tied to may have been reduced already."""
+        self._unit(unit)
+        self._stepping()
+        return self._guarded(lambda: self._grads.own_views(unit))
 
     def add_grad(self, unit: str, name: str, array: Array) -> None:
         """Add an array to a parameter's gradient: for frameworks that return new arrays.
@@ -407,11 +429,16 @@ class FSDP(Core):
             for name in ready:
                 slot = self._slots[name]
                 slot.step += 1
-                rule(slot)
+                try:
+                    rule(slot)
+                except BaseException:
+                    slot.step -= 1
+                    self._opener.mark_updated(ready)
+                    raise
+            self.updates += 1
             self._grads.used()
             self._opener.updated(ready)
 
-        self.updates += 1
         self._guarded(run)
 
     def broadcast_updated_params(self) -> None:
@@ -461,11 +488,15 @@ class FSDP(Core):
         Raises:
             CheckpointError: no such file, or it lacks a parameter, or has it in another shape or dtype.
         """
-        self._healthy()
+        if self._broken is not None:
+            self._healthy()
         saved.load(self, path)
 
     def reset(self) -> None:
         """Give up a step that failed: gradients are dropped, units closed, parameters stay as they are.
+
+        Where an update ran on some ranks and failed on others, these are of two versions: all calls raise StepError
+        until all ranks have called `load`.
 
         Collective: all ranks of the communicator call this. Not after PeerFailed or TimedOut, when ranks are gone.
         """
@@ -473,6 +504,13 @@ class FSDP(Core):
         self._opener.reset()
         self._grads.reset()
         self._calls, self._broken = [], None
+        steps = [slot.step for slot in self._slots.values()]
+        is_stale = any(state.stale for state in self._opener.state.values())
+        *most, any_stale = self._links.highest([*steps, *(-step for step in steps), is_stale])
+        n = len(steps)
+        self._is_mixed = any(high != -low for high, low in zip(most[:n], most[n:], strict=True))
+        if any_stale:  # a broadcast may have ended on some ranks alone
+            self._opener.mark_updated(list(self._opener.state))
 
     def report(self) -> Report:
         """Return what this rank did so far."""

@@ -68,7 +68,7 @@ class Gradients:
         self.state = {name: Grad() for name in self._units}
         self._views: dict[tuple[str, int | None], Mapping[str, Array]] = {}
         self.micro_batches = 0
-        self.last = True
+        self.last, self._gives = True, False  # whether this micro-batch gives any unit a gradient
 
     # ---- writing
 
@@ -88,6 +88,12 @@ class Gradients:
                     made[tied] = owner.grad_views(self._buffer(owner))[target]
             found = self._views[key] = MappingProxyType(made)
         return found
+
+    def own_views(self, name: str) -> Mapping[str, Array]:
+        """Return the same without those of parameters that are tied to other units."""
+        unit = self._units[name]
+        self._open(unit, True)
+        return unit.grad_views(self._buffer(unit))
 
     def _open(self, unit: UnitPlan, zero: bool) -> None:
         grad = self.state[unit.name]
@@ -110,7 +116,7 @@ class Gradients:
         if self._shared(unit) and grad.slot is None:
             grad.slot = self._slot(unit.name)
             self._holders[grad.slot] = unit.name
-        grad.written = True
+        grad.written = self._gives = True
         if grad.state is State.EMPTY:
             grad.state = State.LOCAL
         if zero:
@@ -166,10 +172,13 @@ class Gradients:
     # ---- adding up
 
     def begin_step(self, last: bool) -> None:
-        """A micro-batch begins; it is the first again after a last one that left no gradients."""
-        if self.last and all(grad.state is State.EMPTY for grad in self.state.values()):
+        """A micro-batch begins; a last one that gave no unit a gradient was none, whatever those before it gave."""
+        grads = self.state.values()
+        if self.last and self.micro_batches and not self._gives:
+            self.micro_batches -= 1
+        if self.last and all(grad.state is State.EMPTY for grad in grads):
             self.micro_batches = 0
-        self.last = last
+        self.last, self._gives = last, False
         self.micro_batches += 1
         for grad in self.state.values():
             grad.reduced = grad.early = False

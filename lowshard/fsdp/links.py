@@ -352,7 +352,7 @@ class Links:
                 idle = self._idle()
             # The lowest count as a highest, so that one call gives both.
             counts = [channel.failures_to_come for channel, _ in self.channels]
-            most = self._highest([*counts, *(-count for count in counts), 0 if idle else 1])
+            most = self.highest([*counts, *(-count for count in counts), 0 if idle else 1])
             n = len(counts)
             for (channel, lane), mine, wanted in zip(self.channels, counts, most[:n], strict=True):
                 for _ in range(wanted - mine):
@@ -366,7 +366,11 @@ class Links:
         lanes = self.gather_lane.idle and self.reduce_lane.idle
         return lanes and all(channel.quiet for channel, _ in self.channels)
 
-    def _highest(self, numbers: list[int]) -> list[int]:
+    def highest(self, numbers: list[int]) -> list[int]:
+        """Return the highest of each number over all ranks.
+
+        Collective: all ranks of the communicator call this.
+        """
         control = self.world.control
         send = control.xp.asarray(np.array(numbers, np.int64))
         recv = control.xp.empty_like(send)

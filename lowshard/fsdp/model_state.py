@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -10,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lowshard import dtypes, reading
+from lowshard.argument import brief, is_text
 from lowshard.argument import path as check_path
 from lowshard.box import Split, split_interval
 from lowshard.checkpoint import CheckpointReader
 from lowshard.checkpoint.own_parts import check_turn
 from lowshard.checkpoint.writer import write_state
-from lowshard.comm import agree
+from lowshard.comm import agree, share_text
 from lowshard.comm.work import Work
 from lowshard.errors import CheckpointError
 from lowshard.foreign_array import host_of
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
 
 Array = Any  # a NumPy or CuPy array; CuPy ships no types
 Run = Callable[[Callable[[], None], str], None]
+Arrays = dict[str, dict[str, str]]
+Numbers = dict[str, dict[str, Any]]
 
 _KEY = "lowshard.fsdp"
 _VERSION = 1
@@ -123,6 +127,7 @@ def save(engine: Core, path: Any, wait: bool) -> Work | None:
     except Exception as found:
         error = found
     agree(engine._world, b"", error, "save")
+    _complete(engine, arrays, numbers)
     mesh = DeviceMesh((engine.grid.shards,), ("shard",))  # the first shard group: replicas hold the same
     tensors: dict[str, tuple[Layout, np.ndarray | None]] = {}
     writes = engine.grid.replica_rank == 0
@@ -144,30 +149,39 @@ def save(engine: Core, path: Any, wait: bool) -> Work | None:
             value = engine._opener.ignored(unit, param.name)
             value = value if wait else value.copy()  # the others are copies
             tensors[f"{unit.name}.{param.name}"] = layout, host_of(value) if writes else None
-    said = {"version": _VERSION, "updates": engine.updates, "arrays": arrays, "numbers": numbers}
+    names = {name: list(kept) for name, kept in arrays.items()}
+    said = {"version": _VERSION, "updates": engine.updates, "arrays": names, "numbers": numbers}
     about = {_KEY: json.dumps(said, sort_keys=True)}
     return write_state(path, tensors, engine._world.control, about, wait=wait, is_copy=True)
 
 
-def _slot_state(engine: Core) -> tuple[dict[str, list[str]], dict[str, dict[str, Any]]]:
-    """Return, by unit, the names of its state's arrays, and the numbers.
+def _slot_state(engine: Core) -> tuple[Arrays, Numbers]:
+    """Return, by unit, the dtypes of its state's arrays by name, and the numbers.
 
     Raises:
         CheckpointError: a state that is not for files, or an array whose name in the file is that of another.
     """
-    arrays: dict[str, list[str]] = {}
-    numbers: dict[str, dict[str, Any]] = {}
+    arrays: Arrays = {}
+    numbers: Numbers = {}
     names = {f"{unit.name}.{param.name}" for unit in engine.plan.units for param in unit.ignored}
     for unit in engine.plan.units:
         names |= {f"{unit.name}.{entry.name}" for segment in unit.segments for entry in segment.plan.entries}
     for name, slot in engine._slots.items():
-        arrays[name] = [k for k, v in slot.state.items() if getattr(v, "shape", None) == slot.param.shape]
+        like = {k: v for k, v in slot.state.items() if getattr(v, "shape", None) == slot.param.shape}
+        arrays[name] = {k: dtypes.get(v.dtype).name for k, v in like.items()}
         rest = {k: v for k, v in slot.state.items() if k not in arrays[name]}
         for key, value in slot.state.items():
             if not isinstance(key, str) or (key in rest and not isinstance(value, (int, float, str, bool))):
                 raise CheckpointError(
                     f"save: state {key!r} of unit {name!r} is neither an array like the parameters nor a number, or "
                     "its name is not a text"
+                )
+            if not is_text(key) or (
+                key in rest and not _is_readable(value)
+            ):  # a file that load refuses is lost
+                raise CheckpointError(
+                    f"save: state {brief(key)} of unit {name!r} is {brief(value)}, which a file cannot hold: numbers "
+                    "are finite, integers fit 64 bits, and text is such that UTF-8 can write it"
                 )
         numbers[name] = {"step": slot.step, "state": rest}
         trained = engine.plan.by_name[name].trained
@@ -183,6 +197,46 @@ def _slot_state(engine: Core) -> tuple[dict[str, list[str]], dict[str, dict[str,
                     )
                 names.add(stored)
     return arrays, numbers
+
+
+def _complete(engine: Core, arrays: Arrays, numbers: Numbers) -> None:
+    """Add what other ranks keep in slots of which this rank holds no elements: zeros, and numbers.
+
+    A rule that goes over the pieces of a slot keeps nothing where there is none.
+
+    Collective: all ranks of the communicator call this.
+
+    Raises:
+        CheckpointError: a rank that holds elements lacks an array, or keeps something else under its name.
+    """
+    error: CheckpointError | None = None
+    order: dict[str, dict[str, str]] = {name: {} for name in arrays}
+    for text in share_text(engine._world, json.dumps([arrays, numbers])):
+        their_arrays, their_numbers = json.loads(text)
+        for name, slot in engine._slots.items():
+            order[name] |= their_arrays[name]
+            if not slot.pieces:
+                numbers[name]["state"] = their_numbers[name]["state"] | numbers[name]["state"]
+            for key, dtype in their_arrays[name].items():
+                if key not in slot.state and not slot.pieces:
+                    slot.state[key] = engine._links.xp.zeros(slot.param.shape, dtypes.get(dtype).numpy)
+                    arrays[name][key] = dtype
+                elif arrays[name].get(key) != dtype:
+                    error = CheckpointError(
+                        f"save: state {key!r} of unit {name!r} is an array of {dtype} like the parameters on another "
+                        f"rank, and {arrays[name].get(key, 'no such array')} here; a rule keeps the same arrays on all "
+                        "ranks whose slot has pieces"
+                    )
+    agree(engine._world, b"", error, "save")
+    for name, keys in order.items():  # the same on all ranks
+        arrays[name] = {key: arrays[name][key] for key in keys}
+
+
+def _is_readable(value: float | str | bool) -> bool:
+    """Say whether a number or text is read back from a file's metadata."""
+    if isinstance(value, str):
+        return is_text(value)
+    return -(1 << 63) <= value < 1 << 63 if isinstance(value, int) else math.isfinite(value)
 
 
 def param_rows(engine: Core, name: str, split: Split) -> tuple[Layout, Array]:
@@ -285,7 +339,7 @@ def load(engine: Core, path: Any) -> None:
                 engine._slots[unit.name].state[key][piece.shard_lo : piece.shard_hi] = (
                     engine._links.xp.asarray(values)
                 )
-    engine.updates = said["updates"]
+    engine.updates, engine._is_mixed = said["updates"], False
     engine._changed()
 
 

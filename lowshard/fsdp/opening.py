@@ -146,15 +146,20 @@ class Opener:
 
     def updated(self, names: list[str]) -> None:
         """Parameters have changed: nothing that was gathered is good any more."""
+        self.mark_updated(names)
         for name in names:
             unit, state = self._units[name], self.state[name]
-            state.fresh = False
-            if self._shape.resident and self._shape.grid.shards > 1:
-                state.stale = True
             if state.uses and not self._shape.rests_whole(unit) and not state.stale:
                 state.work = self._gather(unit)  # it is open: its views are to show what is
                 self._wait(name)
         self.forget_ahead()
+
+    def mark_updated(self, names: list[str]) -> None:
+        """Note that parameters have changed; no other rank needs to come."""
+        for name in names:
+            state = self.state[name]
+            state.fresh = False
+            state.stale |= self._shape.resident and self._shape.grid.shards > 1
 
     def resync(self) -> None:
         """Gather what rests whole and is stale."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lowshard import dtypes
-from lowshard.argument import MOST_ELEMS, as_shape, brief, instance, mapping, truth, whole
+from lowshard.argument import MOST_ELEMS, as_shape, brief, instance, is_text, mapping, truth, whole
 from lowshard.errors import LayoutError
 
 Keep = int | Literal["row", "tensor"]
@@ -43,8 +43,10 @@ class Param:
     ignored: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str) or not self.name or "." in self.name:
-            raise LayoutError(f"a parameter's name is a text without '.', got {self.name!r}")
+        if not isinstance(self.name, str) or not self.name or "." in self.name or not is_text(self.name):
+            raise LayoutError(
+                f"a parameter's name is a text without '.' that UTF-8 can write, got {brief(self.name)}"
+            )
         rule = f"parameter {self.name!r}: a shape is a sequence of extents, 0 or more"
         shape = as_shape(self.shape, rule, LayoutError)
         whole(
@@ -106,8 +108,8 @@ def check_units(units: Units) -> None:
     by_name: dict[str, Param] = {}
     for unit, params in units.items():
         instance(params, Sequence, f"{rule}, a sequence", LayoutError)  # type: ignore[type-abstract]
-        if not isinstance(unit, str) or not unit:
-            raise LayoutError(f"a unit's name is a text, got {unit!r}")
+        if not isinstance(unit, str) or not unit or not is_text(unit):
+            raise LayoutError(f"a unit's name is a text that UTF-8 can write, got {brief(unit)}")
         for param in params:
             if not isinstance(param, Param):
                 raise LayoutError(f"unit {unit!r} lists Param(name, shape), got {type(param).__name__}")

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -97,6 +98,13 @@ class ShardedModule:
         self._missing: dict[str, set[str]] = {}
         self._ranges: dict[str, list[tuple[int, int, str]]] = {}
         model = {name: self._describe(name) for name in self._params}
+        self._holders: dict[int, list[str]] = {
+            id(p): [u] for u, ps in self._params.items() for p in ps.values()
+        }
+        for unit, ties in self._ties.items():
+            for _, _, param in ties:
+                self._holders[id(param)].append(unit)
+        self._trains = {id(p): p.requires_grad for params in self._params.values() for p in params.values()}
         self.engine = FSDP(model, comm, strategy, **{"open_limit": 3, **options})
         values = {f"{u}.{n}": p.detach() for u, ps in self._params.items() for n, p in ps.items()}
         self.engine.fill(lambda name, box: array_of(values[name][tuple(slice(lo, hi) for lo, hi in box)]))
@@ -119,7 +127,22 @@ class ShardedModule:
 
     @contextmanager
     def step(self, last: bool = True) -> Iterator[ShardedModule]:
-        """A micro-batch: forward and backward; see `FSDP.step`. Units that got no gradient are reduced with zeros."""
+        """A micro-batch: forward and backward; see `FSDP.step`. Units that got no gradient are reduced with zeros.
+
+        Raises:
+            StepError: a parameter was frozen or unfrozen since the ShardedModule was made.
+        """
+        changed = [
+            name
+            for name, param in self.module.named_parameters()
+            if param.requires_grad != self._trains.get(id(param), param.requires_grad)
+        ]
+        if changed:  # decay and momentum would go on moving it, or its gradient would have no place
+            self.engine._wrong(StepError(
+                f"step: requires_grad of {changed[0]} is not what it was when the ShardedModule was made, which laid "
+                "out gradients and optimizer state by it; set it before, and make the ShardedModule anew from a plain "
+                "module that has loaded sharded.state_dict()"
+            ))  # fmt: skip
         self._missing = {
             unit: {name for name, param in params.items() if param.requires_grad}
             for unit, params in self._params.items()
@@ -134,6 +157,9 @@ class ShardedModule:
                         self._close(unit)
                     if missing:
                         self._finish(unit)
+        except BaseException:
+            self._give_up()
+            raise
         finally:
             self._missing = {}
 
@@ -201,30 +227,41 @@ class ShardedModule:
         modules: dict[str, Module] = {}
         for child in units:
             path = paths.get(id(child))
-            if path is None:
+            if not path:
                 raise LayoutError("ShardedModule: units are submodules of the module")
-            self._take(path, child)
+            if path in modules:  # one module at several places
+                continue
+            self._take(path, child, modules)
             modules[path] = child
-        self._take(_ROOT, self.module)
-        modules[_ROOT] = self.module
+        root = _ROOT if _ROOT not in modules else f"({_ROOT})"
+        self._take(root, self.module, modules)
+        modules[root] = self.module
         empty = [name for name in modules if not self._params[name] and not self._ties[name]]
         for name in empty:
             del modules[name], self._params[name]
         return modules
 
-    def _take(self, unit: str, child: Module) -> None:
+    def _take(self, unit: str, child: Module, before: Mapping[str, Module]) -> None:
+        """Take the parameters of a unit that none before it has; those of units within it open by themselves."""
         self._params[unit], self._ties[unit] = {}, []
+        units = {id(module) for module in before.values()}
+        inner = {path for path, module in child.named_modules(remove_duplicate=False) if id(module) in units}
         for path, param in child.named_parameters(remove_duplicate=False):
             short = path.replace(".", "/")
             if str(param.dtype) not in _DTYPES:
                 raise LayoutError(
                     f"ShardedModule: parameter {path} is {param.dtype}, and only floats can be sharded"
                 )
+            if isinstance(param, closed_parameter(self._torch)):
+                raise LayoutError(
+                    f"ShardedModule: parameter {path} is in another ShardedModule, and holds nothing here; go on with "
+                    "that one, or load its state_dict() into a plain module"
+                )
             home = self._home.get(id(param))
             if home is None:
                 self._home[id(param)] = unit, short
                 self._params[unit][short] = param
-            elif home[0] != unit and unit != _ROOT:
+            elif home[0] != unit and inner.isdisjoint(accumulate(path.split("."), "{}.{}".format)):
                 self._ties[unit].append((short, f"{home[0]}.{home[1]}", param))
 
     def _describe(self, unit: str) -> list[Param]:
@@ -259,7 +296,16 @@ class ShardedModule:
     def _after(self, unit: str, module: Module, args: Any, out: Any) -> None:
         self._close(unit)
 
+    def _give_up(self) -> None:
+        """Close all units here, as the engine's reset does there, and drop gradients that it has not got."""
+        for params in self._params.values():
+            for param in params.values():
+                param.data, param.grad = self._torch.empty(0, dtype=param.dtype), None
+        self._open, self._ranges = {}, {}
+
     def _enter(self, unit: str, phase: Any) -> None:
+        if self._open.get(unit) and not self.engine._opener.is_open(unit):  # a reset has closed it
+            self._give_up()
         self._open[unit] = self._open.get(unit, 0) + 1
         if self._open[unit] > 1:
             return
@@ -277,8 +323,7 @@ class ShardedModule:
             return
         for params in (self._params[unit], {name: param for name, _, param in self._ties[unit]}):
             for param in params.values():
-                owner = self._home[id(param)][0]
-                if owner == unit or not self._open.get(owner):
+                if not any(self._open.get(holder) for holder in self._holders[id(param)]):
                     param.data = self._torch.empty(0, dtype=param.dtype)
         del self._ranges[unit]
         self.engine.close(unit)
@@ -314,7 +359,7 @@ class ShardedModule:
 
     def _arrived(self, unit: str, name: str, param: Tensor) -> None:
         """A gradient is there: it goes into the engine, and with the unit's last one the reduction starts."""
-        target = tensor_of(self.engine.grads(unit)[name])
+        target = tensor_of(self.engine._own_grads(unit)[name])
         target.add_(param.grad)
         param.grad = None
         missing = self._missing[unit]

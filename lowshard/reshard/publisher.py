@@ -263,13 +263,14 @@ class Publisher:
             error, version = error or found, -1
         agree(comm, str(version).encode(), error, "publish", lambda: f"version {version}")
         held = sorted(self._newest.held()) if self._newest is not None else []
-        held = json.loads(share_text(comm, json.dumps(held))[0])
+        # Rank 0's number: one of another rank may have moved on where Ctrl-C came between agreement and offer.
+        number, held = json.loads(share_text(comm, json.dumps([self._number + 1, held]))[0])
         try:
-            self._store.fill(self._arrays, self._number + 1, held)
+            self._store.fill(self._arrays, number, held)
         except LowshardError as found:
             error = found
         agree(comm, b"", error, "publish")
-        self._number, self._version = self._number + 1, version
+        self._number, self._version = number, version
         if self._newest is not None:
             self._newest.announce(version, self._number)
 

@@ -280,8 +280,8 @@ class Subscriber:
         """Take a version, unless a rank is to tell what went wrong."""
         agree(self._comm, b"", error, "pull")
         offer = self._offered(time.monotonic() + limit_s, limit_s)
+        self._attempt += 1  # ahead of calls in which all ranks meet: whatever interrupts one, all count alike
         fetched = self._fetch(offer)
-        self._attempt += 1
         if not self._vote.decide(self._attempt, True):
             raise PeerFailed(
                 f"another rank heard of a failure while version {offer.version} was voted on: version "
@@ -497,8 +497,7 @@ class Subscriber:
                 error = CommError(f"version {offer.version} was not taken: {type(found).__name__}: {found}")
             agree(self._comm, b"", error, "pull")
         except LowshardError:
-            if not self._vote.decide(self._attempt + 1, False):
-                self._attempt += 1
+            if not self._vote.decide(self._attempt, False):
                 self._disconnect()
                 raise
             # The others had it and switched before one of them died: so does this rank.

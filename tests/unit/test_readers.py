@@ -49,6 +49,7 @@ ELSEWHERE = {
     "lowshard/weights/patched_source.py": "between ranks",
     "lowshard/comm/agreement.py": "between ranks",
     "lowshard/reshard/content_digest.py": "between ranks",
+    "lowshard/fsdp/model_state.py": "between ranks",
     "lowshard/fsdp/module_state.py": "between ranks",
     "lowshard/reshard/publisher.py": "between ranks",
     "lowshard/reshard/subscriber.py": "between ranks",

@@ -622,8 +622,21 @@ def test_replicas_that_start_apart_are_noticed() -> None:
             with pytest.raises(errors.MismatchError, match="replicas"):
                 engine.fill(lambda name, box: float(comm.rank // 2))
             engine.fill(lambda name, box: 1.0)
+        for strategy in (ShardingStrategy.FullShard, ShardingStrategy.HybridShard(intra_node_size=2)):
+            engine = FSDP(UNITS, comm, strategy)
+            with pytest.raises(errors.MismatchError, match="ignored parameters whole"):
+                engine.fill(lambda name, box: float(comm.rank) if name == "emb.mask" else 1.0)
 
     lc.run_loopback(4, fill, 10)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: Param("\ud800", (4,)), lambda: FSDP({"\ud800": []}, lc.loopback(1)[0])]
+)
+def test_names_that_no_file_can_hold_are_refused_at_once(make: Any) -> None:
+    """They were refused when the trained model was saved."""
+    with pytest.raises(errors.LayoutError, match="UTF-8"):
+        make()
 
 
 def test_a_fill_that_fails_on_one_rank_fails_on_all() -> None:
@@ -702,9 +715,13 @@ def test_a_forward_pass_alone_is_no_micro_batch(accumulate: Any) -> None:
             step(last=False, backward=False)  # counts: a micro-batch whose gradients are zeros
             step()
             update()
+            step(last=False)  # what was given before stays, and a pass alone in between is no micro-batch
+            step(backward=False)
+            step()
+            update()
             return found
 
-    assert lc.run_loopback(2, train, 20)[0] == [6.0, 6.0, 6.0, 6.0, 3.0]
+    assert lc.run_loopback(2, train, 20)[0] == [6.0, 6.0, 6.0, 6.0, 3.0, 6.0]
 
 
 def test_ranks_that_count_other_micro_batches_are_noticed() -> None:

@@ -13,7 +13,7 @@ import pytest
 from lowshard import comm as lc
 from lowshard import errors
 from lowshard.checkpoint import CheckpointReader
-from lowshard.fsdp import FSDP, SGD, AdamW, Param, Precision, Slot
+from lowshard.fsdp import FSDP, SGD, AdamW, Param, Precision, ShardingStrategy, Slot
 
 
 def step(engine: FSDP, value: float = 1.0, last: bool = True) -> None:
@@ -185,3 +185,116 @@ def test_reduced_gradients_are_no_part_of_a_file(tmp_path: Path) -> None:
 
     lc.run_loopback(2, save, 20)
     assert (tmp_path / "with").read_bytes() == (tmp_path / "without").read_bytes()
+
+
+@pytest.mark.parametrize(
+    "strategy", [ShardingStrategy.FullShard, ShardingStrategy.ShardGradOp, ShardingStrategy.NoShard]
+)
+def test_an_update_that_failed_on_one_rank_is_not_trained_on_until_a_load(
+    tmp_path: Path, strategy: ShardingStrategy
+) -> None:
+    """Ranks went on with parameters of two versions, or waited for each other where one had to broadcast its own."""
+
+    def rule(slot: Slot) -> None:
+        raise ZeroDivisionError("in a rule")
+
+    def train(comm: lc.Communicator) -> list[float]:
+        with FSDP({"a": [Param("w", (40,))], "b": [Param("w", (33,))]}, comm, strategy) as engine:
+            engine.fill(lambda name, box: 0.0)
+            engine.save(tmp_path / "start")
+            step(engine)
+            engine.join()
+
+            def end() -> None:
+                engine.update(rule if comm.rank else SGD(lr=1.0))
+                engine.broadcast_updated_params()
+                engine.full("a.w")  # the call at which the other rank hears of it
+
+            with pytest.raises((ZeroDivisionError, errors.CommError)):
+                end()
+            engine.reset()
+            with pytest.raises(errors.StepError, match="of two versions; call load"):
+                step(engine)
+            engine.load(tmp_path / "start")
+            step(engine)
+            engine.join()
+            engine.update(SGD(lr=1.0))
+            engine.broadcast_updated_params()
+            return [*np.unique(engine.full("a.w")), *(slot.step for slot in engine.slots()), engine.updates]
+
+    assert lc.run_loopback(2, train, 10) == [[-1.0, 1, 1, 1]] * 2
+
+
+def test_a_rule_that_keeps_nothing_where_it_has_no_piece_is_saved(tmp_path: Path) -> None:
+    """Ranks that hold no element of a small unit had another state, and the save was refused."""
+
+    def rule(slot: Slot) -> None:
+        for piece in slot.pieces:
+            slot.state["m"][piece.shard_lo : piece.shard_hi] = 2.0
+            slot.state["v"][piece.shard_lo : piece.shard_hi] = 3.0
+            slot.state["t"] = 3
+        _ = slot.state["v"]  # there it comes first
+
+    def train(comm: lc.Communicator) -> list[Any]:
+        with FSDP({"u": [Param("w", (5,))]}, comm) as engine:
+            engine.fill(lambda name, box: 0.0)
+            step(engine)
+            engine.join()
+            engine.update(rule)
+            engine.save(tmp_path / "m")
+            next(engine.slots()).state.clear()
+            engine.load(tmp_path / "m")
+            (slot,) = engine.slots()
+            found = [len(slot.pieces), slot.state["m"].sum(), slot.state["t"]]
+            if slot.pieces:
+                del slot.state["m"]
+            with pytest.raises(errors.CheckpointError, match="rank 0: save: state 'm' of unit 'u'"):
+                engine.save(tmp_path / "m")
+            return found
+
+    assert lc.run_loopback(2, train, 10) == [[1, 10.0, 3], [0, 0.0, 3]]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf"), 1 << 63, "\ud800"], ids=repr)
+def test_state_that_no_load_would_read_is_not_written(tmp_path: Path, value: Any) -> None:
+    def save(comm: lc.Communicator) -> None:
+        with FSDP({"u": [Param("w", (5,))]}, comm) as engine:
+            engine.fill(lambda name, box: 0.0)
+            step(engine)
+            engine.join()
+            engine.update(lambda slot: slot.state.update(what=value))
+            with pytest.raises(errors.CheckpointError, match=r"state 'what' of unit 'u' is .* cannot hold"):
+                engine.save(tmp_path / "m")
+
+    lc.run_loopback(1, save, 10)
+    assert not (tmp_path / "m").exists()
+
+
+def test_a_rule_that_failed_on_all_ranks_counts_no_update() -> None:
+    """Parameters that the rule had changed before are broadcast before they are used."""
+
+    def rule(slot: Slot) -> None:
+        if slot.unit == "b":
+            raise ZeroDivisionError("in a rule")
+        slot.param = slot.param - slot.grad
+
+    def train(comm: lc.Communicator) -> list[float]:
+        units = {"a": [Param("w", (64,))], "b": [Param("w", (64,))]}
+        with FSDP(units, comm, ShardingStrategy.ShardGradOp) as engine:
+            engine.fill(lambda name, box: 0.0)
+            step(engine)
+            engine.join()
+            with pytest.raises(ZeroDivisionError):
+                engine.update(rule)
+            engine.reset()
+            assert [slot.step for slot in engine.slots()] == [1, 0]
+            assert engine.updates == 0
+            with pytest.raises(errors.StaleParams):
+                engine.open("a")
+            engine.reset()
+            engine.broadcast_updated_params()
+            found = np.unique(engine.open("a")["w"]).tolist()
+            engine.close("a")
+            return found
+
+    assert lc.run_loopback(2, train, 10) == [[-1.0]] * 2

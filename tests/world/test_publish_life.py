@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
@@ -27,6 +28,7 @@ from lowshard.errors import (
     TimedOut,
 )
 from lowshard.reshard import Publisher, Subscriber
+from lowshard.reshard import publisher as publisher_module
 from lowshard.reshard.version_server import Member, Newest, VersionServer, _Lease
 
 ONE = ls.Layout(ls.DeviceMesh((1,), ("x",)), (1000,), "float32", (ls.Replicated(),))
@@ -125,6 +127,43 @@ def test_ctrl_c_amid_close_lets_go_of_everything(
     assert publisher.token_file is not None
     assert not publisher.token_file.exists()
     _publisher(publisher.address, array, token=b"x" * 32).close()  # the address is free
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ctrl_c_between_the_agreement_and_the_offer_mixes_no_versions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    """The ranks' numbers of snapshots were apart from then on: one gave the new version, another the one before."""
+    real, interrupts = publisher_module.agree, [False]
+
+    def agree(comm: Any, *args: Any) -> None:
+        real(comm, *args)
+        if interrupts[0] and comm.rank == rank and len(args) == 3 and args[0] == b"":
+            interrupts[0] = False
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(publisher_module, "agree", agree)
+    found: list[list[float]] = []
+
+    def job(comm: Any) -> None:
+        array = np.zeros(500, np.float32)
+        address = f"unix:{tmp_path}/p"
+        with Publisher({"w": HALVES}, {"w": array}, comm, address=address) as publisher:
+            for version in range(1, 5):
+                array[...] = version
+                interrupts[0] = version == 2
+                comm.barrier()
+                with contextlib.suppress(KeyboardInterrupt):
+                    publisher.publish(version)
+                comm.barrier()
+                if version != 2 and comm.rank == 0:
+                    with _subscriber(address) as subscriber:
+                        subscriber.pull(5)
+                        found.append(np.unique(subscriber.weights["w"]).tolist())
+                comm.barrier()
+
+    lc.run_loopback(2, job, timeout_s=20)
+    assert found == [[1.0], [3.0], [4.0]]
 
 
 # ---- waiting for members

@@ -22,7 +22,7 @@ import pytest
 import lowshard as ls
 from lowshard import comm as lc
 from lowshard.argument import number
-from lowshard.errors import BufferMismatchError, CommError, LowshardError, PlanError, TimedOut
+from lowshard.errors import BufferMismatchError, CommError, LowshardError, PeerFailed, PlanError, TimedOut
 from lowshard.kernels import MXFP8Tensor
 from lowshard.reshard import (
     MXFP8ReshardTransform,
@@ -34,7 +34,7 @@ from lowshard.reshard import (
     execute_reshard_plan,
     version_fetch,
 )
-from lowshard.reshard.version_wire import Line
+from lowshard.reshard.version_wire import Line, Lost
 from lowshard.tiling import Tiling
 
 TOKEN = bytes(32)
@@ -145,6 +145,52 @@ def test_what_one_rank_could_not_fetch_all_ranks_are_told(
         one, other = lc.run_loopback(2, subscribe, timeout_s=10)
     assert one == other
     assert one[1:] == [None, 1]
+
+
+def test_ctrl_c_on_one_rank_before_the_vote_decides_nothing_of_the_next_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That rank asked for the decision on the version before, and switched to one that had not come."""
+    where: dict[str, Any] = {"address": f"unix:{tmp_path}/p", "token": TOKEN}
+    real, fetch = Subscriber._fetch, version_fetch.Source.fetch
+    interrupts, fails = [True], threading.Event()
+
+    def interrupted(subscriber: Subscriber, offer: Any) -> Any:
+        found = real(subscriber, offer)
+        if interrupts and subscriber._comm.rank == 1:
+            interrupts.clear()
+            raise KeyboardInterrupt
+        return found
+
+    def lost(source: version_fetch.Source, wanted: Any) -> Any:
+        if fails.is_set():
+            raise Lost("it broke off")
+        return fetch(source, wanted)
+
+    monkeypatch.setattr(Subscriber, "_fetch", interrupted)
+    monkeypatch.setattr(version_fetch.Source, "fetch", lost)
+
+    def subscribe(comm: Any) -> list[Any]:
+        with Subscriber(_layout(2, True), {"w": _values(0, 6)}, comm, **where) as subscriber:
+            if comm.rank:
+                with pytest.raises(KeyboardInterrupt):
+                    subscriber.pull(5)
+            else:
+                assert subscriber.pull(5) == 1
+                publisher.publish(2)
+                fails.set()
+            comm.barrier()
+            with pytest.raises(PeerFailed, match="version 2 did not arrive"):
+                subscriber.pull(5)
+            found = [subscriber.version]
+            comm.barrier()
+            fails.clear()
+            comm.barrier()
+            return [*found, subscriber.pull(5), float(subscriber.weights["w"][0])]
+
+    with Publisher(_layout(1), {"w": _values(2)}, **where) as publisher:
+        publisher.publish(1)
+        assert lc.run_loopback(2, subscribe, timeout_s=10) == [[1, 2, 2.0], [None, 2, 2.0]]
 
 
 def test_ctrl_c_amid_a_pull_leaves_no_answer_for_the_next(tmp_path: Path) -> None:
