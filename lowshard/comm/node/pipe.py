@@ -43,7 +43,9 @@ from lowshard.comm.node.node_rendezvous import (
 from lowshard.comm.node.peer_copy import transfer
 
 PIPE_BYTES = 1 << 20
-"""What lies in a pipe at most, and is put there at a time. Larger parts are read across: in turns they take longer."""
+"""What lies in a pipe at most, and is put there at a time."""
+_TO_BYTES = PIPE_BYTES - 4096
+"""Larger parts do not fit at once, wherever they begin in a page; in turns they take longer than to be read across."""
 PIPE_WORDS = 3
 _TO, _FROM, _HELD = range(PIPE_WORDS)
 """Of a process of the node: the descriptors of the pipes to it and from it; whether a call holds that to it."""
@@ -64,7 +66,7 @@ _AGAIN, _INTERRUPTED = 11, 4
 @inner
 def takes_pipes(ctx: int, size_bytes: int) -> Any:
     """Say whether parts of so many bytes may go through pipes."""
-    return field(ctx, PIPES) != 0 and field(ctx, PIPES_FROM) <= size_bytes <= PIPE_BYTES
+    return field(ctx, PIPES) != 0 and field(ctx, PIPES_FROM) <= size_bytes <= _TO_BYTES
 
 
 @inner
