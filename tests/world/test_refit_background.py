@@ -147,6 +147,8 @@ def test_a_source_that_is_changed_meanwhile_is_found_and_no_rank_switches(
     moment: str, checksums: bool, rng: np.random.Generator
 ) -> None:
     changed = {n: rng.random(x.local_shape(1)) < 0.01 for n, x in SRC.items()}  # 1 % of the elements
+    for elems in changed.values():
+        elems.reshape(-1)[0] = True
 
     def work(comm: Any) -> None:
         refit, mine = refit_of(comm, checksums=checksums)
