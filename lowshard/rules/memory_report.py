@@ -130,17 +130,7 @@ def plan_memory(
     A train state (a logical dump with `.opt_state`) counts the moments it holds. Parameters alone count
     `moments` times their shape. An uneven dim counts as the largest shard, ceil(extent / shards).
 
-    Args:
-        rules: the rule set.
-        mesh: the mesh the tensors live on.
-        tensors: any form of `as_tensors`.
-        dtype: of parameters that do not say theirs.
-        gradient_dtype: None: as each parameter.
-        moment_dtype: None: as each parameter.
-        moments: moments of the optimizer, where the tensors hold none: 2 for Adam, 0 for plain SGD.
-
-    Raises:
-        RulesError: an axis the mesh lacks, a name on two dims, more names than dims.
+    Its arguments, and what it raises, are those of `RuleSet.memory`.
     """
     moments = whole(moments, "moments is a whole number >= 0", RulesError, 0)
     given, mesh = as_tensors(tensors, dtype), checked_mesh(mesh)
