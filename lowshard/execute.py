@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from lowshard import dtypes
-from lowshard.argument import brief
+from lowshard.argument import brief, in_words
 from lowshard.comm.agreement import agree, agree_on_plan, control_of, share
 from lowshard.comm.communicator import Communicator
 from lowshard.comm.work import Stream
@@ -134,7 +134,8 @@ def _execute_all(
         error = BufferMismatchError(
             f"arrays were given for {sorted(map(str, strange))}, for which there is no plan"
         )
-    agree_on_plan(comm, digest.digest(), error, "execute_all")
+    words = None if error is not None else lambda: in_words({n: _words(plan) for n, plan in plans.items()})
+    agree_on_plan(comm, digest.digest(), error, "execute_all", words)
     return {
         name: _given_back(
             _walk(plan, seen[name][0], comm, seen[name][1], pool), local.get(name), given.get(name)

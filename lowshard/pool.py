@@ -46,6 +46,10 @@ class BufferPool:
         self._idle_bytes = 0
         self._returned: deque[Array] = deque()  # by finalizers, which run anywhere and take no lock
 
+    def __repr__(self) -> str:
+        limit = "no limit" if self._limit is None else f"at most {self._limit:,}"
+        return f"<BufferPool: {self.idle_bytes:,} bytes idle, {limit}>"
+
     @property
     def idle_bytes(self) -> int:
         """Bytes that wait to be used again."""

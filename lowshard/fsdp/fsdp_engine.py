@@ -85,6 +85,11 @@ class FSDP(Core):
         updates: how often the model was updated.
     """
 
+    def __repr__(self) -> str:
+        units, world = len(self.plan.units), self._world
+        seat = f"rank {world.rank} of {world.size}"
+        return f"<FSDP by {self.strategy}: {units} units, {self.updates} updates, {seat}>"
+
     # ---- values
 
     def fill(self, function: Callable[[str, Box], Any], names: Container[str] | None = None) -> None:

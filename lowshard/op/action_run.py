@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -51,10 +52,10 @@ def run_action(
     control_of(comm)
     with comm.meeting("run_action", stream) as wrong:
         seen, error = _seen(operands)
-        digest, error = b"", wrong or error or _argument_error(action, seen, comm)
+        digest, said, error = b"", None, wrong or error or _argument_error(action, seen, comm)
         if isinstance(action, Action):
-            digest = bytes.fromhex(action.digest())
-        agree(comm, digest, error, "run_action")
+            digest, said = bytes.fromhex(action.digest()), partial(str, action)
+        agree(comm, digest, error, "run_action", said)
         needed = move_operands(action, seen, comm)
         results = compute(action, needed, comm)
     sample = next(filter(is_foreign, operands), None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -82,10 +83,10 @@ def _run_graph(
     names: list[str] = []
     steps: list[int] = []
     sample: object = None
-    digest = bytes(16)
+    digest, said = bytes(16), None
     try:
         instance(plan, GraphPlan, "run_graph takes a GraphPlan", PlanError)
-        digest = bytes.fromhex(plan.digest())
+        digest, said = bytes.fromhex(plan.digest()), partial(str, plan)
         names = _wanted(plan.graph, outputs)
         steps = needed_steps(plan.graph, names)
         if isinstance(inputs, Mapping):
@@ -94,7 +95,7 @@ def _run_graph(
         error = error or _input_error(plan, inputs, steps, names, comm)
     except LowshardError as found:
         error = found
-    agree(comm, digest, error, "run_graph")
+    agree(comm, digest, error, "run_graph", said)
     graph, end = plan.graph, len(plan.graph.nodes)
     number = {info.name: t for t, info in enumerate(graph.tensors)}
     wanted = {number[n] for n in names}

@@ -18,7 +18,7 @@ from lowshard.content_hash import tensor_digest, text_digest
 from lowshard.errors import BufferMismatchError, LayoutError, MeshError, PlanError, VerificationError
 from lowshard.foreign_array import READ_ONLY, view_of
 from lowshard.kernels.unit_weights import SUMS
-from lowshard.reshard.page_plan import plan_pages
+from lowshard.reshard.page_plan import plan_pages, tokens_text
 from lowshard.reshard.paged_layout import PagedLayout
 from lowshard.transfer.page_copy import PagedArray, fragments
 from lowshard.transfer.rounds import FirstError
@@ -61,7 +61,7 @@ def digest_pages(
     errors = FirstError()
     found: _Weighed | None = errors.guard(_Weighed, layout, sequences, arrays, comm)
     said = b"" if found is None else text_digest(found.said)
-    agree(comm, said, errors.take(), "digest_pages")
+    agree(comm, said, errors.take(), "digest_pages", None if found is None else found.words)
     assert found is not None  # else all ranks have raised
     rows = [row.reshape(found.sums.shape) for row in share(control, found.sums.reshape(-1))]
     return found.result(rows)
@@ -105,6 +105,10 @@ class _Weighed:
             for number, name in enumerate(self._names):
                 array = PagedArray(held[name], known.dims)
                 row += array.weigh(parts, sequence.tokens, first, known.heads, number * size)
+
+    def words(self) -> str:
+        """Return what is weighed, for a message about ranks that ask for different things."""
+        return f"{self._layout}, {tokens_text(self._tables.values())}"
 
     def result(self, rows: list[npt.NDArray[np.uint32]]) -> dict[str, str]:
         """Return the digests, from the sums of all ranks; the same on all."""

@@ -21,7 +21,7 @@ from lowshard.foreign_array import host_of
 from lowshard.kernels.bit_sums import content_sum
 from lowshard.kernels.unit_weights import SUMS
 from lowshard.reshard.page_digest import checked_arrays, digests_of
-from lowshard.reshard.page_plan import PagePair, PagePlan
+from lowshard.reshard.page_plan import PagePair, PagePlan, tokens_text
 from lowshard.reshard.paged_layout import PagedLayout
 from lowshard.transfer.page_copy import PagedArray, fragments
 from lowshard.transfer.rounds import FirstError, Letter, Mail
@@ -82,7 +82,7 @@ def move_pages(
     errors = FirstError()
     side: _Side | None = errors.guard(_Side, plan, src, dst, comm, digests)
     said = text_digest("" if side is None else side.said)
-    agree(comm, said, errors.take(), _WHAT)
+    agree(comm, said, errors.take(), _WHAT, None if side is None else side.words)
     assert side is not None  # else all ranks have raised
     report = side.move(errors)
     agree(comm, b"", errors.take(), _WHAT)
@@ -121,6 +121,11 @@ class _Side:
         self._to = fragments([(s.dst_pages, s.tokens) for s in found.sequences], found.dst.page_tokens)
         self._came: list[tuple[PagePair, Array]] = []
         self._count = 0
+
+    def words(self) -> str:
+        """Return what moves, for a message about ranks that hold different plans."""
+        plan, right = self._plan, "" if self._right is None else ", with digests"
+        return f"{plan.src} to {plan.dst}, {tokens_text(plan.sequences)}{right}"
 
     def move(self, errors: FirstError) -> PageReport:
         """Pack, send and take everything, and compare it; write no page.

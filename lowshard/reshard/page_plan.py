@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
-from lowshard.argument import brief, instance, items, mapping, whole, wholes
+from lowshard.argument import brief, in_words, instance, items, mapping, whole, wholes
 from lowshard.content_hash import text_digest
 from lowshard.errors import PlanError
 from lowshard.reading import reader
@@ -26,6 +26,11 @@ class PagedSequence:
     src_pages: tuple[int, ...]
     dst_pages: tuple[int, ...]
     tokens: int
+
+
+def tokens_text(sequences: Iterable[PagedSequence]) -> str:
+    """Return how many tokens sequences have, as text for a message."""
+    return in_words({s.name: f"{s.tokens} tokens" for s in sequences})
 
 
 @dataclass(frozen=True, slots=True)

@@ -197,6 +197,11 @@ class Publisher:
             write_token(self.token_file, token)
         return [str(where), token.hex(), secrets.token_bytes(MARK_BYTES).hex(), str(self.token_file or "")]
 
+    def __repr__(self) -> str:
+        offered = "no version" if self.version is None else f"version {self.version}"
+        state = ", closed" if self._closed else ""
+        return f"<Publisher at {self.address}: {offered} of {len(self._layouts)} tensors{state}>"
+
     # ---- versions
 
     @property

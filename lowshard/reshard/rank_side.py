@@ -230,7 +230,7 @@ class Side:
         for item in self.keeps:
             if errors.error is None:
                 errors.guard(self._check_kept, item)
-        agree(comm, b"", errors.take(), "execute_reshard_plan")
+        agree(comm, b"", errors.take(), "reshard")
 
     def _item(self, move: Move) -> Item:
         entry, rank = self.plan.entries[move.entry], self.comm.rank

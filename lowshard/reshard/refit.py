@@ -178,6 +178,12 @@ class Refit:
         self._given_elems = sum(volume(move.src_box) for moves in sends for move in moves)
         self._cost = RefitCost()
 
+    def __repr__(self) -> str:
+        served = "no version" if self.version is None else f"version {self.version}"
+        state = ", closed" if self._closed else ""
+        seat = f"rank {self.comm.rank} of {self.comm.size}"
+        return f"<Refit: {served} of {len(self.plan.entries)} tensors, {seat}{state}>"
+
     # ---- what is served
 
     @property

@@ -176,7 +176,7 @@ class Reshard:
         error = argument_error(plan, src, dst, transform, settings)
         error = error or _like_error(like)
         if error is not None:  # the others come to the same agreement
-            agree(comm, b"", error, "execute_reshard_plan")
+            agree(comm, b"", error, "reshard")
         self.comm, self._errors = comm, FirstError()
         self.side = Side(plan, src, dst, comm, transform, self._errors)
         self._just_made = False
@@ -196,7 +196,7 @@ class Reshard:
         said = f"{side.plan.digest()} {bucket_sizes(comm, by_memory, staging_bytes)} {checksums} {way}"
         plan = f"plan {side.plan.digest()[:8]} of {len(side.plan.entries)} tensors"
         words = f"{plan}, staging_bytes {staging_bytes}, checksums {checksums}, way {way}"
-        agree(comm, text_digest(said), errors.take(), "execute_reshard_plan", lambda: words)
+        agree(comm, text_digest(said), errors.take(), "reshard", lambda: words)
         side.shake_hands()
         if way in (_DIRECT, _SLOTS) and not (comm.reach.whole and by_memory):
             errors.keep(
@@ -205,7 +205,7 @@ class Reshard:
                 )
             )
         if way in (_DIRECT, _SLOTS):
-            agree(comm, b"", errors.take(), "execute_reshard_plan")
+            agree(comm, b"", errors.take(), "reshard")
         return self._mover_of(side.gives, side.takes, side.keeps, None if like is None else like._mover)
 
     def _mover_of(self, gives: Streams, takes: Streams, keeps: Sequence[Item], like: Mover | None) -> Mover:
@@ -216,6 +216,10 @@ class Reshard:
             in_place=way in ("auto", _DIRECT) and not checksums, checksums=checksums,
             staging_bytes=self._settings["staging_bytes"], like=like,
         )  # fmt: skip
+
+    def __repr__(self) -> str:
+        state = ", closed" if self._mover is None else ""
+        return f"<Reshard of {len(self.side.plan.entries)} tensors, rank {self.comm.rank} of {self.comm.size}{state}>"
 
     # ---- running
 

@@ -198,6 +198,11 @@ class Subscriber:
             self._group = hashlib.blake2b(network.encode() + layouts_text, digest_size=16).hexdigest()
         self._vote = Vote(self._comm)
 
+    def __repr__(self) -> str:
+        served = "no version" if self.version is None else f"version {self.version}"
+        state = ", closed" if self._closed else ""
+        return f"<Subscriber of {self._address}: {served} of {len(self._layouts)} tensors{state}>"
+
     # ---- what is served
 
     @property

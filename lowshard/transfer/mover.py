@@ -258,7 +258,7 @@ class Mover:
             self._out, self._into, self._theirs = like._out, like._into, like._theirs
         else:
             rooms = self._errors.guard(_rooms, comm, out_bytes, into_bytes)
-            agree(comm, b"", self._errors.take(), "execute_reshard_plan")
+            agree(comm, b"", self._errors.take(), "reshard")
             self._out, self._into = rooms
             if self._meets:
                 with comm.turn("a reshard"):

@@ -160,7 +160,9 @@ def test_ranks_with_different_plans_are_told() -> None:
     def work(comm: lc.Communicator) -> None:
         plan = plans[comm.rank]
         mine = {n: shard(plan.layout(n), v, comm.rank) for n, v in arrays.items()}
-        with pytest.raises(MismatchError):
+        with pytest.raises(
+            MismatchError, match=r"ranks \[0\] have two ends on tp=2: .*; ranks \[1\] have two ends"
+        ):
             run_graph(plan, mine, comm)
 
     lc.run_loopback(2, work, 10)

@@ -488,7 +488,9 @@ def test_arrays_and_plans_that_do_not_fit_are_refused_on_every_rank() -> None:
     attempt(3, named, BufferMismatchError, "the arrays of all ranks have the same names")
     attempt(0, lambda g: g.__setitem__(1, None), BufferMismatchError, "source arrays are a mapping")
     attempt(2, lambda g: g.__setitem__(1, {"k": np.zeros(1)}), BufferMismatchError, "none of the source's")
-    attempt(1, lambda g: g.__setitem__(0, other), MismatchError, "move_pages")
+    attempt(
+        1, lambda g: g.__setitem__(0, other), MismatchError, r"ranks \[1\] have .* 'a': 5 tokens \(digest"
+    )
     attempt(1, lambda g: g.__setitem__(0, "plan"), PlanError, "plan is a PagePlan")
     attempt(
         1, lambda g: g.__setitem__(4, {"b": "0"}), PlanError, "digests are a mapping of the plan's sequences"
@@ -509,6 +511,8 @@ def test_replicas_that_differ_are_named() -> None:
         assert set(digest_pages(layout, {"a": ([0, 1], 4), "b": ([2], 1)}, given, comm)) == {"a", "b"}
         with pytest.raises(VerificationError, match="sequence 'b' differs on ranks 0 and 1"):
             digest_pages(layout, {"a": ([0, 1], 4), "b": ([2], 2)}, given, comm)
+        with pytest.raises(MismatchError, match=r"ranks \[1\] have f32 .* over 2 ranks, 'a': 2 tokens"):
+            digest_pages(layout, {"a": ([0], 1 + comm.rank)}, given, comm)
 
     lc.run_loopback(2, job, 30)
 
