@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from lowshard.compiled.deferred import njit
+from lowshard.compiled.emitted import copy_bytes
 from lowshard.kernels.cpu.drive import Ahead, named, prefetch_line, prefetch_run, rows_of
 from lowshard.kernels.cpu.memory_steps import (
-    copy_bytes,
     copy_line,
     load_u8,
     load_u16,

@@ -10,9 +10,10 @@ from llvmlite import ir
 
 from lowshard.compiled import INT, Signature, load_compiled
 from lowshard.compiled.deferred import intrinsic, types
+from lowshard.compiled.emitted import copy_bytes
 from lowshard.kernels.cpu.cpu_changes import GAPS, HIT, LENGTHS, MAY_STOP, STOPPED, TOTAL, VALUES, put_run
 from lowshard.kernels.cpu.drive import COLUMNS, outer_dims, source_digest
-from lowshard.kernels.cpu.memory_steps import copy_bytes, load, load_u64, prefetch, store_value
+from lowshard.kernels.cpu.memory_steps import load, load_u64, prefetch, store_value
 from lowshard.kernels.runs import RUN, SRC_OFFSET
 
 _GROUP = 32

@@ -10,10 +10,10 @@ from llvmlite import ir
 
 from lowshard.compiled import INT, Signature, load_compiled
 from lowshard.compiled.deferred import intrinsic, njit, types
+from lowshard.compiled.emitted import copy_bytes
 from lowshard.kernels.cpu.drive import COLUMNS, outer_dims, source_digest
 from lowshard.kernels.cpu.memory_steps import (
     CACHE_LINE_BYTES,
-    copy_bytes,
     copy_line,
     load,
     load_u8,

@@ -7,10 +7,10 @@ from typing import Any
 from llvmlite import ir
 
 from lowshard.compiled.deferred import intrinsic, njit, types
+from lowshard.compiled.emitted import copy_bytes
 from lowshard.kernels.cpu.drive import named, prefetch_line, rows_of
 from lowshard.kernels.cpu.memory_steps import (
     align_spills,
-    copy_bytes,
     load,
     load_u8,
     load_u16,

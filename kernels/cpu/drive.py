@@ -14,7 +14,8 @@ from typing import Any, NoReturn
 from lowshard import block_format, dtypes
 from lowshard.compiled import INT, Signature, digest_of, load_compiled
 from lowshard.compiled.deferred import njit, overload, types
-from lowshard.kernels.cpu.memory_steps import fence, prefetch
+from lowshard.compiled.emitted import fence
+from lowshard.kernels.cpu.memory_steps import prefetch
 from lowshard.kernels.runs import DST_OFFSET, FIRST_DIM, RUN, SRC_OFFSET
 
 # Long runs that are not quantised, and runs with small gaps, are left to the machine's own prefetching. The lines of

@@ -13,6 +13,7 @@ from typing import Any
 
 from lowshard.compiled import INT, Signature, load_compiled
 from lowshard.compiled.deferred import njit
+from lowshard.compiled.emitted import copy_bytes, fence
 from lowshard.kernels.cpu.copy import LAG_BYTES, STAGE_BYTES, copy_ahead, send_lines, stream_ahead
 from lowshard.kernels.cpu.drive import (
     COLUMNS,
@@ -23,7 +24,7 @@ from lowshard.kernels.cpu.drive import (
     rows_ahead,
     source_digest,
 )
-from lowshard.kernels.cpu.memory_steps import copy_bytes, copy_line, fence, prefetch_to_write, stream_lines
+from lowshard.kernels.cpu.memory_steps import copy_line, prefetch_to_write, stream_lines
 from lowshard.kernels.runs import DST_OFFSET, RUN, SRC_OFFSET
 
 SHORT_RUN_BYTES = 8 << 10

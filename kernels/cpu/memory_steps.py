@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
 
 from lowshard.compiled.deferred import cgutils, intrinsic, types
+from lowshard.compiled.emitted import emitted
 from lowshard.kernels.cpu.vector import Lanes
 
 CACHE_LINE_BYTES = 64
@@ -42,16 +42,6 @@ def _pointer(builder: ir.IRBuilder, address: ir.Value, pointee: ir.Type, offset_
     return builder.inttoptr(offset(builder, address, offset_bytes), pointee.as_pointer())
 
 
-def _memory_step(result: Any, emit: Callable[..., Any]) -> Any:
-    """Return the pair that an intrinsic over int64 addresses gives to Numba."""
-
-    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        made = emit(builder, *args)
-        return context.get_dummy_value() if made is None else made
-
-    return result, codegen
-
-
 @intrinsic
 def align_spills(typingctx: Any) -> Any:
     """Have LLVM keep vectors for which there are no registers in whole cache lines of the function's stack.
@@ -69,71 +59,52 @@ def align_spills(typingctx: Any) -> Any:
     return types.void(), codegen
 
 
-@intrinsic
-def fence(typingctx: Any) -> Any:
-    """Order all stores before it, streaming ones too, before whatever comes next."""
-    result, codegen = _memory_step(types.void, lambda builder: builder.fence("seq_cst") and None)
-    return result(), codegen
-
-
-@intrinsic
-def load_u8(typingctx: Any, address: Any) -> Any:
+@emitted("uint8")
+def load_u8(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
     """Return the byte at an address."""
-    return _loader(types.uint8, address)
+    return load(builder, address, 8, 0).value
 
 
-@intrinsic
-def load_u16(typingctx: Any, address: Any) -> Any:
+@emitted("uint16")
+def load_u16(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
     """Return the two bytes at an address, aligned or not."""
-    return _loader(types.uint16, address)
+    return load(builder, address, 16, 0).value
 
 
-@intrinsic
-def load_u32(typingctx: Any, address: Any) -> Any:
+@emitted("uint32")
+def load_u32(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
     """Return the four bytes at an address, aligned or not."""
-    return _loader(types.uint32, address)
+    return load(builder, address, 32, 0).value
 
 
-@intrinsic
-def load_u64(typingctx: Any, address: Any) -> Any:
+@emitted("uint64")
+def load_u64(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
     """Return the eight bytes at an address, aligned or not."""
-    return _loader(types.uint64, address)
+    return load(builder, address, 64, 0).value
 
 
 @intrinsic
 def store_value(typingctx: Any, address: Any, value: Any) -> Any:
     """Write an unsigned integer of its own width to an address, aligned or not."""
-    result, codegen = _memory_step(
-        types.void,
-        lambda builder, at, bits: builder.store(bits, _pointer(builder, at, bits.type, 0), align=1) and None,
-    )
-    return result(types.int64, value), codegen
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        at, bits = args
+        builder.store(bits, _pointer(builder, at, bits.type, 0), align=1)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, value), codegen
 
 
-@intrinsic
-def copy_bytes(typingctx: Any, target: Any, source: Any, size_bytes: Any) -> Any:
-    """Copy bytes between two stretches of memory that do not overlap, by the C library's memcpy."""
-
-    def emit(builder: ir.IRBuilder, dst: ir.Value, src: ir.Value, size: ir.Value) -> None:
-        pointers = [builder.inttoptr(address, _I8.as_pointer()) for address in (dst, src)]
-        cgutils.raw_memcpy(builder, pointers[0], pointers[1], size, 1)
-
-    result, codegen = _memory_step(types.void, emit)
-    return result(types.int64, types.int64, types.int64), codegen
-
-
-@intrinsic
-def prefetch(typingctx: Any, address: Any) -> Any:
+@emitted("void")
+def prefetch(builder: ir.IRBuilder, address: ir.Value) -> None:
     """Ask for the cache line at an address, valid or not."""
-    result, codegen = _memory_step(types.void, lambda builder, at: prefetch_at(builder, at))
-    return result(types.int64), codegen
+    prefetch_at(builder, address)
 
 
-@intrinsic
-def prefetch_to_write(typingctx: Any, address: Any) -> Any:
+@emitted("void")
+def prefetch_to_write(builder: ir.IRBuilder, address: ir.Value) -> None:
     """Ask for the cache line at an address, valid or not, to write a part of it."""
-    result, codegen = _memory_step(types.void, lambda builder, at: prefetch_at(builder, at, 3, write=1))
-    return result(types.int64), codegen
+    prefetch_at(builder, address, 3, write=1)
 
 
 def prefetch_at(builder: ir.IRBuilder, address: ir.Value, locality: int = 2, write: int = 0) -> None:
@@ -145,15 +116,10 @@ def prefetch_at(builder: ir.IRBuilder, address: ir.Value, locality: int = 2, wri
     builder.call(function, [pointer, _I32(write), _I32(locality), _I32(1)])
 
 
-@intrinsic
-def copy_line(typingctx: Any, target: Any, source: Any) -> Any:
+@emitted("void")
+def copy_line(builder: ir.IRBuilder, target: ir.Value, source: ir.Value) -> None:
     """Copy 64 bytes between any two addresses."""
-
-    def emit(builder: ir.IRBuilder, dst: ir.Value, src: ir.Value) -> None:
-        store(builder, dst, load(builder, src, 8, CACHE_LINE_BYTES), False)
-
-    result, codegen = _memory_step(types.void, emit)
-    return result(types.int64, types.int64), codegen
+    store(builder, target, load(builder, source, 8, CACHE_LINE_BYTES), False)
 
 
 @intrinsic(prefer_literal=True)
@@ -161,13 +127,14 @@ def stream_lines(typingctx: Any, target: Any, source: Any, lines: Any) -> Any:
     """Copy cache lines, a literal number, past the caches to a multiple of 64."""
     size_bytes = lines.literal_value * CACHE_LINE_BYTES
 
-    def emit(builder: ir.IRBuilder, dst: ir.Value, src: ir.Value, count: ir.Value) -> None:
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        dst, src = args[:2]
         parts = [load(builder, src, 8, CACHE_LINE_BYTES, at) for at in range(0, size_bytes, CACHE_LINE_BYTES)]
         for index, part in enumerate(parts):
             store(builder, dst, part, True, index * CACHE_LINE_BYTES)
+        return context.get_dummy_value()
 
-    result, codegen = _memory_step(types.void, emit)
-    return result(types.int64, types.int64, lines), codegen
+    return types.void(types.int64, types.int64, lines), codegen
 
 
 @intrinsic(prefer_literal=True)
@@ -190,11 +157,3 @@ def move_lines(
         return context.get_dummy_value()
 
     return types.void(*(types.int64,) * 5, lines, streaming), codegen
-
-
-def _loader(kind: Any, address: Any) -> Any:
-    pointee = ir.IntType(kind.bitwidth)
-    result, codegen = _memory_step(
-        kind, lambda builder, at: builder.load(_pointer(builder, at, pointee, 0), align=1)
-    )
-    return result(types.int64), codegen

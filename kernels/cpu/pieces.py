@@ -13,6 +13,7 @@ from typing import Any
 from llvmlite import ir
 
 from lowshard.compiled.deferred import intrinsic, njit, types
+from lowshard.compiled.emitted import copy_bytes
 from lowshard.kernels.cpu.codes import has_tables
 from lowshard.kernels.cpu.copy import RING_BYTES, flush_ring
 from lowshard.kernels.cpu.drive import Ahead, named
@@ -27,15 +28,7 @@ from lowshard.kernels.cpu.encode import (
     prefetch_block,
     scales_of,
 )
-from lowshard.kernels.cpu.memory_steps import (
-    align_spills,
-    copy_bytes,
-    copy_line,
-    load,
-    offset,
-    store,
-    stream_lines,
-)
+from lowshard.kernels.cpu.memory_steps import align_spills, copy_line, load, offset, store, stream_lines
 from lowshard.kernels.cpu.rare import encode_rare
 from lowshard.kernels.cpu.scalar import DTYPE_CODES
 from lowshard.kernels.cpu.sources import SOURCES

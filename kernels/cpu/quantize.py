@@ -12,6 +12,7 @@ from typing import Any
 from llvmlite import ir
 
 from lowshard.compiled.deferred import intrinsic, njit, types
+from lowshard.compiled.emitted import copy_bytes
 from lowshard.kernels.cpu.copy import LAG_BYTES, STAGE_BYTES, flush_stage, send_lines
 from lowshard.kernels.cpu.drive import Ahead, named, prefetch_line, rows_of
 from lowshard.kernels.cpu.encode import (
@@ -24,7 +25,7 @@ from lowshard.kernels.cpu.encode import (
     prefetch_block,
     scales_of,
 )
-from lowshard.kernels.cpu.memory_steps import align_spills, copy_bytes, copy_line, load, offset, store
+from lowshard.kernels.cpu.memory_steps import align_spills, copy_line, load, offset, store
 from lowshard.kernels.cpu.pieces import PIECE_BLOCKS, rows_in_pieces
 from lowshard.kernels.cpu.rare import encode_rare
 from lowshard.kernels.cpu.scalar import DTYPE_CODES

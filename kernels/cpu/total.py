@@ -7,9 +7,9 @@ from functools import cache
 from typing import Any
 
 from lowshard.compiled import INT, Signature, load_compiled
+from lowshard.compiled.emitted import copy_bytes
 from lowshard.kernels.cpu.cpu_cast import STEP_ELEMS, add_step, round_step
 from lowshard.kernels.cpu.drive import source_digest
-from lowshard.kernels.cpu.memory_steps import copy_bytes
 from lowshard.kernels.cpu.scalar import BFLOAT16, FLOAT16
 
 TILE_ELEMS = 2048

@@ -204,7 +204,7 @@ def _store() -> ObjectStore:
         _FORM,
         sys.implementation.cache_tag,
         digest_of(path for place in places if (path := Path(place) / "_version.py").is_file()),
-        digest_of(Path(__file__).with_name(name) for name in ("compiler.py", "native.py")),
+        digest_of(Path(__file__).with_name(name) for name in ("compiler.py", "emitted.py", "native.py")),
         llvmlite.__version__,
         np.__version__,
         llvm.get_process_triple(),

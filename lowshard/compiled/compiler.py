@@ -10,28 +10,16 @@ import threading
 from typing import Any
 
 import llvmlite.binding as llvm
-from llvmlite import ir
 from numba import carray, njit, types
 from numba.core.registry import cpu_target
-from numba.extending import intrinsic
 
 from lowshard.compiled import deferred
+from lowshard.compiled.emitted import elements_at
 from lowshard.compiled.native import python_symbol
 from lowshard.compiled.signature import Signature
 
 _lock = threading.Lock()
 """One thread compiles at a time: ranks may be threads."""
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def _elements_at(typingctx: Any, address: Any, kind: Any) -> Any:
-    """Return an address as a pointer to elements of a dtype."""
-    pointer = types.CPointer(kind.dtype)
-
-    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
-        return builder.inttoptr(values[0], context.get_value_type(pointer))
-
-    return pointer(address, kind), codegen
 
 
 def compile_object(name: str, function: Any, signature: Signature, error_model: str) -> bytes:
@@ -73,7 +61,7 @@ def _compiled(name: str, function: Any, signature: Signature, error_model: str) 
 
 def _entry(target: Any, signature: Signature) -> tuple[Any, int]:
     """Return a function that takes int64 alone and calls the one to be compiled, and how many it takes."""
-    names: dict[str, Any] = {"target": target, "carray": carray, "elements_at": _elements_at}
+    names: dict[str, Any] = {"target": target, "carray": carray, "elements_at": elements_at}
     words, given = [], []
     for i, kind in enumerate(signature.args):
         words.append(f"a{i}")

@@ -9,22 +9,17 @@ from typing import Any
 from llvmlite import ir
 
 from lowshard.compiled import INT, Signature, digest_of, load_compiled
-from lowshard.compiled.deferred import intrinsic, types
+from lowshard.compiled.emitted import emitted
 
 _I64 = ir.IntType(64)
 
 
-@intrinsic
-def _swap(typingctx: Any, address: Any, expected: Any, value: Any) -> Any:
+@emitted()
+def _swap(builder: ir.IRBuilder, address: ir.Value, expected: ir.Value, value: ir.Value) -> ir.Value:
     """Write an int64 if it is as expected, in one indivisible step, and return what it was."""
-
-    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
-        at, old, new = values
-        pointer = builder.inttoptr(at, _I64.as_pointer())
-        pair = builder.cmpxchg(pointer, old, new, "seq_cst", "seq_cst")
-        return builder.extract_value(pair, 0)
-
-    return types.int64(types.int64, types.int64, types.int64), codegen
+    pointer = builder.inttoptr(address, _I64.as_pointer())
+    pair = builder.cmpxchg(pointer, expected, value, "seq_cst", "seq_cst")
+    return builder.extract_value(pair, 0)
 
 
 def reshard_compare_swap(address: int, expected: int, value: int) -> int:

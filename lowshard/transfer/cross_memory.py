@@ -16,10 +16,10 @@ from lowshard.comm.node import atomic
 from lowshard.comm.node.atomic import poke, read_process, read_process_into
 from lowshard.compiled import INT, Signature, digest_of, load_native
 from lowshard.compiled.deferred import njit
+from lowshard.compiled.emitted import fence
 from lowshard.kernels import runs
 from lowshard.kernels.cpu.copy import stream_copy
 from lowshard.kernels.cpu.drive import source_digest
-from lowshard.kernels.cpu.memory_steps import fence
 from lowshard.kernels.runs import DST_OFFSET, FIRST_DIM, RUN, SRC_OFFSET
 from lowshard.transfer import cross_constants
 from lowshard.transfer.cross_constants import LONG_BYTES, MOST_PLACES

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from lowshard.comm.node import atomic
-from lowshard.comm.node.atomic import copy_bytes, field, poke, write_process_from
+from lowshard.comm.node.atomic import field, poke, write_process_from
 from lowshard.compiled import INT, Signature, digest_of, load_compiled
+from lowshard.compiled.emitted import copy_bytes
 from lowshard.transfer import cross_constants
 from lowshard.transfer.cross_constants import AT, COLUMNS, FAR, HIGH, LOW, MOST_PLACES, NEAR, PID, RUN, STEP
 

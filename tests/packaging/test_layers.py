@@ -125,6 +125,7 @@ BELOW: dict[str, set[str]] = {
 # Packages that are code for one library from end to end import it at the top. Nobody imports them at the top.
 MADE_FOR = {
     "lowshard.compiled.compiler": {"numba", "llvmlite"},
+    "lowshard.compiled.emitted": {"llvmlite"},
     "lowshard.kernels.cpu": {"llvmlite"},
     "lowshard.comm.node": {"llvmlite", "mpi4py"},
     "lowshard.comm.hierarchy": {"mpi4py"},  # by way of lowshard.comm.node

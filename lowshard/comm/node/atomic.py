@@ -3,43 +3,18 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Sequence
-from functools import wraps
-from typing import Any
+from collections.abc import Sequence
 
 from llvmlite import ir
 
-from lowshard.compiled.deferred import cgutils, intrinsic, types
+from lowshard.compiled.deferred import cgutils
+from lowshard.compiled.emitted import emitted
 
 _I8, _I32, _I64 = (ir.IntType(bits) for bits in (8, 32, 64))
 _PAUSES = {"x86_64": "llvm.x86.sse2.pause", "aarch64": "llvm.aarch64.hint"}
 
 FUTEX_CALLS = {"x86_64": 202, "aarch64": 98}
 """Number of the futex system call by machine; elsewhere waits only yield."""
-
-
-def emitted(result: str = "int64") -> Callable[[Callable[..., Any]], Any]:
-    """Make a function for compiled code to call, of int64 alone, out of one that emits its instructions.
-
-    Args:
-        result: what it returns: "int64", "int32" or "void".
-    """
-
-    def decorate(emit: Callable[..., Any]) -> Any:
-        args = emit.__code__.co_argcount - 1  # the builder comes first
-
-        @intrinsic
-        @wraps(emit)  # Numba asks for the names of the parameters
-        def typed(typingctx: Any, *given: Any) -> Any:
-            def codegen(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
-                made = emit(builder, *values)
-                return context.get_dummy_value() if result == "void" else made
-
-            return getattr(types, result)(*(types.int64,) * args), codegen
-
-        return typed
-
-    return decorate
 
 
 def _pointer(builder: ir.IRBuilder, address: ir.Value, pointee: ir.Type = _I64) -> ir.Value:
@@ -98,12 +73,6 @@ def release(builder: ir.IRBuilder, address: ir.Value, value: ir.Value) -> None:
 def add_to(builder: ir.IRBuilder, address: ir.Value, value: ir.Value) -> ir.Value:
     """Add to an int64 in one indivisible step, in one order for all, and return what it was before."""
     return builder.atomic_rmw("add", _pointer(builder, address), value, "seq_cst")
-
-
-@emitted("void")
-def fence(builder: ir.IRBuilder) -> None:
-    """Order all stores before it before all loads after it."""
-    builder.fence("seq_cst")
 
 
 @emitted("void")
@@ -192,24 +161,6 @@ def last_error(builder: ir.IRBuilder) -> ir.Value:
     """Return the C library's errno of this thread."""
     at = _external(builder, "__errno_location", _I32.as_pointer(), [])
     return builder.sext(builder.load(at), _I64)
-
-
-@emitted("void")
-def copy_bytes(builder: ir.IRBuilder, target: ir.Value, source: ir.Value, size_bytes: ir.Value) -> None:
-    """Copy bytes between two stretches of memory that do not overlap, by the C library's memcpy."""
-    to, at = _pointer(builder, target, _I8), _pointer(builder, source, _I8)
-    cgutils.raw_memcpy(builder, to, at, size_bytes, 1)
-
-
-@intrinsic(prefer_literal=True)
-def elements_at(typingctx: Any, address: Any, kind: Any) -> Any:
-    """Return an address as a pointer to elements of a dtype, for numba.carray."""
-    pointer = types.CPointer(kind.dtype)
-
-    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
-        return builder.inttoptr(values[0], context.get_value_type(pointer))
-
-    return pointer(types.int64, kind), codegen
 
 
 @emitted("void")

@@ -15,7 +15,7 @@ import numpy as np
 
 from lowshard.comm.call import CALL_BYTES, INSIDE_AT, RING_CALLS, RING_WORDS, SEQUENCE_AT
 from lowshard.comm.node import message_rings
-from lowshard.comm.node.atomic import copy_bytes, field, peek, poke, set_field
+from lowshard.comm.node.atomic import field, peek, poke, set_field
 from lowshard.comm.node.fold import fold_at_root, fold_buffers, fold_slots
 from lowshard.comm.node.inlined import inner
 from lowshard.comm.node.node_moves import (
@@ -28,6 +28,7 @@ from lowshard.comm.node.node_moves import (
     spread,
 )
 from lowshard.comm.node.node_rendezvous import ME, OK, WANTED, clock_ns
+from lowshard.compiled.emitted import copy_bytes
 
 # ---- a row
 

@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from lowshard.comm.node.atomic import elements_at
 from lowshard.comm.node.line_vectors import LINE_BYTES, combine_element, combine_line, combine_line_past
 from lowshard.compiled import INT, Signature, digest_of, load_native
 from lowshard.compiled.deferred import carray, types
+from lowshard.compiled.emitted import elements_at
 
 BLOCK_BYTES = 64 << 10
 """Bytes of a block in its accumulator's dtype: operands and temporaries stay in the core's second cache."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lowshard.comm.node.atomic import call_five, call_three, copy_bytes, fence, field, peek, set_field
+from lowshard.comm.node.atomic import call_five, call_three, field, peek, set_field
 from lowshard.comm.node.combine import BLOCK_BYTES, COMBINE, DIVIDE, ITEM, NARROW, WIDE_ITEM, WIDEN
 from lowshard.comm.node.inlined import inner
 from lowshard.comm.node.node_rendezvous import (
@@ -40,6 +40,7 @@ from lowshard.comm.node.peer_copy import (
     show,
     transfer,
 )
+from lowshard.compiled.emitted import copy_bytes, fence
 
 PART, EVERYWHERE, TO_ROOT, OWN_PART = range(4)
 """Where a fold's result goes: this rank's part to itself (reduce_scatter); everything to all ranks, each folding a part

@@ -10,8 +10,8 @@ from typing import Any
 
 from llvmlite import ir
 
-from lowshard.comm.node.atomic import emitted
 from lowshard.compiled.deferred import intrinsic, types
+from lowshard.compiled.emitted import emitted
 
 LINE_BYTES = 64
 _COPY_LINES = 4

@@ -9,16 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lowshard.comm.node.atomic import (
-    acquire,
-    add_to,
-    copy_bytes,
-    fence,
-    field,
-    peek,
-    release,
-    set_field,
-)
+from lowshard.comm.node.atomic import acquire, add_to, field, peek, release, set_field
 from lowshard.comm.node.inlined import inner
 from lowshard.comm.node.node_rendezvous import (
     CAME,
@@ -52,6 +43,7 @@ from lowshard.comm.node.pipe import (
     read_rest,
     takes_pipes,
 )
+from lowshard.compiled.emitted import copy_bytes, fence
 
 HEAD_BYTES = 128
 """Of a pair: what its sender writes, what its receiver writes, a line each."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lowshard.comm.node.atomic import copy_bytes, fence, field, peek, poke
+from lowshard.comm.node.atomic import field, peek, poke
 from lowshard.comm.node.inlined import inner
 from lowshard.comm.node.node_rendezvous import (
     ME,
@@ -47,6 +47,7 @@ from lowshard.comm.node.pipe import (
     offer,
     takes_pipes,
 )
+from lowshard.compiled.emitted import copy_bytes, fence
 
 OWN_TURN_BYTES, TURN_BYTES = 4 << 20, 1 << 20
 """From the one on a rank copies its own part by turns with those of others, so many bytes each: what it reads of its

@@ -16,7 +16,6 @@ from lowshard.comm.node.atomic import (
     acquire,
     add_to,
     call_five,
-    fence,
     field,
     peek,
     read_clock,
@@ -27,6 +26,7 @@ from lowshard.comm.node.atomic import (
     yield_core,
 )
 from lowshard.comm.node.inlined import inner
+from lowshard.compiled.emitted import fence
 
 # ---- places of a context, in int64
 

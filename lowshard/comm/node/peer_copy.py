@@ -4,16 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lowshard.comm.node.atomic import (
-    copy_bytes,
-    fence,
-    field,
-    peek,
-    poke,
-    read_process,
-    set_field,
-    write_process,
-)
+from lowshard.comm.node.atomic import field, peek, poke, read_process, set_field, write_process
 from lowshard.comm.node.inlined import inner
 from lowshard.comm.node.line_vectors import LINE_BYTES, STREAM_STEP_BYTES, stream_lines
 from lowshard.comm.node.node_rendezvous import (
@@ -38,6 +29,7 @@ from lowshard.comm.node.node_rendezvous import (
     meet,
     step,
 )
+from lowshard.compiled.emitted import copy_bytes, fence
 
 NO_SEGMENT = -1
 """In place of a segment's number: private memory, which peers read by a system call."""
