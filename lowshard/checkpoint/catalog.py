@@ -159,13 +159,14 @@ class Catalog:
         if os.path.exists(path / "model.safetensors"):
             return _of_plain([path / "model.safetensors"], str(path))
         found = sorted(p for p in path.glob("*.safetensors") if not p.name.startswith("."))
-        if len(found) == 1:
-            return _of_plain(found, str(path))
+        # Before its index is in place a save has files of full size that do not hold their data yet.
         if any(DATA_NAME.fullmatch(p.name) for p in found):
             raise CheckpointError(
-                f"{path}: its {len(found)} files are parts of a sharded checkpoint, and {INDEX_NAME}, which says "
-                "of what, is missing: put it back"
+                f"{path}: files in it are parts of a sharded checkpoint, and {INDEX_NAME}, which says of what, is "
+                "missing: put it back, or save anew where the save that wrote them did not end"
             )
+        if len(found) == 1:
+            return _of_plain(found, str(path))
         raise CheckpointError(
             f"{path}: a checkpoint's folder has {INDEX_NAME}, {HF_INDEX}, model.safetensors or one .safetensors "
             f"file; it has {len(found)} of those files and no index"

@@ -395,6 +395,17 @@ def test_leftovers_of_killed_saves_are_cleared_and_those_of_live_ones_stay(tmp_p
     assert sorted(p.suffix for p in folder.iterdir()) == [".json", ".safetensors", ".safetensors", ".txt"]
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_a_killed_first_save_left_is_no_checkpoint(tmp_path: Path, ranks: int) -> None:
+    tilings = {"w": S.rowwise(ranks).layout((4, 3))}
+    save_over(tmp_path / "c", values_of(tilings), tilings, ranks)
+    for path in (tmp_path / "c").glob("*.json"):
+        path.unlink()
+    assert len(list((tmp_path / "c").iterdir())) == ranks  # whose data may not be written yet
+    with pytest.raises(CheckpointError, match=f"{INDEX}, which says of what, is missing"):
+        Catalog.open(tmp_path / "c")
+
+
 def test_nothing_is_cleared_beside_an_index_that_cannot_be_read_until_a_new_one_is_in_place(
     tmp_path: Path,
 ) -> None:
