@@ -249,6 +249,7 @@ class Silent:
         ({"\ud800": (Tiling.whole((0, 3), "float32"), np.zeros((0, 3), np.float32))}, {}, "Unicode text other"),
         (state(w=1), {"metadata": {"a": "\ud800"}}, "maps text to text"),
         (state(w=1), {"metadata": {"a": 1}}, "maps text to text"),
+        (state(w=1), {"metadata": {"sparse": "True", "model_version": "1"}}, "makes a delta of a file"),
         (state(w=1), {"strategies": {"w": "\ud800"}}, "is Unicode text"),
         (state(w=1), {"strategies": {"w": Silent()}}, "it raised ValueError"),
     ],
