@@ -21,7 +21,7 @@ from lowshard.box import Box, full_box, shape_of, volume
 from lowshard.checkpoint.checkpoint_index import INDEX_NAME, Index, IndexedTensor, Part, read_index
 from lowshard.checkpoint.crc import Key, crc32
 from lowshard.checkpoint.header import FilePath, Header, Stamp, TensorEntry, read_header
-from lowshard.checkpoint.hf_index import DATA_NAME, HF_INDEX, is_sparse_delta
+from lowshard.checkpoint.hf_index import DATA_NAME, HF_INDEX, is_sparse_delta, lies_beside
 from lowshard.checkpoint.read_shares import disjoint
 from lowshard.errors import CheckpointError
 from lowshard.nearest import nearest
@@ -258,7 +258,7 @@ def _of_hugging_face(path: Path) -> Catalog:
     if "delta_encoding" in metadata:
         raise CheckpointError(_DELTA.format(path.parent))
     for name, file in files.items():
-        if Path(file).name != file or not file:
+        if not lies_beside(file):
             raise CheckpointError(f"{path}: tensor {name!r}: its file lies beside the index, got {file!r}")
     headers = {}
     for file in dict.fromkeys(files.values()):

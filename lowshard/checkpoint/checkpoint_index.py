@@ -20,6 +20,7 @@ from lowshard import dtypes
 from lowshard.argument import brief
 from lowshard.argument import whole as check_whole
 from lowshard.box import Box, covers, full_box, volume
+from lowshard.checkpoint.hf_index import lies_beside
 from lowshard.content_hash import text_digest
 from lowshard.errors import CheckpointError, DTypeError
 from lowshard.reading import parse_json, read_text, reader
@@ -183,7 +184,7 @@ def _read(
     listed = {name: IndexedFile(size, crc) for name, size, crc in files}
     names = list(listed)
     for name in names:
-        if Path(name).name != name:
+        if not lies_beside(name):
             raise CheckpointError(f"a file of the checkpoint lies beside its index, got {brief(name)}")
     made = {}
     for name, t in tensors.items():

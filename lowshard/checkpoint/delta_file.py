@@ -30,7 +30,7 @@ from lowshard.argument import brief, instance, items, one_of
 from lowshard.argument import path as check_path
 from lowshard.checkpoint.delta_codec import CHECKSUMS, COMPRESSIONS, PIECE_BYTES, inflated
 from lowshard.checkpoint.header import FilePath, Header, TensorEntry, open_for_reading, read_header
-from lowshard.checkpoint.hf_index import HF_INDEX, is_sparse_delta
+from lowshard.checkpoint.hf_index import HF_INDEX, is_sparse_delta, lies_beside
 from lowshard.checkpoint.tensor_patch import Patch, flipped_bits
 from lowshard.errors import CheckpointError, DTypeError
 from lowshard.nearest import nearest
@@ -395,7 +395,7 @@ def read_folder_head(
     """Return what an index says; keys of the metadata that are not of a delta are theirs."""
     known = {key: str(value) for key, value in metadata.items() if key in _KEYS}
     for name, file in weight_map.items():
-        if Path(file).name != file or not file:
+        if not lies_beside(file):
             raise CheckpointError(f"tensor {brief(name)}: its file lies beside the index, got {brief(file)}")
     return FolderHead(known, dict(weight_map), lowshard)
 
