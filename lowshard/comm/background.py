@@ -69,8 +69,9 @@ class Background:
             call: what the thread runs.
             text: its name, for messages.
         """
-        self._work = work = ThreadWork(call, text, is_shown_at_exit=True)
+        work = ThreadWork(call, text, is_shown_at_exit=True)
         threading.Thread(target=work.run, name=self._name).start()
+        self._work = work  # there is a thread to wait for
         return work
 
     def close(self) -> None:

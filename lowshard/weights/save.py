@@ -130,11 +130,11 @@ _here = threading.local()
 
 
 def _alone() -> Communicator:
-    """Return a communicator of one rank, this thread's own."""
-    found: Communicator | None = getattr(_here, "comm", None)
-    if found is None:
-        found = _here.comm = loopback(1)[0]
-    return found
+    """Return a communicator of one rank, this thread's own; a fork has no thread that saves, and gets a new one."""
+    made: tuple[int, Communicator] | None = getattr(_here, "made", None)
+    if made is None or made[0] != os.getpid():
+        made = _here.made = os.getpid(), loopback(1)[0]
+    return made[1]
 
 
 @dataclass(frozen=True)
