@@ -21,7 +21,7 @@ from lowshard.argument import brief
 from lowshard.argument import whole as check_whole
 from lowshard.box import Box, covers, full_box, volume
 from lowshard.checkpoint.hf_index import lies_beside
-from lowshard.content_hash import text_digest
+from lowshard.content_hash import DIGEST, text_digest
 from lowshard.errors import CheckpointError, DTypeError
 from lowshard.reading import parse_json, read_text, reader
 from lowshard.tiling import Tiling
@@ -193,6 +193,8 @@ def _read(
             dtype = dtypes.get(t.dtype).name
         except DTypeError as error:
             raise CheckpointError(f"{where}: {error}") from error
+        if t.digest is not None and not DIGEST.fullmatch(t.digest):
+            raise CheckpointError(f"{where}: a digest is 32 hexadecimal digits, got {brief(t.digest)}")
         for p in t.parts:
             if not 0 <= p.file < len(names):
                 raise CheckpointError(f"{where}: the index has files 0 to {len(names) - 1}, got {p.file}")

@@ -36,8 +36,8 @@ from lowshard.errors import CheckpointError, DTypeError
 from lowshard.nearest import nearest
 from lowshard.reading import parse_json, read_text, reader
 
-FOLDER_NAME = re.compile(r"weight_v(\d{6,18})")
-"""What versions are called where several lie side by side."""
+FOLDER_NAME = re.compile(r"weight_v(\d{1,18})")
+"""What versions are called where several lie side by side; writers give them six digits or more."""
 ENCODINGS = ("xor", "overwrite")
 INDICES, VALUES = ".indices", ".values"
 _KEYS = (

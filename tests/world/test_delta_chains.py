@@ -257,6 +257,17 @@ def test_a_folder_of_deltas_that_cannot_be_read(tmp_path: Path, monkeypatch: pyt
         open_deltas([tmp_path])
 
 
+def test_the_number_in_a_name_counts_however_many_digits_it_has(tmp_path: Path) -> None:
+    paths = saved(tmp_path, (0, 1, 2))
+    for number, name in ((1, "weight_v1"), (2, "weight_v02")):
+        report = write_delta(paths[number - 1], paths[number], tmp_path / "deltas" / name)
+        assert (report.version, report.base_version) == (number, number - 1)
+    assert apply_deltas(paths[0], [tmp_path / "deltas"], tmp_path / "out").applied == 2
+    for version, before in ((2, 2), (2, 3), (0, 1), (2, -1)):
+        with pytest.raises(CheckpointError, match="base_version is a number of 0 or more, below the version"):
+            write_delta(paths[0], paths[1], tmp_path / "d", version=version, base_version=before)
+
+
 def test_names_that_are_none_are_told(tmp_path: Path) -> None:
     v0, v1 = saved(tmp_path, (0, 1))
     write_delta(v0, v1, tmp_path / "d")

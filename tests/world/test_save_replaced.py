@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -287,13 +288,23 @@ def test_where_the_system_does_not_say_what_a_path_is_leftovers_are_not_removed(
 @pytest.mark.parametrize("ranks", [0, -1, 100_000_000])
 def test_an_index_of_no_or_of_endless_ranks_is_refused(tmp_path: Path, ranks: int) -> None:
     save(tmp_path / "c", state(w=1))
-    path = tmp_path / "c" / INDEX_NAME
-    body = json.loads(path.read_text())
-    del body["digest"]
-    body["ranks"] = ranks
-    path.write_text(json.dumps(body | {"digest": digest_of(body)}))
+    change_index(tmp_path / "c", lambda body: body.update(ranks=ranks))
     with pytest.raises(CheckpointError, match=f"by 1 to 1048576 ranks, got {ranks}"):
         Catalog.open(tmp_path / "c")
+
+
+def test_an_index_whose_digest_of_a_tensor_is_none_is_refused(tmp_path: Path) -> None:
+    save(tmp_path / "c", state(w=1))
+    change_index(tmp_path / "c", lambda body: body["tensors"]["w"].update(digest="zz"))
+    with pytest.raises(CheckpointError, match="tensor 'w': a digest is 32 hexadecimal digits, got 'zz'"):
+        Catalog.open(tmp_path / "c")
+
+
+def change_index(folder: Path, change: Callable[[Any], object]) -> None:
+    body = json.loads((folder / INDEX_NAME).read_text())
+    del body["digest"]
+    change(body)
+    (folder / INDEX_NAME).write_text(json.dumps(body | {"digest": digest_of(body)}))
 
 
 def test_metadata_of_null_is_none(tmp_path: Path) -> None:
