@@ -115,9 +115,14 @@ class Delta:
                 f"{dtype}{list(shape)}: they are of different models"
             )
         if self.encoding == "sparse":
-            held = changed.parts[1][1].dtype
-            if held != dtype:
-                raise CheckpointError(f"{where}: the delta has values of {held}, the base has {dtype}")
+            held = changed.parts[1][1]
+            if held.dtype != dtype:
+                raise CheckpointError(f"{where}: the delta has values of {held.dtype}, the base has {dtype}")
+            if held.size_elems > prod(shape):
+                raise CheckpointError(
+                    f"{where}: the delta changes {held.size_elems} elements, the base has {prod(shape)}: they are of "
+                    "different models"
+                )
 
     def patch(self, name: str, dtype: str, shape: tuple[int, ...]) -> Patch:
         """Return what changes of a tensor, read from the file and checked.

@@ -22,7 +22,8 @@ from lowshard.checkpoint.delta_file import chain_of
 from lowshard.checkpoint.hf_index import HF_INDEX
 from lowshard.errors import CheckpointError
 from lowshard.tiling import Tiling
-from lowshard.weights import apply_deltas, load_sharded, save
+from lowshard.weights import apply_deltas, load_sharded, patched_source, save
+from lowshard.weights.patched_source import PatchedSource
 
 TILING = Tiling.whole((8,), "float32")
 
@@ -266,6 +267,29 @@ def test_the_number_in_a_name_counts_however_many_digits_it_has(tmp_path: Path) 
     for version, before in ((2, 2), (2, 3), (0, 1), (2, -1)):
         with pytest.raises(CheckpointError, match="base_version is a number of 0 or more, below the version"):
             write_delta(paths[0], paths[1], tmp_path / "d", version=version, base_version=before)
+
+
+def test_what_a_chain_changes_of_a_tensor_fits_into_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (base,) = saved(tmp_path, (0,))
+    chain = [foreign_file(tmp_path / f"{n}.safetensors", n, n, n) for n in (1, 2, 3)]
+    made = PatchedSource._patches
+    bytes_of_two = 2 * Delta.open(chain[0]).patch("w", "float32", (8,)).size_bytes
+
+    def with_less(source: PatchedSource, name: str) -> Any:
+        source._most_bytes = bytes_of_two // patched_source.ALONE
+        return made(source, name)
+
+    monkeypatch.setattr(PatchedSource, "_patches", with_less)
+    with pytest.raises(
+        CheckpointError, match=r"3.safetensors: tensor 'w': what the first 3 deltas change of it"
+    ):
+        apply_deltas(base, chain, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    apply_deltas(base, chain[:2], tmp_path / "out")
+    apply_deltas(tmp_path / "out", chain[2:], tmp_path / "out")
+    assert load_sharded(tmp_path / "out")["w"].tolist() == [0, 1, 2, 3, 0, 0, 0, 0]
 
 
 def test_names_that_are_none_are_told(tmp_path: Path) -> None:
