@@ -257,26 +257,37 @@ def _of_hugging_face(path: Path) -> Catalog:
     files, metadata = _read_hugging_face(said, str(path))
     if "delta_encoding" in metadata:
         raise CheckpointError(_DELTA.format(path.parent))
-    for name, file in files.items():
-        if not lies_beside(file):
-            raise CheckpointError(f"{path}: tensor {name!r}: its file lies beside the index, got {file!r}")
-    headers = {}
-    for file in dict.fromkeys(files.values()):
-        if not os.path.exists(path.parent / file):
-            named = [name for name, of in files.items() if of == file]
-            raise CheckpointError(_missing(path.parent / file, path.name, named))
-        headers[file] = read_header(path.parent / file)
-        metadata = dict(headers[file].metadata) | metadata
-    tensors = {}
-    for name, file in files.items():
-        tensors[name] = _plain_tensor(headers[file], headers[file].entry(name))
-    for file, header in headers.items():
-        for name in header.tensors:
-            if files.get(name) != file:
-                raise CheckpointError(
-                    f"{header.path}: tensor {name!r} is in the file, {path.name} places it in {files.get(name)}"
-                )
+    headers = headers_of(path, files)
+    for header in headers.values():
+        metadata = dict(header.metadata) | metadata
+    tensors = {name: _plain_tensor(headers[file], headers[file].entry(name)) for name, file in files.items()}
     return Catalog(str(path.parent), tensors, metadata, None, _digest(tensors), _stamps(headers.values()))
+
+
+def headers_of(path: Path, weight_map: Mapping[str, str]) -> dict[str, Header]:
+    """Return, by its name, the header of each file that an index of Hugging Face's names.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, or holds tensors that the index does not place in it.
+    """
+    held: dict[str, list[str]] = {}
+    for name, file in weight_map.items():
+        if not lies_beside(file):
+            raise CheckpointError(
+                f"{path}: tensor {brief(name)}: its file lies beside the index, got {brief(file)}"
+            )
+        held.setdefault(file, []).append(name)
+    headers = {}
+    for file, names in held.items():
+        if not os.path.exists(path.parent / file):
+            raise CheckpointError(_missing(path.parent / file, path.name, names))
+        headers[file] = header = read_header(path.parent / file)
+        for name in header.tensors:
+            if weight_map.get(name) != file:
+                raise CheckpointError(
+                    f"{header.path}: tensor {name!r} is in the file, {path.name} places it in {weight_map.get(name)}"
+                )
+    return headers
 
 
 _DELTA = (

@@ -28,9 +28,10 @@ import numpy as np
 from lowshard import dtypes
 from lowshard.argument import brief, instance, items, one_of
 from lowshard.argument import path as check_path
+from lowshard.checkpoint.catalog import headers_of
 from lowshard.checkpoint.delta_codec import CHECKSUMS, COMPRESSIONS, PIECE_BYTES, inflated
 from lowshard.checkpoint.header import FilePath, Header, TensorEntry, open_for_reading, read_header
-from lowshard.checkpoint.hf_index import HF_INDEX, is_sparse_delta, lies_beside
+from lowshard.checkpoint.hf_index import HF_INDEX, is_sparse_delta
 from lowshard.checkpoint.tensor_patch import Patch, flipped_bits
 from lowshard.errors import CheckpointError, DTypeError
 from lowshard.nearest import nearest
@@ -399,9 +400,6 @@ def read_folder_head(
 ) -> FolderHead:
     """Return what an index says; keys of the metadata that are not of a delta are theirs."""
     known = {key: str(value) for key, value in metadata.items() if key in _KEYS}
-    for name, file in weight_map.items():
-        if not lies_beside(file):
-            raise CheckpointError(f"tensor {brief(name)}: its file lies beside the index, got {brief(file)}")
     return FolderHead(known, dict(weight_map), lowshard)
 
 
@@ -422,17 +420,7 @@ def _of_folder(folder: Path) -> Delta:
     one_of(said.get("compression_format"), COMPRESSIONS, f"{path}: compression_format", CheckpointError)
     if "checksum_format" in said:
         one_of(said["checksum_format"], CHECKSUMS, f"{path}: checksum_format", CheckpointError)
-    headers = {}
-    for file in dict.fromkeys(head.weight_map.values()):
-        if not os.path.exists(folder / file):
-            raise CheckpointError(f"{folder / file}: the file is missing, {HF_INDEX} names it")
-        headers[file] = read_header(folder / file)
-    for file, header in headers.items():
-        for name in header.tensors:
-            if head.weight_map.get(name) != file:
-                raise CheckpointError(
-                    f"{header.path}: tensor {name!r} is in the file, {HF_INDEX} does not place it there"
-                )
+    headers = headers_of(path, head.weight_map)
     tensors = {}
     for name, file in head.weight_map.items():
         header = headers[file]
