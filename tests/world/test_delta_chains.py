@@ -269,6 +269,21 @@ def test_the_number_in_a_name_counts_however_many_digits_it_has(tmp_path: Path) 
             write_delta(paths[0], paths[1], tmp_path / "d", version=version, base_version=before)
 
 
+@pytest.mark.parametrize("form", ["sparse", "folder"])
+def test_a_delta_whose_file_is_replaced_once_it_was_opened_is_not_read(tmp_path: Path, form: str) -> None:
+    if form == "sparse":
+        file = foreign_file(tmp_path / "d.safetensors", 1, 1.0, 0)
+        opened, other = Delta.open(file), foreign_file(tmp_path / "e.safetensors", 2, 2.0, 3)
+    else:
+        file = foreign_folder(tmp_path / "d", 1, of(0), of(1)) / "d.safetensors"
+        opened = Delta.open(tmp_path / "d")
+        other = foreign_folder(tmp_path / "e", 2, of(0), of(2)) / "d.safetensors"
+    assert opened.patch("w", "float32", (8,)).bits.size
+    other.replace(file)
+    with pytest.raises(CheckpointError, match="the file was replaced or changed since the delta was opened"):
+        opened.patch("w", "float32", (8,))
+
+
 def test_what_a_chain_changes_of_a_tensor_fits_into_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
