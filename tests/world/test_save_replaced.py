@@ -320,7 +320,9 @@ def test_metadata_of_null_is_none(tmp_path: Path) -> None:
 
 def test_an_error_in_the_background_that_nobody_was_told_of_is_shown_at_the_end(tmp_path: Path) -> None:
     code = """
+import atexit
 import numpy as np
+from lowshard.comm import loopback
 from lowshard.errors import CheckpointError
 from lowshard.tiling import Tiling
 from lowshard.weights import save
@@ -338,6 +340,7 @@ except CheckpointError:
     pass
 save("good", state, wait=False)
 save("file/untold", state, wait=False)
+atexit.register(lambda: save("late", state, loopback(1)[0], wait=False))
 """
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
@@ -348,4 +351,4 @@ save("file/untold", state, wait=False)
     )
     assert "CheckpointError" in line
     assert "Not a directory" in line
-    assert loaded(tmp_path / "good") == {"w": 1}
+    assert loaded(tmp_path / "good") == loaded(tmp_path / "late") == {"w": 1}
