@@ -206,6 +206,8 @@ class Commit:
         try:
             os.replace(self.claim, self.target)  # the commit
         except FileNotFoundError as error:
+            if not os.path.isdir(self.target.parent):  # somebody has removed all of it
+                raise
             raise CheckpointError(
                 f"{self.path}: another save removed {self.claim.name}: one save at a time into a place whose file "
                 "system has no locks; save again"

@@ -235,6 +235,22 @@ def test_data_stays_where_the_index_is_a_link_whose_file_is_away(
     assert len(list(folder.iterdir())) == 3
 
 
+@pytest.mark.parametrize(("gone", "said"), [("folder", "No such file"), ("claim", "another save removed")])
+def test_who_removes_a_save_before_its_rename_is_told_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gone: str, said: str
+) -> None:
+    rename = os.replace
+
+    def late(claim: Path, target: Path) -> None:
+        shutil.rmtree(target.parent) if gone == "folder" else claim.unlink()
+        rename(claim, target)
+
+    monkeypatch.setattr(os, "replace", late)
+    with pytest.raises(CheckpointError, match=said):
+        save(tmp_path / "c", state(w=1))
+    assert not (tmp_path / "c").exists()
+
+
 # ---- what is refused
 
 
