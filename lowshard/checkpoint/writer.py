@@ -144,8 +144,8 @@ def _prepare(
     head, entries = encode_header({n: (t.dtype, t.shape) for n, t in tilings.items()}, metadata)
     layouts = [[e.name, tensors[e.name][0].digest()] for e in entries]
     asked = json.dumps([str(target), layouts, None if metadata is None else sorted(metadata.items()), wait])
-    digest = text_digest(asked)
-    return _File(target, head, tuple(entries), tilings, digest)
+    place = target if wait else target.absolute()  # the program may change its folder meanwhile
+    return _File(place, head, tuple(entries), tilings, text_digest(asked))
 
 
 def check_labels(metadata: Mapping[str, str], where: str) -> dict[str, str]:

@@ -327,11 +327,17 @@ def _save_sharded(
             name: (tiling, _strategy(folder, name, noted[name]) if name in noted else None)
             for name, tiling in check_state(folder, state, comm.rank, comm.size).items()
         }
-        return folder, tensors, check_labels(given or {}, str(folder))
+        place = folder if wait else folder.absolute()  # the program may change its folder meanwhile
+        return place, tensors, check_labels(given or {}, str(folder))
 
     folder, tensors, metadata = together(comm, path, prepare, "save")
     tilings = {name: tiling for name, (tiling, _) in tensors.items()}
-    asked = [str(folder), sorted(metadata.items()), sorted((n, t.digest()) for n, t in tilings.items()), wait]
+    asked = [
+        str(Path(path)),
+        sorted(metadata.items()),
+        sorted((n, t.digest()) for n, t in tilings.items()),
+        wait,
+    ]
     words = f"{folder}, metadata {brief(metadata)}, wait {wait}, {in_words(tilings)}"
     agree(comm, text_digest(json.dumps(asked)), None, "save", lambda: words)
 
