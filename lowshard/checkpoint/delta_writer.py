@@ -1,4 +1,8 @@
-"""Writing what one version of a checkpoint changes of another, tensor by tensor, in bounded memory."""
+"""Writing what one version of a checkpoint changes of another, tensor by tensor.
+
+Memory is bounded where bits are flipped ("xor"); of the other forms the changes of one tensor are held, with their
+positions in 8 bytes each.
+"""
 
 from __future__ import annotations
 
