@@ -201,6 +201,14 @@ def in_words(values: Mapping[str, object], most: int = 3) -> str:
     return f"{shown} and {len(values) - most} more" if len(values) > most else shown
 
 
+def one_line(text: str) -> str:
+    """Return a text, which may come from a file of another, without characters that a terminal acts on.
+
+    Line breaks and control characters are written as Python writes them.
+    """
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 def _brief_item(value: object) -> str:
     if isinstance(value, int) and value.bit_length() > 256:  # Python refuses to write very long ones
         return f"an integer of {value.bit_length()} bits"

@@ -14,7 +14,7 @@ from lowshard.argument import brief, instance, mapping
 from lowshard.errors import LayoutError
 
 _BYTES = 16
-_DIGEST = re.compile(f"[0-9a-f]{{{2 * _BYTES}}}")
+DIGEST = re.compile(f"[0-9a-f]{{{2 * _BYTES}}}")
 
 
 def text_digest(text: str) -> bytes:
@@ -49,6 +49,6 @@ def model_digest(digests: Mapping[str, str]) -> str:
     rows = sorted(mapping(digests, rule, LayoutError).items(), key=str)
     for name, value in rows:
         instance(name, str, rule, LayoutError)
-        if not isinstance(value, str) or not _DIGEST.fullmatch(value):
+        if not isinstance(value, str) or not DIGEST.fullmatch(value):
             raise LayoutError(f"{rule}, got {brief(value)} for {brief(name)}")
     return text_digest(json.dumps(rows)).hex()

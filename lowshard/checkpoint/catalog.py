@@ -21,7 +21,7 @@ from lowshard.box import Box, full_box, shape_of, volume
 from lowshard.checkpoint.checkpoint_index import INDEX_NAME, Index, IndexedTensor, Part, read_index
 from lowshard.checkpoint.crc import Key, crc32
 from lowshard.checkpoint.header import FilePath, Header, Stamp, TensorEntry, read_header
-from lowshard.checkpoint.hf_index import DATA_NAME, HF_INDEX, is_sparse_delta
+from lowshard.checkpoint.hf_index import DATA_NAME, HF_INDEX, is_sparse_delta, lies_beside
 from lowshard.checkpoint.read_shares import disjoint
 from lowshard.errors import CheckpointError
 from lowshard.nearest import nearest
@@ -159,13 +159,14 @@ class Catalog:
         if os.path.exists(path / "model.safetensors"):
             return _of_plain([path / "model.safetensors"], str(path))
         found = sorted(p for p in path.glob("*.safetensors") if not p.name.startswith("."))
-        if len(found) == 1:
-            return _of_plain(found, str(path))
+        # Before its index is in place a save has files of full size that do not hold their data yet.
         if any(DATA_NAME.fullmatch(p.name) for p in found):
             raise CheckpointError(
-                f"{path}: its {len(found)} files are parts of a sharded checkpoint, and {INDEX_NAME}, which says "
-                "of what, is missing: put it back"
+                f"{path}: files in it are parts of a sharded checkpoint, and {INDEX_NAME}, which says of what, is "
+                "missing: put it back, or save anew where the save that wrote them did not end"
             )
+        if len(found) == 1:
+            return _of_plain(found, str(path))
         raise CheckpointError(
             f"{path}: a checkpoint's folder has {INDEX_NAME}, {HF_INDEX}, model.safetensors or one .safetensors "
             f"file; it has {len(found)} of those files and no index"
@@ -256,26 +257,37 @@ def _of_hugging_face(path: Path) -> Catalog:
     files, metadata = _read_hugging_face(said, str(path))
     if "delta_encoding" in metadata:
         raise CheckpointError(_DELTA.format(path.parent))
-    for name, file in files.items():
-        if Path(file).name != file or not file:
-            raise CheckpointError(f"{path}: tensor {name!r}: its file lies beside the index, got {file!r}")
-    headers = {}
-    for file in dict.fromkeys(files.values()):
-        if not os.path.exists(path.parent / file):
-            named = [name for name, of in files.items() if of == file]
-            raise CheckpointError(_missing(path.parent / file, path.name, named))
-        headers[file] = read_header(path.parent / file)
-        metadata = dict(headers[file].metadata) | metadata
-    tensors = {}
-    for name, file in files.items():
-        tensors[name] = _plain_tensor(headers[file], headers[file].entry(name))
-    for file, header in headers.items():
-        for name in header.tensors:
-            if files.get(name) != file:
-                raise CheckpointError(
-                    f"{header.path}: tensor {name!r} is in the file, {path.name} places it in {files.get(name)}"
-                )
+    headers = headers_of(path, files)
+    for header in headers.values():
+        metadata = dict(header.metadata) | metadata
+    tensors = {name: _plain_tensor(headers[file], headers[file].entry(name)) for name, file in files.items()}
     return Catalog(str(path.parent), tensors, metadata, None, _digest(tensors), _stamps(headers.values()))
+
+
+def headers_of(path: Path, weight_map: Mapping[str, str]) -> dict[str, Header]:
+    """Return, by its name, the header of each file that an index of Hugging Face's names.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, or holds tensors that the index does not place in it.
+    """
+    held: dict[str, list[str]] = {}
+    for name, file in weight_map.items():
+        if not lies_beside(file):
+            raise CheckpointError(
+                f"{path}: tensor {brief(name)}: its file lies beside the index, got {brief(file)}"
+            )
+        held.setdefault(file, []).append(name)
+    headers = {}
+    for file, names in held.items():
+        if not os.path.exists(path.parent / file):
+            raise CheckpointError(_missing(path.parent / file, path.name, names))
+        headers[file] = header = read_header(path.parent / file)
+        for name in header.tensors:
+            if weight_map.get(name) != file:
+                raise CheckpointError(
+                    f"{header.path}: tensor {name!r} is in the file, {path.name} places it in {weight_map.get(name)}"
+                )
+    return headers
 
 
 _DELTA = (

@@ -20,7 +20,8 @@ from lowshard import dtypes
 from lowshard.argument import brief
 from lowshard.argument import whole as check_whole
 from lowshard.box import Box, covers, full_box, volume
-from lowshard.content_hash import text_digest
+from lowshard.checkpoint.hf_index import lies_beside
+from lowshard.content_hash import DIGEST, text_digest
 from lowshard.errors import CheckpointError, DTypeError
 from lowshard.reading import parse_json, read_text, reader
 from lowshard.tiling import Tiling
@@ -183,7 +184,7 @@ def _read(
     listed = {name: IndexedFile(size, crc) for name, size, crc in files}
     names = list(listed)
     for name in names:
-        if Path(name).name != name:
+        if not lies_beside(name):
             raise CheckpointError(f"a file of the checkpoint lies beside its index, got {brief(name)}")
     made = {}
     for name, t in tensors.items():
@@ -192,6 +193,8 @@ def _read(
             dtype = dtypes.get(t.dtype).name
         except DTypeError as error:
             raise CheckpointError(f"{where}: {error}") from error
+        if t.digest is not None and not DIGEST.fullmatch(t.digest):
+            raise CheckpointError(f"{where}: a digest is 32 hexadecimal digits, got {brief(t.digest)}")
         for p in t.parts:
             if not 0 <= p.file < len(names):
                 raise CheckpointError(f"{where}: the index has files 0 to {len(names) - 1}, got {p.file}")

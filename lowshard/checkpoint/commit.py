@@ -1,8 +1,8 @@
 """The commit protocol: how all ranks together put a new checkpoint in the place of an old one.
 
 A file is put in place by one rename: the index of a sharded checkpoint or of a delta, the file itself of a merged
-one. Before the rename it has a private name, `.NAME.TOKEN.tmp`, and is called the claim: whoever removes the claim
-makes sure that this save never commits.
+one. Before the rename it has a private name, `.NAME.TOKEN.tmp` (of a long NAME its digest), and is called the claim:
+whoever removes the claim makes sure that this save never commits.
 
               rank 0                                  every other rank
               |                                       |
@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import os
 import re
 import secrets
@@ -51,6 +52,8 @@ T = TypeVar("T")
 
 _DATA = {INDEX_NAME: DATA_NAME, HF_INDEX: DELTA_NAME}
 """By index what the data files are called that it speaks of."""
+_LONG_BYTES = 120
+"""Of a name from which none with a token is made: file systems have names of 143 bytes or of 255."""
 
 
 def together(comm: Communicator, path: FilePath, action: Callable[[], T], what: str) -> T:
@@ -172,6 +175,12 @@ class Commit:
         for folder in reversed(self._made):
             folder.mkdir(exist_ok=True)
             sync_folder(folder.parent)
+        with suppress(FileNotFoundError):  # any other error is one of the rename as well
+            if not stat.S_ISREG(os.stat(self.target).st_mode):
+                raise CheckpointError(
+                    f"{self.target}: is not a regular file, and a save does not replace it: give another path, or "
+                    "remove it"
+                )
         with suppress(OSError):
             _sweep(self.target)
         while True:
@@ -197,6 +206,8 @@ class Commit:
         try:
             os.replace(self.claim, self.target)  # the commit
         except FileNotFoundError as error:
+            if not os.path.isdir(self.target.parent):  # somebody has removed all of it
+                raise
             raise CheckpointError(
                 f"{self.path}: another save removed {self.claim.name}: one save at a time into a place whose file "
                 "system has no locks; save again"
@@ -305,7 +316,7 @@ def _sweep(target: Path) -> list[str]:
     # The last rename may be on no disk yet: until it is, the checkpoint before it may come back.
     sync_folder(target.parent)
     names = sorted(os.listdir(target.parent))
-    claimed = re.compile(rf"\.{re.escape(target.name)}\.({TOKEN})\.tmp")
+    claimed = re.compile(rf"{re.escape(_stem(target))}\.({TOKEN})\.tmp")
     data: dict[str, str] = {}
     if target.name in _DATA:
         data = {name: found[1] for name in names if (found := _DATA[target.name].fullmatch(name))}
@@ -359,7 +370,15 @@ def _lock(fd: int) -> bool:
 
 
 def _claim(target: Path, token: str) -> Path:
-    return target.with_name(f".{target.name}.{token}.tmp")
+    return target.with_name(f"{_stem(target)}.{token}.tmp")
+
+
+def _stem(target: Path) -> str:
+    """Return what the names of all claims on a target begin with."""
+    name = os.fsencode(target.name)
+    if len(name) > _LONG_BYTES:
+        return f".{hashlib.blake2b(name, digest_size=16).hexdigest()}"
+    return f".{target.name}"
 
 
 def missing_folders(folder: Path) -> list[Path]:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any, NoReturn
@@ -28,16 +28,25 @@ import numpy as np
 from lowshard import dtypes
 from lowshard.argument import brief, instance, items, one_of
 from lowshard.argument import path as check_path
+from lowshard.checkpoint.catalog import headers_of
 from lowshard.checkpoint.delta_codec import CHECKSUMS, COMPRESSIONS, PIECE_BYTES, inflated
-from lowshard.checkpoint.header import FilePath, Header, TensorEntry, open_for_reading, read_header
+from lowshard.checkpoint.header import (
+    FilePath,
+    Header,
+    Stamp,
+    TensorEntry,
+    open_for_reading,
+    read_header,
+    stamp_of,
+)
 from lowshard.checkpoint.hf_index import HF_INDEX, is_sparse_delta
 from lowshard.checkpoint.tensor_patch import Patch, flipped_bits
 from lowshard.errors import CheckpointError, DTypeError
 from lowshard.nearest import nearest
 from lowshard.reading import parse_json, read_text, reader
 
-FOLDER_NAME = re.compile(r"weight_v(\d{6,18})")
-"""What versions are called where several lie side by side."""
+FOLDER_NAME = re.compile(r"weight_v(\d{1,18})")
+"""What versions are called where several lie side by side; writers give them six digits or more."""
 ENCODINGS = ("xor", "overwrite")
 INDICES, VALUES = ".indices", ".values"
 _KEYS = (
@@ -78,6 +87,8 @@ class Delta:
     compression: str
     checksum: str | None
     tensors: Mapping[str, ChangedTensor]
+    stamps: Mapping[str, Stamp | None] = field(default_factory=dict, compare=False, repr=False)
+    """Of each file, by path."""
 
     @property
     def is_empty(self) -> bool:
@@ -115,9 +126,14 @@ class Delta:
                 f"{dtype}{list(shape)}: they are of different models"
             )
         if self.encoding == "sparse":
-            held = changed.parts[1][1].dtype
-            if held != dtype:
-                raise CheckpointError(f"{where}: the delta has values of {held}, the base has {dtype}")
+            held = changed.parts[1][1]
+            if held.dtype != dtype:
+                raise CheckpointError(f"{where}: the delta has values of {held.dtype}, the base has {dtype}")
+            if held.size_elems > prod(shape):
+                raise CheckpointError(
+                    f"{where}: the delta changes {held.size_elems} elements, the base has {prod(shape)}: they are of "
+                    "different models"
+                )
 
     def patch(self, name: str, dtype: str, shape: tuple[int, ...]) -> Patch:
         """Return what changes of a tensor, read from the file and checked.
@@ -135,17 +151,17 @@ class Delta:
         itemsize = dtypes.get(dtype).itemsize_bytes
         if self.encoding == "sparse":
             (file, indices), (_, values) = changed.parts
-            positions = np.frombuffer(b"".join(_pieces(file, indices)), "<i4").astype(np.int64)
-            bits = np.frombuffer(b"".join(_pieces(file, values)), f"u{itemsize}")
+            positions = np.frombuffer(b"".join(self._pieces(file, indices)), "<i4").astype(np.int64)
+            bits = np.frombuffer(b"".join(self._pieces(file, values)), f"u{itemsize}")
             return _in_order(positions, bits, shape, where)
         file, entry = changed.parts[0]
         size_bytes = prod(shape) * itemsize
         if self.encoding == "xor":
             return flipped_bits(
-                inflated(self.compression, _pieces(file, entry), size_bytes, where), shape, itemsize
+                inflated(self.compression, self._pieces(file, entry), size_bytes, where), shape, itemsize
             )
         most_bytes = 4 + 5 * size_bytes
-        pieces = inflated(self.compression, _pieces(file, entry), most_bytes, where, is_exact=False)
+        pieces = inflated(self.compression, self._pieces(file, entry), most_bytes, where, is_exact=False)
         data = b"".join(pieces)
         count = int.from_bytes(data[:4], "little")
         if len(data) != 4 + 5 * count:
@@ -157,6 +173,25 @@ class Delta:
         return _in_order(
             positions, np.frombuffer(data, np.uint8, count, 4 + 4 * count), (*shape, itemsize), where
         )
+
+    def _pieces(self, path: str, entry: TensorEntry) -> Iterator[bytes]:
+        fd, where = open_for_reading(path), f"{path}: tensor {entry.name!r}"
+        try:
+            if self.stamps.get(path) not in (None, stamp_of(fd)):
+                raise CheckpointError(
+                    f"{where}: the file was replaced or changed since the delta was opened: start anew"
+                )
+            at = entry.start
+            while at < entry.stop:
+                piece = os.pread(fd, min(PIECE_BYTES, entry.stop - at), at)
+                if not piece:
+                    raise CheckpointError(f"{where}: the file ends at byte {at}: it was cut short")
+                yield piece
+                at += len(piece)
+        except OSError as error:
+            raise CheckpointError(f"{where}: reading failed: {error.strerror}") from error
+        finally:
+            os.close(fd)
 
     def _changed(self, name: str) -> ChangedTensor:
         instance(name, str, "a tensor's name is text", CheckpointError)
@@ -394,9 +429,6 @@ def read_folder_head(
 ) -> FolderHead:
     """Return what an index says; keys of the metadata that are not of a delta are theirs."""
     known = {key: str(value) for key, value in metadata.items() if key in _KEYS}
-    for name, file in weight_map.items():
-        if Path(file).name != file or not file:
-            raise CheckpointError(f"tensor {brief(name)}: its file lies beside the index, got {brief(file)}")
     return FolderHead(known, dict(weight_map), lowshard)
 
 
@@ -417,17 +449,7 @@ def _of_folder(folder: Path) -> Delta:
     one_of(said.get("compression_format"), COMPRESSIONS, f"{path}: compression_format", CheckpointError)
     if "checksum_format" in said:
         one_of(said["checksum_format"], CHECKSUMS, f"{path}: checksum_format", CheckpointError)
-    headers = {}
-    for file in dict.fromkeys(head.weight_map.values()):
-        if not os.path.exists(folder / file):
-            raise CheckpointError(f"{folder / file}: the file is missing, {HF_INDEX} names it")
-        headers[file] = read_header(folder / file)
-    for file, header in headers.items():
-        for name in header.tensors:
-            if head.weight_map.get(name) != file:
-                raise CheckpointError(
-                    f"{header.path}: tensor {name!r} is in the file, {HF_INDEX} does not place it there"
-                )
+    headers = headers_of(path, head.weight_map)
     tensors = {}
     for name, file in head.weight_map.items():
         header = headers[file]
@@ -443,7 +465,7 @@ def _of_folder(folder: Path) -> Delta:
     facts = _checked_facts(head.facts, tensors, base_version, path)
     return Delta(
         str(folder), version, base_version, facts[0], facts[1], said["delta_encoding"], said["compression_format"],
-        said.get("checksum_format"), tensors,
+        said.get("checksum_format"), tensors, {header.path: header.stamp for header in headers.values()},
     )  # fmt: skip
 
 
@@ -470,7 +492,8 @@ def _of_sparse_file(path: Path) -> Delta:
     version = _number(said["model_version"], f"{path}: model_version")
     base_version = None if facts is None else facts.base_version
     base, digest = _checked_facts(facts, tensors, base_version, path)
-    return Delta(str(path), version, base_version, base, digest, "sparse", "none", None, tensors)
+    stamps = {header.path: header.stamp}
+    return Delta(str(path), version, base_version, base, digest, "sparse", "none", None, tensors, stamps)
 
 
 def _sparse_names(header: Header) -> list[str]:
@@ -526,24 +549,6 @@ def _number(value: object, what: str) -> int:
 
 
 # ---- data
-
-
-def _pieces(path: str, entry: TensorEntry) -> Iterator[bytes]:
-    fd = open_for_reading(path)
-    try:
-        at = entry.start
-        while at < entry.stop:
-            piece = os.pread(fd, min(PIECE_BYTES, entry.stop - at), at)
-            if not piece:
-                raise CheckpointError(
-                    f"{path}: tensor {entry.name!r}: the file ends at byte {at}: it was cut short"
-                )
-            yield piece
-            at += len(piece)
-    except OSError as error:
-        raise CheckpointError(f"{path}: tensor {entry.name!r}: reading failed: {error.strerror}") from error
-    finally:
-        os.close(fd)
 
 
 def _in_order(positions: np.ndarray, bits: np.ndarray, units: tuple[int, ...], where: str) -> Patch:

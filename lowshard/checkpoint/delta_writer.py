@@ -1,4 +1,8 @@
-"""Writing what one version of a checkpoint changes of another, tensor by tensor, in bounded memory."""
+"""Writing what one version of a checkpoint changes of another, tensor by tensor.
+
+Memory is bounded where bits are flipped ("xor"); of the other forms the changes of one tensor are held, with their
+positions in 8 bytes each.
+"""
 
 from __future__ import annotations
 
@@ -95,10 +99,10 @@ def write_delta(
     one_of(compression, COMPRESSIONS, "compression", CheckpointError)
     compressor(compression)  # its package is there
     number = version_of(target, version)
-    rule = "base_version is a number of 0 or more, below the version"
-    before = (
-        max(0, number - 1) if base_version is None else whole(base_version, rule, CheckpointError, 0, number)
-    )
+    before = max(0, number - 1)
+    if base_version is not None:
+        rule = "base_version is a number of 0 or more, below the version"
+        before = whole(base_version, rule, CheckpointError, 0, before)
     old = base if isinstance(base, Catalog) else Catalog.open(base)
     new = following if isinstance(following, Catalog) else Catalog.open(following)
     _check_same_tensors(old, new)

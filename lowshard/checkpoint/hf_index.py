@@ -35,6 +35,11 @@ _OF_NO_TENSORS: dict[str, Any] = {"metadata": {"total_size": 0}, "weight_map": {
 """What earlier versions of lowshard wrote beside a checkpoint without tensors."""
 
 
+def lies_beside(file: str) -> bool:
+    """Return whether a name that an index gives is that of a file in the index's own folder, on one line."""
+    return Path(file).name == file and file not in ("", "..") and "\n" not in file
+
+
 def is_sparse_delta(metadata: Mapping[str, str]) -> bool:
     """Return whether a file's metadata says that it holds what changes, and no tensors."""
     return metadata.get("sparse", "").lower() == "true" and "model_version" in metadata

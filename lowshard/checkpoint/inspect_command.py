@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lowshard.argument import one_line
 from lowshard.box import Box, box_text
 from lowshard.errors import CheckpointError
 
@@ -61,8 +61,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         overview = look_at(args.path)
     except CheckpointError as error:
-        print(f"lowshard: error: {error}", file=sys.stderr)
-        return 1
+        error.exit_code = 1
+        raise
     chosen = overview.tensors if args.tensor is None else (overview.tensor(args.tensor),)
     if args.verify:
         total = sum(p.size_bytes for t in chosen for p in t.parts)
@@ -200,11 +200,3 @@ def _short(text: str, width: int) -> str:
         return text
     head = (width - 3) // 3
     return f"{text[:head]}...{text[len(text) - (width - 3 - head) :]}"
-
-
-def one_line(text: str) -> str:
-    """Return a text, which may come from a file of another, without characters that a terminal acts on.
-
-    Line breaks and control characters are written as Python writes them.
-    """
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -20,7 +20,8 @@ from lowshard import dtypes
 from lowshard.argument import brief, in_words, mapping
 from lowshard.argument import path as check_path
 from lowshard.checkpoint.commit import Commit, together
-from lowshard.checkpoint.header import FilePath, TensorEntry, check_name, encode_header
+from lowshard.checkpoint.header import FilePath, TensorEntry, check_metadata, check_name, encode_header
+from lowshard.checkpoint.hf_index import is_sparse_delta
 from lowshard.checkpoint.own_parts import Parts, State, check_turn, write_parts
 from lowshard.checkpoint.reader import plan_box
 from lowshard.comm import Communicator, agree
@@ -139,11 +140,23 @@ def _prepare(
     if not os.path.isdir(target.parent):
         raise CheckpointError(f"{target}: there is no folder {target.parent}; make it first")
     tilings = check_state(target, tensors, rank, size)
+    check_labels(metadata or {}, str(target))
     head, entries = encode_header({n: (t.dtype, t.shape) for n, t in tilings.items()}, metadata)
     layouts = [[e.name, tensors[e.name][0].digest()] for e in entries]
     asked = json.dumps([str(target), layouts, None if metadata is None else sorted(metadata.items()), wait])
-    digest = text_digest(asked)
-    return _File(target, head, tuple(entries), tilings, digest)
+    place = target if wait else target.absolute()  # the program may change its folder meanwhile
+    return _File(place, head, tuple(entries), tilings, text_digest(asked))
+
+
+def check_labels(metadata: Mapping[str, str], where: str) -> dict[str, str]:
+    """Return a copy of a checkpoint's metadata, or raise CheckpointError where it cannot be one's."""
+    found = check_metadata(metadata, where)
+    if is_sparse_delta(found):
+        raise CheckpointError(
+            f"{where}: metadata that has 'sparse': 'true' and 'model_version' makes a delta of a file, which is not "
+            "read as a checkpoint: call one of them something else"
+        )
+    return found
 
 
 def check_state(target: Path, tensors: State, rank: int, size: int) -> dict[str, Tiling]:

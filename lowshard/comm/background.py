@@ -69,8 +69,12 @@ class Background:
             call: what the thread runs.
             text: its name, for messages.
         """
-        self._work = work = ThreadWork(call, text, is_shown_at_exit=True)
-        threading.Thread(target=work.run, name=self._name).start()
+        work = ThreadWork(call, text, is_shown_at_exit=True)
+        if threading.main_thread().is_alive():
+            threading.Thread(target=work.run, name=self._name).start()
+        else:  # Python ends, and waits for no thread that starts this late
+            work.run()
+        self._work = work  # there is a thread to wait for
         return work
 
     def close(self) -> None:

@@ -63,10 +63,10 @@ def check_target(
         if not os.path.isdir(folder):
             raise CheckpointError(f"{target}: there is no folder {folder}; make it first")
         return
-    if os.path.isfile(target):
+    if not os.path.isdir(target) and (os.path.lexists(target) or target.endswith(".safetensors")):
         raise CheckpointError(
-            f"{target}: is a file, and the output is a folder here: give the name of one (one merged file has a name "
-            "that ends in .safetensors)"
+            f"{target}: is a file, or called as one, and the output is a folder here: give the name of one (with "
+            "--merged the output is one file where its name ends in .safetensors)"
         )
     if is_all and not all(DATA_NAME.fullmatch(os.path.basename(file)) for file in catalog.files):
         raise CheckpointError(

@@ -24,6 +24,7 @@ from lowshard.kernels.unit_weights import SUMS
 from lowshard.nearest import nearest
 
 _PART_BYTES = 4 << 20
+ALONE = 4
 
 
 class PatchedSource:
@@ -32,7 +33,8 @@ class PatchedSource:
     Args:
         source: the checkpoint that the first stands on.
         deltas: in the order of their versions; those that the checkpoint has already are left out.
-        most_bytes: memory for what is kept of the deltas; one tensor's is always held.
+        most_bytes: memory for what is kept of the deltas of several tensors; of one tensor's, those of the whole chain
+            are held, and may take ALONE times as much.
 
     Attributes:
         chain: the deltas that are applied, one standing on the other; known once it was checked.
@@ -109,9 +111,16 @@ class PatchedSource:
             self._kept.move_to_end(name)
             return self._kept[name]
         tensor = self._source.catalog.tensors[name]
-        found = tuple(
-            delta.patch(name, tensor.dtype, tensor.shape) for delta in self.chain if name in delta.tensors
-        )
+        found: tuple[Patch, ...] = ()
+        for number, delta in enumerate(self.chain):
+            if name in delta.tensors:
+                found = (*found, delta.patch(name, tensor.dtype, tensor.shape))
+            if _bytes_of(found) > ALONE * self._most_bytes:
+                raise CheckpointError(
+                    f"{delta.where}: tensor {name!r}: what the first {number + 1} deltas change of it takes "
+                    f"{_bytes_of(found) / 1e6:.0f} MB, and there is room for {ALONE * self._most_bytes / 1e6:.0f} MB: "
+                    "apply fewer deltas at a time, one result on the other, or give more memory"
+                )
         self._kept[name] = found
         self._kept_bytes += _bytes_of(found)
         while self._kept_bytes > self._most_bytes and len(self._kept) > 1:

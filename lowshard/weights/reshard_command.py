@@ -17,10 +17,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from lowshard.argument import brief
+from lowshard.argument import brief, one_line
 from lowshard.argument import path as check_path
 from lowshard.checkpoint.commit import missing_folders, remove_leftovers
-from lowshard.checkpoint.inspect_command import one_line
 from lowshard.errors import CheckpointError, LaunchError
 from lowshard.settings import environment
 from lowshard.weights.checkpoint_convert import ConvertPlan, ConvertReport, Settings, convert
@@ -245,8 +244,8 @@ def run(args: argparse.Namespace, default: Callable[[str], Any]) -> int:
             with loopback(1)[0] as comm:
                 report = _converted(settings, comm)
         except CheckpointError as error:  # the request was right: damaged input, a full disk
-            print(f"lowshard: error: {error}", file=sys.stderr)
-            return 1
+            error.exit_code = 1
+            raise
         return _show(report, settings, args.json)
     with tempfile.TemporaryDirectory(prefix="lowshard-reshard-") as scratch:
         path, target = Path(scratch) / "report.json", Path(plan.place)
@@ -273,8 +272,8 @@ def _write_delta(args: argparse.Namespace) -> int:
             compression=args.compression,
         )  # fmt: skip
     except CheckpointError as error:
-        print(f"lowshard: error: {error}", file=sys.stderr)
-        return 1
+        error.exit_code = 1
+        raise
     if args.json:
         print(
             json.dumps(

@@ -26,10 +26,10 @@ from lowshard.checkpoint import hf_index
 from lowshard.checkpoint.checkpoint_index import INDEX_NAME, Index, IndexedFile, IndexedTensor, Part
 from lowshard.checkpoint.commit import Commit, together
 from lowshard.checkpoint.crc import crc32
-from lowshard.checkpoint.header import FilePath, check_metadata, encode_header
+from lowshard.checkpoint.header import FilePath, encode_header
 from lowshard.checkpoint.hf_index import plain_metadata
 from lowshard.checkpoint.own_parts import Parts, State, check_turn, write_parts
-from lowshard.checkpoint.writer import check_state, reserve, write_at, write_state
+from lowshard.checkpoint.writer import check_labels, check_state, reserve, write_at, write_state
 from lowshard.comm import Communicator, agree, loopback
 from lowshard.comm.work import Work
 from lowshard.content_hash import tensor_digest, text_digest
@@ -84,7 +84,8 @@ def save(
     save. The memory of the copy is kept for the next such save, until the communicator is closed.
 
     Args:
-        path: the folder of a sharded checkpoint, made where it is missing; or the file of a merged one.
+        path: the folder of a sharded checkpoint, made where it is missing (not where its name ends in .safetensors, as
+            that of a file does); or the file of a merged one.
         state: by name, the tiling (or layout) and this rank's local array; None on a rank that takes no part.
         comm: the communicator; None for one rank.
         merged: write one plain safetensors file.
@@ -112,7 +113,8 @@ def save(
     def check() -> None:
         check_turn(comm, wait)
         rule = "path is that of the checkpoint's folder"
-        if os.path.isfile(check_path(path, rule, CheckpointError)):
+        folder = check_path(path, rule, CheckpointError)
+        if not os.path.isdir(folder) and (os.path.lexists(folder) or folder.suffix == ".safetensors"):
             raise CheckpointError(
                 f"{rule}, got the file {brief(path)}; give a folder, or merged=True for one file"
             )
@@ -128,11 +130,11 @@ _here = threading.local()
 
 
 def _alone() -> Communicator:
-    """Return a communicator of one rank, this thread's own."""
-    found: Communicator | None = getattr(_here, "comm", None)
-    if found is None:
-        found = _here.comm = loopback(1)[0]
-    return found
+    """Return a communicator of one rank, this thread's own; a fork has no thread that saves, and gets a new one."""
+    made: tuple[int, Communicator] | None = getattr(_here, "made", None)
+    if made is None or made[0] != os.getpid():
+        made = _here.made = os.getpid(), loopback(1)[0]
+    return made[1]
 
 
 @dataclass(frozen=True)
@@ -325,11 +327,17 @@ def _save_sharded(
             name: (tiling, _strategy(folder, name, noted[name]) if name in noted else None)
             for name, tiling in check_state(folder, state, comm.rank, comm.size).items()
         }
-        return folder, tensors, check_metadata(given or {}, str(folder))
+        place = folder if wait else folder.absolute()  # the program may change its folder meanwhile
+        return place, tensors, check_labels(given or {}, str(folder))
 
     folder, tensors, metadata = together(comm, path, prepare, "save")
     tilings = {name: tiling for name, (tiling, _) in tensors.items()}
-    asked = [str(folder), sorted(metadata.items()), sorted((n, t.digest()) for n, t in tilings.items()), wait]
+    asked = [
+        str(Path(path)),
+        sorted(metadata.items()),
+        sorted((n, t.digest()) for n, t in tilings.items()),
+        wait,
+    ]
     words = f"{folder}, metadata {brief(metadata)}, wait {wait}, {in_words(tilings)}"
     agree(comm, text_digest(json.dumps(asked)), None, "save", lambda: words)
 

@@ -146,7 +146,7 @@ def index() -> Index:
         2,
         "t0",
         files,
-        {"w": IndexedTensor("float32", (4, 3), "rowwise(2)", parts, tiling, "00ff")},
+        {"w": IndexedTensor("float32", (4, 3), "rowwise(2)", parts, tiling, "00ff" * 8)},
         {"step": "3"},
     )
 

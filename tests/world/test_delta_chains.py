@@ -22,7 +22,8 @@ from lowshard.checkpoint.delta_file import chain_of
 from lowshard.checkpoint.hf_index import HF_INDEX
 from lowshard.errors import CheckpointError
 from lowshard.tiling import Tiling
-from lowshard.weights import apply_deltas, load_sharded, save
+from lowshard.weights import apply_deltas, load_sharded, patched_source, save
+from lowshard.weights.patched_source import PatchedSource
 
 TILING = Tiling.whole((8,), "float32")
 
@@ -255,6 +256,55 @@ def test_a_folder_of_deltas_that_cannot_be_read(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(os, "listdir", refuse)
     with pytest.raises(CheckpointError, match="this folder of deltas cannot be read: Permission denied"):
         open_deltas([tmp_path])
+
+
+def test_the_number_in_a_name_counts_however_many_digits_it_has(tmp_path: Path) -> None:
+    paths = saved(tmp_path, (0, 1, 2))
+    for number, name in ((1, "weight_v1"), (2, "weight_v02")):
+        report = write_delta(paths[number - 1], paths[number], tmp_path / "deltas" / name)
+        assert (report.version, report.base_version) == (number, number - 1)
+    assert apply_deltas(paths[0], [tmp_path / "deltas"], tmp_path / "out").applied == 2
+    for version, before in ((2, 2), (2, 3), (0, 1), (2, -1)):
+        with pytest.raises(CheckpointError, match="base_version is a number of 0 or more, below the version"):
+            write_delta(paths[0], paths[1], tmp_path / "d", version=version, base_version=before)
+
+
+@pytest.mark.parametrize("form", ["sparse", "folder"])
+def test_a_delta_whose_file_is_replaced_once_it_was_opened_is_not_read(tmp_path: Path, form: str) -> None:
+    if form == "sparse":
+        file = foreign_file(tmp_path / "d.safetensors", 1, 1.0, 0)
+        opened, other = Delta.open(file), foreign_file(tmp_path / "e.safetensors", 2, 2.0, 3)
+    else:
+        file = foreign_folder(tmp_path / "d", 1, of(0), of(1)) / "d.safetensors"
+        opened = Delta.open(tmp_path / "d")
+        other = foreign_folder(tmp_path / "e", 2, of(0), of(2)) / "d.safetensors"
+    assert opened.patch("w", "float32", (8,)).bits.size
+    other.replace(file)
+    with pytest.raises(CheckpointError, match="the file was replaced or changed since the delta was opened"):
+        opened.patch("w", "float32", (8,))
+
+
+def test_what_a_chain_changes_of_a_tensor_fits_into_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (base,) = saved(tmp_path, (0,))
+    chain = [foreign_file(tmp_path / f"{n}.safetensors", n, n, n) for n in (1, 2, 3)]
+    made = PatchedSource._patches
+    bytes_of_two = 2 * Delta.open(chain[0]).patch("w", "float32", (8,)).size_bytes
+
+    def with_less(source: PatchedSource, name: str) -> Any:
+        source._most_bytes = bytes_of_two // patched_source.ALONE
+        return made(source, name)
+
+    monkeypatch.setattr(PatchedSource, "_patches", with_less)
+    with pytest.raises(
+        CheckpointError, match=r"3.safetensors: tensor 'w': what the first 3 deltas change of it"
+    ):
+        apply_deltas(base, chain, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    apply_deltas(base, chain[:2], tmp_path / "out")
+    apply_deltas(tmp_path / "out", chain[2:], tmp_path / "out")
+    assert load_sharded(tmp_path / "out")["w"].tolist() == [0, 1, 2, 3, 0, 0, 0, 0]
 
 
 def test_names_that_are_none_are_told(tmp_path: Path) -> None:

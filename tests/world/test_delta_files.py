@@ -433,6 +433,11 @@ def _short(data: dict[str, np.ndarray], said: dict[str, str]) -> None:
     data["rows.values"] = data["rows.values"][:-1]
 
 
+def _more(data: dict[str, np.ndarray], said: dict[str, str]) -> None:
+    for end in (".indices", ".values"):
+        data["rows" + end] = np.zeros(13 * 6 + 1, data["rows" + end].dtype)
+
+
 def _alone(data: dict[str, np.ndarray], said: dict[str, str]) -> None:
     del data["rows.values"]
 
@@ -462,6 +467,7 @@ SPOILT: list[tuple[str, Callable[..., None], str]] = [
     ("another dtype", _dtype, "rows': the delta has values of float64, the base has float32"),
     ("wide indices", _wide, "rows': indices are int32 of one dim"),
     ("fewer values", _short, "rows': indices are int32 of one dim, and there are as many values"),
+    ("more than there are", _more, "rows': the delta changes 79 elements, the base has 78"),
     ("indices alone", _alone, "rows.values' is not in the file"),
     ("another model's tensor", _strange, "nobody': the delta changes it, and .* has none of that name"),
     ("a flipped bit", _value, "rows': the delta makes a content of the digest .* the delta is damaged"),

@@ -190,6 +190,13 @@ def test_names_of_others_forge_no_line_and_reach_no_terminal(tmp_path: Path, run
     assert "umlaut \xe4" in shown
     assert all(c.isprintable() or c == "\n" for c in shown)
     assert not any(line.startswith("BROKEN") for line in shown.splitlines())
+    beside = "lies beside the index"
+    for file, told in (("a\x1b[2J", r"a\x1b[2J: the file is missing"), ("a\nb", beside), ("..", beside)):
+        index = {"metadata": {}, "weight_map": {"w": file}}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+        said = run(tmp_path, code=1)
+        assert told in said
+        assert all(c.isprintable() for c in said.removesuffix("\n"))
 
 
 def test_exit_codes_are_those_of_the_help(tmp_path: Path, run: Callable[..., str]) -> None:

@@ -170,6 +170,10 @@ def test_wrong_requests(cut: Path, tmp_path: Path, capsys: pytest.CaptureFixture
         ((cut, tmp_path / "no" / "o.safetensors", "--merged"), "make it first"),
         ((cut, tmp_path / "d.safetensors", "--merged"), "is a folder"),
         ((cut, next(cut.glob("shard-*")), "--merged"), "is a file of the input"),
+        (
+            (cut, tmp_path / "o.safetensors", "--to", "tp=2", "--strategies", "llama"),
+            "is a file, or called as one",
+        ),
         ((cut, tmp_path / "o", "--merged", "--file-size", "0"), "1 byte or more"),
         ((tmp_path / "gone", tmp_path / "o", "--merged"), "gone"),
     ):

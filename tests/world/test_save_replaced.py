@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -234,6 +235,22 @@ def test_data_stays_where_the_index_is_a_link_whose_file_is_away(
     assert len(list(folder.iterdir())) == 3
 
 
+@pytest.mark.parametrize(("gone", "said"), [("folder", "No such file"), ("claim", "another save removed")])
+def test_who_removes_a_save_before_its_rename_is_told_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gone: str, said: str
+) -> None:
+    rename = os.replace
+
+    def late(claim: Path, target: Path) -> None:
+        shutil.rmtree(target.parent) if gone == "folder" else claim.unlink()
+        rename(claim, target)
+
+    monkeypatch.setattr(os, "replace", late)
+    with pytest.raises(CheckpointError, match=said):
+        save(tmp_path / "c", state(w=1))
+    assert not (tmp_path / "c").exists()
+
+
 # ---- what is refused
 
 
@@ -249,6 +266,7 @@ class Silent:
         ({"\ud800": (Tiling.whole((0, 3), "float32"), np.zeros((0, 3), np.float32))}, {}, "Unicode text other"),
         (state(w=1), {"metadata": {"a": "\ud800"}}, "maps text to text"),
         (state(w=1), {"metadata": {"a": 1}}, "maps text to text"),
+        (state(w=1), {"metadata": {"sparse": "True", "model_version": "1"}}, "makes a delta of a file"),
         (state(w=1), {"strategies": {"w": "\ud800"}}, "is Unicode text"),
         (state(w=1), {"strategies": {"w": Silent()}}, "it raised ValueError"),
     ],
@@ -286,13 +304,23 @@ def test_where_the_system_does_not_say_what_a_path_is_leftovers_are_not_removed(
 @pytest.mark.parametrize("ranks", [0, -1, 100_000_000])
 def test_an_index_of_no_or_of_endless_ranks_is_refused(tmp_path: Path, ranks: int) -> None:
     save(tmp_path / "c", state(w=1))
-    path = tmp_path / "c" / INDEX_NAME
-    body = json.loads(path.read_text())
-    del body["digest"]
-    body["ranks"] = ranks
-    path.write_text(json.dumps(body | {"digest": digest_of(body)}))
+    change_index(tmp_path / "c", lambda body: body.update(ranks=ranks))
     with pytest.raises(CheckpointError, match=f"by 1 to 1048576 ranks, got {ranks}"):
         Catalog.open(tmp_path / "c")
+
+
+def test_an_index_whose_digest_of_a_tensor_is_none_is_refused(tmp_path: Path) -> None:
+    save(tmp_path / "c", state(w=1))
+    change_index(tmp_path / "c", lambda body: body["tensors"]["w"].update(digest="zz"))
+    with pytest.raises(CheckpointError, match="tensor 'w': a digest is 32 hexadecimal digits, got 'zz'"):
+        Catalog.open(tmp_path / "c")
+
+
+def change_index(folder: Path, change: Callable[[Any], object]) -> None:
+    body = json.loads((folder / INDEX_NAME).read_text())
+    del body["digest"]
+    change(body)
+    (folder / INDEX_NAME).write_text(json.dumps(body | {"digest": digest_of(body)}))
 
 
 def test_metadata_of_null_is_none(tmp_path: Path) -> None:
@@ -308,7 +336,9 @@ def test_metadata_of_null_is_none(tmp_path: Path) -> None:
 
 def test_an_error_in_the_background_that_nobody_was_told_of_is_shown_at_the_end(tmp_path: Path) -> None:
     code = """
+import atexit
 import numpy as np
+from lowshard.comm import loopback
 from lowshard.errors import CheckpointError
 from lowshard.tiling import Tiling
 from lowshard.weights import save
@@ -326,6 +356,7 @@ except CheckpointError:
     pass
 save("good", state, wait=False)
 save("file/untold", state, wait=False)
+atexit.register(lambda: save("late", state, loopback(1)[0], wait=False))
 """
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
@@ -336,4 +367,4 @@ save("file/untold", state, wait=False)
     )
     assert "CheckpointError" in line
     assert "Not a directory" in line
-    assert loaded(tmp_path / "good") == {"w": 1}
+    assert loaded(tmp_path / "good") == loaded(tmp_path / "late") == {"w": 1}

@@ -44,8 +44,8 @@ def count(saver: Saver, victim: int, *, fresh: bool) -> Steps:
 def test_every_operation_that_changes_something_is_a_step() -> None:
     """What else of `os` and `fcntl` stands where checkpoints are written only looks, or lets go."""
     looks = {
-        "close", "dup", "fdopen", "fspath", "fstat", "stat", "statvfs", "path", "pread", "preadv", "posix_fadvise",
-        "PathLike",
+        "close", "dup", "fdopen", "fsencode", "fspath", "fstat", "getpid", "stat", "statvfs", "path", "pread", "preadv",
+        "posix_fadvise", "PathLike",
     }  # fmt: skip
     used = {
         node.attr

@@ -395,6 +395,17 @@ def test_leftovers_of_killed_saves_are_cleared_and_those_of_live_ones_stay(tmp_p
     assert sorted(p.suffix for p in folder.iterdir()) == [".json", ".safetensors", ".safetensors", ".txt"]
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_a_killed_first_save_left_is_no_checkpoint(tmp_path: Path, ranks: int) -> None:
+    tilings = {"w": S.rowwise(ranks).layout((4, 3))}
+    save_over(tmp_path / "c", values_of(tilings), tilings, ranks)
+    for path in (tmp_path / "c").glob("*.json"):
+        path.unlink()
+    assert len(list((tmp_path / "c").iterdir())) == ranks  # whose data may not be written yet
+    with pytest.raises(CheckpointError, match=f"{INDEX}, which says of what, is missing"):
+        Catalog.open(tmp_path / "c")
+
+
 def test_nothing_is_cleared_beside_an_index_that_cannot_be_read_until_a_new_one_is_in_place(
     tmp_path: Path,
 ) -> None:
@@ -492,6 +503,48 @@ def test_leftovers_of_killed_merged_saves_are_cleared(tmp_path: Path) -> None:
     tilings = attention_and_more(2)
     save_over(tmp_path / "m.safetensors", values_of(tilings), tilings, 2, merged=True)
     assert sorted(p.name for p in tmp_path.iterdir()) == [other.name, "m.safetensors"]
+
+
+@pytest.mark.parametrize("name", ["n" * 243 + ".safetensors", "\u00e9" * 127])
+def test_names_as_long_as_the_system_has_them(tmp_path: Path, name: str) -> None:
+    tilings = {"w": Tiling.whole((8,), "float32")}
+    values = values_of(tilings)
+    claims: list[str] = []
+    sync = os.fsync
+
+    def look(fd: int) -> None:
+        claims.extend(p.name for p in tmp_path.iterdir() if p.name.endswith(".tmp"))
+        sync(fd)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", look)
+        save_over(tmp_path / name, values, tilings, 1, merged=True)
+    assert claims
+    (tmp_path / claims[0]).write_bytes(b"half")  # of a killed save
+    save_over(tmp_path / name, values, tilings, 1, merged=True)
+    assert [p.name for p in tmp_path.iterdir()] == [name]
+    assert same(load(tmp_path / name, plan_load(tmp_path / name, tilings))["w"], values["w"])
+
+
+def test_what_is_no_file_is_not_replaced_and_no_folder_is_named_as_a_file(tmp_path: Path) -> None:
+    state = {"w": (Tiling.whole((8,), "float32"), np.ones(8, np.float32))}
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "to_pipe").symlink_to("pipe")
+    (tmp_path / "to_nothing").symlink_to("gone")
+    (tmp_path / "c" / INDEX).mkdir(parents=True)
+    before = sorted(tmp_path.rglob("*"))
+    for name in ("pipe", "to_pipe"):
+        with pytest.raises(CheckpointError, match="is not a regular file, and a save does not replace it"):
+            save(tmp_path / name, state, merged=True)
+    with pytest.raises(CheckpointError, match="is not a regular file, and a save does not replace it"):
+        save(tmp_path / "c", state)
+    for name in ("pipe", "to_nothing", "model.safetensors"):
+        with pytest.raises(CheckpointError, match=r"got the file .*; give a folder, or merged=True"):
+            save(tmp_path / name, state)
+    assert sorted(tmp_path.rglob("*")) == before
+    (tmp_path / "old.safetensors").mkdir()
+    save(tmp_path / "old.safetensors", state)  # a checkpoint of an earlier version
+    save(tmp_path / "to_nothing", state, merged=True)
 
 
 def test_a_load_leaves_nothing_behind_with_the_communicator(tmp_path: Path) -> None:
