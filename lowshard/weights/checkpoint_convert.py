@@ -11,7 +11,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from lowshard import dtypes
+from lowshard.argument import brief, in_words
 from lowshard.block_format import MXFP8, BlockFormat
 from lowshard.box import Box, full_box, row_major_parts, shape_of, volume
 from lowshard.checkpoint.bytesource import ByteSource
@@ -35,7 +36,7 @@ from lowshard.content_hash import model_digest, tensor_digest, text_digest
 from lowshard.errors import CheckpointError, ShardingError, VerificationError
 from lowshard.kernels.unit_weights import SUMS
 from lowshard.tiling import Tile, Tiling
-from lowshard.weights.checkpoint_grid import Grid, rank_tilings
+from lowshard.weights.checkpoint_grid import Grid, in_rank_order, rank_tilings
 from lowshard.weights.convert_place import check_target, own_file
 from lowshard.weights.name_pattern import NamePatterns, Sizes
 from lowshard.weights.patched_source import PatchedSource, check_deltas
@@ -90,6 +91,10 @@ class Settings:
     def to_json(self) -> str:
         """Return one line that `from_json` reads."""
         return json.dumps(asdict(self))
+
+    def __str__(self) -> str:
+        given = ((f, getattr(self, f.name)) for f in fields(self))
+        return ", ".join(f"{f.name} {brief(v)}" for f, v in given if v not in (f.default, None, ""))
 
     @classmethod
     def from_json(cls, text: str) -> Settings:
@@ -277,6 +282,10 @@ class ConvertPlan:
         """Return which ranks hold a tensor; files of whole tensors are no ranks."""
         return Tiling.whole(tiling.shape, tiling.dtype) if self.merged else tiling
 
+    def in_words(self, settings: Settings) -> str:
+        """Return what tells a conversion from another one, for a message."""
+        return f"{settings}, a checkpoint {self.catalog.digest[:8]}, {in_words(self.strategies)}"
+
     @property
     def metadata(self) -> dict[str, str]:
         """Text by text, as the input has it."""
@@ -307,9 +316,10 @@ def convert(
         CheckpointError, ShardingError: as `ConvertPlan.of`, or the target cannot be written.
         VerificationError: what was written is not what was read.
     """
-    target = Path(settings.target)
-    plan = together(comm, target, lambda: ConvertPlan.of(settings), "reshard")
-    agree(comm, text_digest(settings.to_json()), None, "reshard")
+    plan = together(comm, settings.target, lambda: ConvertPlan.of(settings), "reshard")
+    # Hosts may have other files under the same paths: a checkpoint, patterns, a config.json.
+    asked = [settings.to_json(), plan.catalog.digest, plan.num_ranks, dict(plan.strategies)]
+    agree(comm, text_digest(json.dumps(asked)), None, "reshard", lambda: plan.in_words(settings))
     worker = _Worker(plan, settings, comm, progress)
     try:
         target = Path(plan.place)
@@ -585,6 +595,8 @@ class _SizesBeside(Sizes):
 
 
 def _sizes(settings: Settings) -> Sizes:
+    if settings.num_heads is None and settings.num_kv_heads is not None:
+        raise ShardingError("--kv-heads goes with --heads; without both, config.json beside IN has them")
     if settings.num_heads is not None:
         return Sizes(settings.num_heads, settings.num_kv_heads)
     source = Path(settings.source)
@@ -622,7 +634,7 @@ def _source(settings: Settings, sizes: Sizes) -> Catalog:
     elif settings.was is not None:
         was = Grid.parse(settings.was)
     files = (
-        sorted(p for p in path.glob("*.safetensors") if not p.name.startswith("."))
+        in_rank_order(p for p in path.glob("*.safetensors") if not p.name.startswith("."))
         if os.path.isdir(path)
         else []
     )

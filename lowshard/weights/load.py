@@ -93,7 +93,7 @@ def load(
     digest = b"" if error is not None else plan.digest_bytes
     source: ByteSource | None = None
     try:
-        with _Together(comm, digest):
+        with _Together(comm, digest, None if error is not None else plan.in_words):
             if error is not None:
                 raise error
             way = Itinerary.of(plan, _same_catalog(files, plan), rank)
@@ -144,8 +144,10 @@ def nodes_of(comm: Communicator) -> list[int]:
 class _Together:
     """A block of local work after which all ranks agree: if one failed, all raise its error."""
 
-    def __init__(self, comm: Communicator | None, digest: bytes = b"") -> None:
-        self._comm, self._digest = comm, digest
+    def __init__(
+        self, comm: Communicator | None, digest: bytes = b"", said: Callable[[], str] | None = None
+    ) -> None:
+        self._comm, self._digest, self._said = comm, digest, said
 
     def __enter__(self) -> None:
         return None
@@ -161,7 +163,7 @@ class _Together:
             if found is not None and found is not error:
                 raise found
             return
-        agree(self._comm, self._digest, found, "load")  # raises if any rank has an error
+        agree(self._comm, self._digest, found, "load", self._said)  # raises if any rank has an error
 
 
 _KEPT: dict[int, object] = {}

@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +101,7 @@ class NameRule:
         if depth:
             raise ShardingError(f"pattern {self.pattern!r}: a '{{' is not closed")
         # `{model.,}`: an alternative may be empty
-        return re.compile(out)
+        return re.compile(out, re.DOTALL)
 
     def matches(self, name: str) -> bool:
         """Return whether the pattern is the whole name."""
@@ -238,6 +239,13 @@ def _read_rule(pattern: str, strategy: str | Mapping[str, Mapping[str, Any] | No
             f"value}}}}, got {brief(strategy)}{nearest(next(iter(chosen), None), _MAKERS)}"
         )
     ((name, arguments),) = chosen.items()
+    takes = [p for p in signature(_MAKERS[name]).parameters.values() if p.name not in ("k", "shape", "sizes")]
+    needs, given = {p.name for p in takes if p.default is p.empty}, set(arguments or {})
+    if not needs <= given <= {p.name for p in takes}:
+        names = ", ".join(f"{p.name}{'' if p.name in needs else ' (may be left out)'}" for p in takes)
+        raise ShardingError(
+            f"{brief(pattern)}: {name} takes {names or 'no arguments'}, got {brief(dict(arguments or {}))}"
+        )
     rule = NameRule(pattern, name, tuple((arguments or {}).items()))
     _ = rule.expression  # which says what is wrong with the pattern
     return rule

@@ -53,7 +53,7 @@ examples:
 Strategies: llama, qwen, moe (Mixtral, DeepSeek), bert, or a YAML file of your own. Rules: a ready-made name or a
 path, as of `lowshard rules`.
 Exit codes: 0 done, 1 the input or a delta is damaged, a delta stands on another version, or the output cannot be
-written, 2 wrong usage, or nothing at IN or DELTA.
+written, 2 wrong usage, or nothing at IN, BASE, NEXT or DELTA.
 """
 _MOST_SIZE_BYTES = (1 << 63) - 1
 _OF_DELTA = {"version": "--version", "encoding": "--encoding", "compression": "--compression"}
@@ -65,6 +65,10 @@ _NOT_OF_DELTA = {
     "no_verify": "--no-verify", "dry_run": "--dry-run", "timeout": "--timeout",
 }  # fmt: skip
 """Options that --delta does not read."""
+_OF_SIMULATE = {"profile": "--profile", "node_size": "--node-size"}
+"""Options that --simulate alone reads, beside --json."""
+_NOT_OF_SIMULATE = {"target": "OUT", "out": "-o", "delta": "--delta"} | _OF_DELTA | _NOT_OF_DELTA
+"""Options that --simulate does not read."""
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -86,7 +90,8 @@ def add_reshard_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentP
         "--from",
         dest="was",
         metavar="GRID",
-        help="how IN is cut; needed for files of ranks without an index only",
+        help="how IN is cut; needed for files of ranks without an index only, which are taken in the order of the "
+        "numbers in their names",
     )
     parser.add_argument("--strategies", metavar="FILE", help="cuts by name patterns: llama.yaml, or your own")
     parser.add_argument(
@@ -200,10 +205,12 @@ def run(args: argparse.Namespace, default: Callable[[str], Any]) -> int:
     from lowshard.launch.environment import find_rank
 
     if args.simulate:
+        _check_beside(args, _NOT_OF_SIMULATE, "--simulate reads a plan, and nothing of a checkpoint", default)
         from lowshard.bench.bench_simulate import run_simulate
 
         args.plan = args.source
         return run_simulate(args)
+    _check_beside(args, _OF_SIMULATE, "with --simulate alone an option says what a plan runs on", default)
     _check_paths((args.source, args.target, args.out, *args.apply))
     if args.delta:
         _check_beside(args, _NOT_OF_DELTA, "--delta writes a delta, and does not read other options", default)
@@ -213,10 +220,15 @@ def run(args: argparse.Namespace, default: Callable[[str], Any]) -> int:
         if args.target is not None:
             raise LaunchError(f"OUT is given once, got {args.target} and -o {args.out}")
         args.target = args.out
+    if args.to_rules is not None and args.to is None and not args.merged:
+        raise LaunchError("--to-rules needs the sizes of its mesh axes: --to fsdp=4,expert=2")
     if args.target is None or (args.to is None and not args.merged and not args.apply):
         raise LaunchError(
             "lowshard reshard takes IN, OUT and --to (such as --to tp=4), --apply or --merged; one is missing"
         )
+    for option, grid in (("--to", args.to), ("--from", args.was)):
+        if grid is not None and not grid.strip():
+            raise LaunchError(f"{option} takes a grid, got an empty text (a variable that is not set?)")
     if args.merged and (args.to is not None or args.to_rules is not None):
         raise LaunchError("--merged writes whole tensors, --to and --to-rules cut them: give one of them")
     settings = Settings(
@@ -231,6 +243,10 @@ def run(args: argparse.Namespace, default: Callable[[str], Any]) -> int:
         return _show_plan(ConvertPlan.of(settings), args.json)
     launched = find_rank(environment())
     if launched is not None and launched.size > 1:
+        if args.ranks not in (1, launched.size):
+            raise LaunchError(
+                f"your launcher has started {launched.size} ranks, -n says {args.ranks}: leave -n out"
+            )
         if args.timeout is not None:
             raise LaunchError(
                 "--timeout ends ranks that lowshard starts; your launcher has its own limit: leave it out"
@@ -273,6 +289,8 @@ def _write_delta(args: argparse.Namespace) -> int:
             compression=args.compression,
         )  # fmt: skip
     except CheckpointError as error:
+        if not all(map(os.path.exists, (args.source, args.target))):
+            raise
         print(f"lowshard: error: {error}", file=sys.stderr)
         return 1
     if args.json:

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
+from lowshard.argument import brief
 from lowshard.checkpoint.header import read_header
 from lowshard.errors import CheckpointError, RulesError, ShardingError
 from lowshard.mesh import DeviceMesh
+from lowshard.placement import MOST_DIGITS
 from lowshard.rules import RuleSet, load_rules
 from lowshard.rules.checkpoint_rules import checkpoint_layouts
 from lowshard.tiling import Tiling
@@ -37,9 +39,11 @@ class RuledGrid:
         held: dict[str, int] = {}
         for token in filter(None, (t.strip() for t in sizes.split(","))):
             name, _, number = token.partition("=")
-            if not name or name in held or not number.isdecimal() or not 1 <= int(number) < 2**31:
+            is_size = number.isdecimal() and len(number) <= MOST_DIGITS and 1 <= int(number) < 2**31
+            if not name or name in held or not is_size:
                 raise RulesError(
-                    f"sizes of mesh axes read like 'fsdp=4,expert=2', each axis once and 1 or more; got {sizes!r}"
+                    "sizes of mesh axes read like 'fsdp=4,expert=2', each axis once and 1 or more; got "
+                    f"{brief(sizes)}"
                 )
             held[name] = int(number)
         bound, mesh = load_rules(rules).bind(prod(held.values()), held)

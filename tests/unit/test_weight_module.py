@@ -262,7 +262,7 @@ def test_names_without_a_rule_or_with_several_are_reported(tmp_path: Path) -> No
         "- {pattern: 'tail.**', strategy: {axiswise: {axis: -1}}}\n"
     )
     patterns = NamePatterns.load(own)
-    matching = patterns.match(["a.0.w", "a.2.w", "a.1.v", "b", "a.2.x.w", "tail.x.y"])
+    matching = patterns.match(["a.0.w", "a.2.w", "a.1.v", "b", "a.2.x.w", "tail.x.y", "tail.x\ny"])
     assert matching.unmatched == ("b", "a.2.x.w")
     assert matching.doubly == {"a.0.w": ("a.*.w", "a.{0,1}.{w,v}")}
     with pytest.raises(ValueError, match=r"b matches no pattern; .*a\.0\.w matches a\.\*\.w and"):
@@ -295,6 +295,9 @@ def test_a_shipped_name_is_taken_where_a_folder_has_it_too(
         ("[]", r"at \$: expected a file of name patterns"), ("rules: [", "is not YAML"),
         ("rules: [{pattern: a}]", r"at \$\.rules\[0\]\.strategy: expected text or an object, got nothing"),
         ("rules: [{pattern: a, strategy: sideways}]", "one of rowwise"),
+        ("rules: [{pattern: a, strategy: {rowwise: {axis: 1}}}]", r"'a': rowwise takes no arguments, got .'axis': 1"),
+        ("rules: [{pattern: a, strategy: axiswise}]", r"'a': axiswise takes axis, got \{\}"),
+        ("rules: [{pattern: a, strategy: {heads: {dim: 1}}}]", r"heads takes axis \(may be left out\), got .'dim'"),
     ],
 )  # fmt: skip
 def test_files_that_are_no_patterns(tmp_path: Path, text: str, said: str) -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from support import mode
 
 from lowshard.kernels import MXFP8Tensor, dequantize_mxfp8, quantize_mxfp8
+from lowshard.errors import ShardingError
 from lowshard.weights import Quantization, Segment, ShardingStrategy, Weight, scale_strategy
 from lowshard.weights.cut_rules import ExpertRange, Owned
 
@@ -257,6 +258,9 @@ def test_companions_are_checked() -> None:
         Weight("w", array, scale=np.ones(4))
     with pytest.raises(ValueError, match="has scales of shape"):
         Weight("w", array, quantization=Q.mxfp8(), scale=np.ones((4, 3)))
+    for kind, block in (("row", None), ("block", (1, 4))):
+        with pytest.raises(ShardingError, match=f"a weight of 0 axes has no {kind}s"):
+            Weight("w", np.ones(()), quantization=Q.scaled(kind, block), scale=np.ones(()))
     with pytest.raises(ValueError, match="a bias has"):
         Weight("w", array, bias=np.ones(64))
     with pytest.raises(ValueError, match="a multiple of 20"):

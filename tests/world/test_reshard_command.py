@@ -121,6 +121,19 @@ def test_options_of_a_delta_are_refused_without_it(place: Path, run: Run) -> Non
     assert (Delta.open(place / "new").version, Delta.open(place / "new").encoding) == (3, "overwrite")
 
 
+def test_options_of_simulate_and_others_are_not_mixed(place: Path, run: Run) -> None:
+    for given in (("--profile", "p.json"), ("--node-size", "4")):
+        for mode in (
+            (place / "v0", place / "out", "--merged"),
+            ("--delta", place / "v0", place / "v1", "-o", "d"),
+        ):
+            assert f"with --simulate alone an option says what a plan runs on, got {given[0]}" in run(
+                *mode, *given, code=2
+            )
+    for words, named in ((("dense", "out"), "OUT"), (("dense", "-o", "out", "--to", "tp=2"), "-o, --to")):
+        assert f"nothing of a checkpoint, got {named}:" in run(*words, "--simulate", code=2)
+
+
 def test_a_text_that_is_empty_is_no_path(
     place: Path, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,6 +162,8 @@ def test_one_rank_has_a_limit_too(place: Path, run: Run, monkeypatch: pytest.Mon
     run(place / "v0", place / "out", "--merged")
     assert len(started) == 1
     monkeypatch.setattr(environment, "find_rank", lambda _: environment.LaunchedRank(0, 2, 0, "mpiexec"))
+    told = run(place / "v0", place / "out", "--merged", "-n", "3", code=2)
+    assert "has started 2 ranks, -n says 3: leave -n out" in told
     assert "your launcher has its own limit" in run(
         place / "v0", place / "out", "--merged", "--timeout", "9", code=2
     )
@@ -236,6 +251,7 @@ def test_what_is_damaged_is_exit_code_1_and_what_is_not_there_2(place: Path, run
     run(*delta, place / "new", "--version", "-1", code=2)
     assert "its name says version 7" in run(*delta, place / "weight_v000007", "--version", "8", code=2)
     run("--delta", place / "cut.safetensors", place / "v1", "-o", place / "new", code=1)
+    run("--delta", place / "gone", place / "v1", "-o", place / "new", code=2)
     assert not (place / "new").exists()
 
 

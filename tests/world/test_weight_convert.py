@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -21,12 +22,12 @@ from support.checkpoints import local_of, on_ranks, same
 from lowshard import DeviceMesh, Layout
 from lowshard.checkpoint import Catalog
 from lowshard.cli import main
-from lowshard.errors import CheckpointError, RulesError, ShardingError, VerificationError
+from lowshard.errors import CheckpointError, MismatchError, RulesError, ShardingError, VerificationError
 from lowshard.kernels import quantize_mxfp8
 from lowshard.reshard import TensorLayout, build_reshard_plan
 from lowshard.tiling import Tiling
 from lowshard.weights import NamePatterns, Sizes, load, plan_load
-from lowshard.weights.checkpoint_convert import Settings, convert
+from lowshard.weights.checkpoint_convert import ConvertPlan, Settings, convert
 from lowshard.weights.checkpoint_grid import Grid
 from lowshard.weights.reshard_command import parse_size
 from lowshard.weights.ruled import RuledGrid
@@ -139,6 +140,44 @@ def test_files_of_ranks_without_an_index(plain: Path, tmp_path: Path, was: str) 
                                ",".join(reversed(was.split(","))) if "," in was else f"dp={was[3:]}",
                                num_heads=HEADS, num_kv_heads=KV))  # fmt: skip
     assert not (tmp_path / "x" / "lowshard.index.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("rule", "name", "was", "heads"),
+    [
+        ("{axiswise: {axis: -1}}", "w", "dp=2,tp=3", 1),
+        ("rowwise", "w", "tp=11", 1),  # the file of rank 10 comes behind that of rank 9
+        ("{heads: {axis: -1}}", "w", "tp=3", 12),
+        ("{grouped_qkv: {section: kv, axis: 1, few_kv: empty}}", "w", "tp=5", 3),
+        ("tensor_parallel", "mlp.down_proj.weight", "tp=3", 1),
+        ("expert_parallel", "experts.up_proj", "ep=4,tp=2", 1),
+    ],
+)
+def test_what_files_of_ranks_add_up_to(tmp_path: Path, rule: str, name: str, was: str, heads: int) -> None:
+    values = {name: np.arange(11 * 12, dtype=np.float32).reshape(11, 12)}
+    (tmp_path / "s.yaml").write_text(f"rules: [{{pattern: '**', strategy: {rule}}}]")
+    grid, patterns = Grid.parse(was), NamePatterns.load(tmp_path / "s.yaml")
+    tiling = grid.tilings({name: ("float32", (11, 12))}, patterns, Sizes(heads, heads))[name][0]
+    assert tiling.local_shape(0) != (11, 12)
+    (tmp_path / "ranks").mkdir()
+    for rank in range(grid.num_ranks):
+        mine = local_of(values[name], tiling, rank)
+        save_file({} if mine is None else {name: mine}, tmp_path / "ranks" / f"rank-{rank}.safetensors")
+    assert run(tmp_path / "ranks", tmp_path / "m.safetensors", "--merged", "--from", was, "--strategies",
+               tmp_path / "s.yaml", "--heads", heads) == 0  # fmt: skip
+    assert equal(tmp_path / "m.safetensors", values)
+
+
+def test_files_of_ranks_with_another_number_of_dims_are_told(tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "s.yaml").write_text("rules: [{pattern: '**', strategy: columnwise}]")
+    for rank, shape in enumerate([(2, 3), (6,)]):
+        save_file({"w": np.zeros(shape, np.float32)}, tmp_path / f"rank-{rank}.safetensors")
+    arguments = ("--merged", "--from", "tp=2", "--strategies", tmp_path / "s.yaml")
+    assert run(tmp_path, tmp_path / "out" / "m.safetensors", *arguments) == 2
+    assert (
+        "columnwise cuts axis 1, and the files hold parts of the shapes [2, 3], [6]"
+        in capsys.readouterr().err
+    )
 
 
 def ruled_ranks(folder: Path, rules: str, sizes: str) -> Path:
@@ -339,6 +378,13 @@ def test_wrong_requests_are_told_before_anything_is_written(plain: Path, tmp_pat
     for arguments, said in (
         (("--to", "tp=0", "--strategies", "llama"), "reads like 'tp=2,dp=2'"),
         (("--to", "xp=2", "--strategies", "llama"), "axes tp, ep, dp"),
+        (("--to", "tp=" + "9" * 5000, "--strategies", "llama"), "reads like 'tp=2,dp=2'"),
+        (("--to", "fsdp=" + "9" * 5000, "--to-rules", "pure-fsdp"), "read like 'fsdp=4,expert=2'"),
+        (("--to", " ", "--strategies", "llama"), "--to takes a grid"),
+        (("--to", "tp=2", "--from", "", "--strategies", "llama"), "--from takes a grid"),
+        (("--to-rules", "pure-fsdp"), "--to-rules needs the sizes of its mesh axes"),
+        (("--to-rules", "pure-fsdp", "--apply", "d"), "--to-rules needs the sizes of its mesh axes"),
+        (("--to", "tp=2", "--strategies", "llama", "--kv-heads", "3"), "--kv-heads goes with --heads"),
         (("--to", "tp=2", "--strategies", "bert"), "matches no pattern"),
         (("--to", "tp=2", "--strategies", "none.yaml"), "shipped are"),
         (("--to", "tp=2", "--strategies", "llama", "--memory", "10MB"), "at least 256MB"),
@@ -356,6 +402,27 @@ def test_wrong_requests_are_told_before_anything_is_written(plain: Path, tmp_pat
     assert json.loads(capsys.readouterr().out)["ranks"] == 2
     assert not out.exists()
     assert (parse_size("1.5GiB"), parse_size("500 mb"), parse_size("7")) == (3 * 2**29, 500_000_000, 7)
+
+
+def test_ranks_that_have_other_requests_or_files_are_told(
+    plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = Settings(str(plain), str(tmp_path / "out"), "llama", "tp=2")
+    said = r"ranks \[0\] have source .*, to 'tp=2', a checkpoint .*; ranks \[1\] have .*, to 'tp=3', verify False,"
+    with pytest.raises(MismatchError, match=said):
+        on_ranks(2, lambda c: convert(replace(asked, to="tp=3", verify=False) if c.rank else asked, c))
+    lock, real = threading.Lock(), ConvertPlan.of
+
+    def of(settings: Settings) -> ConvertPlan:  # another host has another file at the same path
+        with lock:
+            plan = real(settings)
+            save_file(dict(list(model().items())[:3]), plain / "model.safetensors")
+            return plan
+
+    monkeypatch.setattr(ConvertPlan, "of", of)
+    with pytest.raises(MismatchError, match=r"ranks .* have source .*, a checkpoint"):
+        on_ranks(2, lambda c: convert(asked, c))
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_file_that_the_disk_gave_back_otherwise_is_not_published(
