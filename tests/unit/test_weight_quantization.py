@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support import mode
 
-from lowshard.kernels import MXFP8Tensor, dequantize_mxfp8, quantize_mxfp8
 from lowshard.errors import ShardingError
+from lowshard.kernels import MXFP8Tensor, dequantize_mxfp8, quantize_mxfp8
 from lowshard.weights import Quantization, Segment, ShardingStrategy, Weight, scale_strategy
 from lowshard.weights.cut_rules import ExpertRange, Owned
 
