@@ -21,7 +21,7 @@ from lowshard.argument import brief
 from lowshard.argument import path as check_path
 from lowshard.checkpoint.commit import missing_folders, remove_leftovers
 from lowshard.checkpoint.inspect_command import one_line
-from lowshard.errors import CheckpointError, LaunchError
+from lowshard.errors import CheckpointError, LaunchError, VerificationError
 from lowshard.settings import environment
 from lowshard.weights.checkpoint_convert import ConvertPlan, ConvertReport, Settings, convert
 
@@ -257,12 +257,8 @@ def run(args: argparse.Namespace, default: Callable[[str], Any]) -> int:
     if args.ranks == 1 and args.timeout is None:
         from lowshard.comm import loopback
 
-        try:
-            with loopback(1)[0] as comm:
-                report = _converted(settings, comm)
-        except CheckpointError as error:  # the request was right: damaged input, a full disk
-            print(f"lowshard: error: {error}", file=sys.stderr)
-            return 1
+        with loopback(1)[0] as comm:
+            report = _converted(settings, comm)
         return _show(report, settings, args.json)
     with tempfile.TemporaryDirectory(prefix="lowshard-reshard-") as scratch:
         path, target = Path(scratch) / "report.json", Path(plan.place)
@@ -344,7 +340,12 @@ def _converted(settings: Settings, comm: object) -> ConvertReport:
     shown = Progress(comm.rank, command="reshard")
     source = Path(settings.source)
     with shown.transfer(f"{source.name or source} to {_aim(settings)}", _bytes_to_handle(settings)) as update:
-        return convert(settings, comm, lambda done_bytes, _: update(done_bytes))
+        try:
+            return convert(settings, comm, lambda done_bytes, _: update(done_bytes))
+        except CheckpointError as error:
+            ConvertPlan.of(settings)  # raises what is wrong with the request
+            error.exit_code = 1  # it was right: damaged input, a full disk
+            raise
 
 
 def _aim(settings: Settings) -> str:
@@ -421,10 +422,16 @@ def _compared(report: ConvertReport, settings: Settings) -> list[str]:
 def main(arguments: list[str]) -> int:
     """Run a rank as `lowshard reshard` started it: settings in, report to a file."""
     settings_json, path = arguments
-    report = _as_a_rank(Settings.from_json(settings_json))
     from mpi4py import MPI
 
-    if MPI.COMM_WORLD.Get_rank() == 0:
+    is_first = MPI.COMM_WORLD.Get_rank() == 0
+    try:
+        report = _as_a_rank(Settings.from_json(settings_json))
+    except (CheckpointError, VerificationError) as error:  # the same on all ranks
+        if is_first:
+            print(f"lowshard: error: {error}", file=sys.stderr)
+        return error.exit_code
+    if is_first:
         Path(path).write_text(json.dumps(asdict(report)), encoding="utf-8")
     return 0
 

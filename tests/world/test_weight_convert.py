@@ -447,6 +447,27 @@ def test_a_file_that_the_disk_gave_back_otherwise_is_not_published(
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("ranks", [1, 2] if mode.full() else [1])
+def test_damage_of_the_input_is_told_in_one_line(plain: Path, tmp_path: Path, ranks: int) -> None:
+    convert_alone(Settings(str(plain), str(tmp_path / "in"), "llama", "tp=2"))
+    damaged = min((tmp_path / "in").glob("shard-*"))
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"\x55")
+    command = [
+        sys.executable,
+        "-m",
+        "lowshard",
+        "reshard",
+        str(tmp_path / "in"),
+        str(tmp_path / "out"),
+        "--merged",
+    ]
+    ran = subprocess.run([*command, "-n", str(ranks)], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (ran.returncode, ran.stderr.count("its data is damaged")) == (1, 1), ran.stderr
+    assert "Traceback" not in ran.stderr
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("ranks", [1, 2] if mode.full() else [1])
 def test_an_interrupt_leaves_no_file_and_no_new_folder(plain: Path, tmp_path: Path, ranks: int) -> None:
     big = tmp_path / "big"
     big.mkdir()
