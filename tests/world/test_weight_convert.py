@@ -448,15 +448,15 @@ def test_a_file_that_the_disk_gave_back_otherwise_is_not_published(
 @pytest.mark.mpi
 @pytest.mark.parametrize("ranks", [1, 2] if mode.full() else [1])
 def test_damage_of_the_input_is_told_in_one_line(plain: Path, tmp_path: Path, ranks: int) -> None:
-    convert_alone(Settings(str(plain), str(tmp_path / "in"), "llama", "tp=2"))
-    damaged = min((tmp_path / "in").glob("shard-*"))
+    convert_alone(Settings(str(plain), str(tmp_path / "cut"), "llama", "tp=2"))
+    damaged = min((tmp_path / "cut").glob("shard-*"))
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"\x55")
     command = [
         sys.executable,
         "-m",
         "lowshard",
         "reshard",
-        str(tmp_path / "in"),
+        str(tmp_path / "cut"),
         str(tmp_path / "out"),
         "--merged",
     ]
