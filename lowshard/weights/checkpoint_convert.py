@@ -24,7 +24,7 @@ from lowshard.argument import brief, in_words
 from lowshard.block_format import MXFP8, BlockFormat
 from lowshard.box import Box, full_box, row_major_parts, shape_of, volume
 from lowshard.checkpoint.bytesource import ByteSource
-from lowshard.checkpoint.catalog import Catalog, StoredTensor
+from lowshard.checkpoint.catalog import Catalog
 from lowshard.checkpoint.checkpoint_index import INDEX_NAME
 from lowshard.checkpoint.commit import Commit, together
 from lowshard.checkpoint.delta_file import Delta, open_deltas
@@ -44,6 +44,7 @@ from lowshard.weights.quantization import Quantization
 from lowshard.weights.ruled import RuledGrid
 from lowshard.weights.save import Item, ShardFile, commit_index, items_of
 from lowshard.weights.scale_cut import weights_of_scales
+from lowshard.weights.sharded_load import saved_tilings
 
 MIN_MEMORY_BYTES = 256_000_000
 _COMPANIONS = (
@@ -195,7 +196,7 @@ class ConvertPlan:
             )
         if settings.keeps_cut:
             assert catalog.num_ranks is not None  # else it is merged
-            kept = {name: _kept_tiling(tensor, catalog) for name, tensor in catalog.tensors.items()}
+            kept = saved_tilings(catalog, catalog.num_ranks)
             said = {name: tensor.strategy or "as before" for name, tensor in catalog.tensors.items()}
             for name, form in quantised.items():
                 kept[name].stored(name, form)  # no cut goes through a block
@@ -225,9 +226,7 @@ class ConvertPlan:
     def items(self, rank: int) -> list[Item]:
         """Return what goes into the output file of a rank; a quantised tensor's codes are followed by its scales."""
         boxes: list[tuple[str, str, Box]] = []
-        for share in self._shares:
-            if share.rank != rank:
-                continue
+        for share in self._shares.get(rank, ()):
             form, tiling = self.quantised.get(share.name), self.tilings[share.name]
             if form is None:
                 boxes.append((share.name, tiling.dtype, share.box))
@@ -249,20 +248,20 @@ class ConvertPlan:
         return item.box if form is None else form.code_values(item.box)
 
     @cached_property
-    def _shares(self) -> list[Share]:
-        """Who writes what of each tensor; blocks of quantised ones are shared out whole, as their scales are."""
+    def _shares(self) -> dict[int, list[Share]]:
+        """By rank, what it writes of each tensor; of quantised ones whole blocks, as their scales are shared out."""
         grids = {
             name: tiling.stored(name, form)[name + form.suffix]
             if (form := self.quantised.get(name))
             else tiling
             for name, tiling in self.tilings.items()
         }
-        return [
-            replace(share, box=form.values(share.box, self.tilings[share.name].shape))
-            if (form := self.quantised.get(share.name))
-            else share
-            for share in shares(grids)
-        ]
+        found: dict[int, list[Share]] = {}
+        for share in shares(grids):
+            if form := self.quantised.get(share.name):
+                share = replace(share, box=form.values(share.box, self.tilings[share.name].shape))
+            found.setdefault(share.rank, []).append(share)
+        return found
 
     @cached_property
     def saved(self) -> dict[str, tuple[Tiling, str]]:
@@ -495,14 +494,6 @@ def _is_of_whole_tensors(catalog: Catalog) -> bool:
     return catalog.num_ranks is None or (
         catalog.num_ranks == 1 and all(len(tensor.parts) < 2 for tensor in catalog.tensors.values())
     )
-
-
-def _kept_tiling(tensor: StoredTensor, catalog: Catalog) -> Tiling:
-    """Return how a tensor of a sharded checkpoint lies; where the index does not say, as its files do."""
-    if tensor.tiling is not None:
-        return tensor.tiling
-    files = [[part.box for part in tensor.parts if part.file == file] for file in catalog.files]
-    return Tiling.from_pieces(tensor.shape, tensor.dtype, files)
 
 
 def _compare_digests(plan: ConvertPlan, patched: PatchedSource, digests: Mapping[str, str]) -> int:
