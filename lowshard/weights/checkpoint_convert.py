@@ -32,6 +32,7 @@ from lowshard.checkpoint.header import read_header
 from lowshard.checkpoint.hf_index import SIZES
 from lowshard.checkpoint.read_shares import Share, shares
 from lowshard.comm import Communicator, agree
+from lowshard.comm.agreement import control_of
 from lowshard.content_hash import model_digest, tensor_digest, text_digest
 from lowshard.errors import CheckpointError, ShardingError, VerificationError
 from lowshard.kernels.unit_weights import SUMS
@@ -309,17 +310,18 @@ def convert(
     Args:
         settings: what to do, equal on all ranks.
         comm: the processes that share the work.
-        progress: called on rank 0 with bytes done and all bytes it will handle.
+        progress: called on rank 0 with the bytes it has read so far and about all it will read.
 
     Raises:
         CheckpointError, ShardingError: as `ConvertPlan.of`, or the target cannot be written.
         VerificationError: what was written is not what was read.
     """
+    comm = control_of(comm)
     plan = together(comm, settings.target, lambda: ConvertPlan.of(settings), "reshard")
     # Hosts may have other files under the same paths: a checkpoint, patterns, a config.json.
     asked = [settings.to_json(), plan.catalog.digest, plan.num_ranks, dict(plan.strategies)]
     agree(comm, text_digest(json.dumps(asked)), None, "reshard", lambda: plan.in_words(settings))
-    worker = _Worker(plan, settings, comm, progress)
+    worker = together(comm, plan.place, lambda: _Worker(plan, settings, comm, progress), "reshard")
     try:
         target = Path(plan.place)
         together(comm, target, worker.verify_input, "reshard")
@@ -375,37 +377,43 @@ class _Worker:
         # Values, their float32 form and codes of a chunk are alive at once.
         spare = settings.memory_bytes - MIN_MEMORY_BYTES // 2
         self._chunk_bytes = max(1 << 16, min(spare // 16, 32 << 20))
-        self.patched = PatchedSource(self.source, plan.deltas, spare // 4)
+        self.patched = PatchedSource(self.source, plan.deltas, spare // 4, self._advance)
         self._sums: dict[str, np.ndarray] = {name: np.zeros(SUMS, np.uint32) for name in plan.saved}
         self._files: list[tuple[Path, list[Item], Mapping[str, Any]]] = []
+        ranks = range(comm.rank, plan.num_ranks, comm.size)
+        self._work = [(rank, items) for rank in ranks if (items := plan.items(rank))]
+        stored = {
+            p.key: (n, p) for n, t in plan.catalog.tensors.items() for p in t.parts if p.crc32 is not None
+        }
+        self._checked = list(stored.values())[comm.rank :: comm.size]
         self._progress = progress if comm.rank == 0 else None
         self._done = 0
-        self._total = 0
-        self._passes = 2 if settings.verify else 1
+        self._total = (
+            sum(part.entry.size_bytes for _, part in self._checked)
+            + self.patched.most_checked_bytes(comm.rank, comm.size)
+            + (2 if settings.verify else 1)
+            * sum(
+                volume(plan.values(item)) * self._width(item.name)
+                for _, items in self._work
+                for item in items
+                if self._is_base(item)
+            )
+        )
+
+    def _advance(self, done_bytes: int) -> None:
+        self._done += done_bytes
+        if self._progress is not None:
+            self._progress(min(self._done, self._total), self._total)
 
     def verify_input(self) -> None:
         """Compare this process's part of the input's checksums."""
-        number, seen = 0, set()
-        for name, tensor in self.plan.catalog.tensors.items():
-            for part in tensor.parts:
-                if part.crc32 is None or (part.file, part.entry.start) in seen:
-                    continue
-                seen.add((part.file, part.entry.start))
-                if number % self.comm.size == self.comm.rank:
-                    self.checksummed_bytes += self.source.verify(name, part)
-                number += 1
+        for name, part in self._checked:
+            self.checksummed_bytes += self.source.verify(name, part)
+            self._advance(part.entry.size_bytes)
 
     def write(self, commit: Commit) -> list[dict[str, Any]]:
         """Write this process's files and return their rows of the index."""
-        ranks = range(self.comm.rank, self.plan.num_ranks, self.comm.size)
-        work = [(rank, items) for rank in ranks if (items := self.plan.items(rank))]
-        self._total = self._passes * sum(
-            volume(self.plan.values(i)) * self._width(i.name)
-            for _, items in work
-            for i in items
-            if self._is_base(i)
-        )
-        rows = []
+        work, rows = self._work, []
         single = commit.claim if commit.path == commit.target else None
         if single is not None and self.comm.rank == 0:
             work = work or [(0, [])]  # a checkpoint without tensors is a file too
@@ -478,9 +486,7 @@ class _Worker:
         self.source.read(item.name, box, values)
         self.patched.apply(item.name, box, values)
         self.read_bytes += values.nbytes
-        if self._progress is not None:
-            self._done += values.nbytes
-            self._progress(min(self._done, self._total), self._total)
+        self._advance(values.nbytes)
         if item.name not in self.plan.quantised:
             return [values]
         from lowshard.kernels import quantize_mxfp8

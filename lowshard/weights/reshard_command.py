@@ -339,9 +339,11 @@ def _converted(settings: Settings, comm: object) -> ConvertReport:
     assert isinstance(comm, Communicator)
     shown = Progress(comm.rank, command="reshard")
     source = Path(settings.source)
-    with shown.transfer(f"{source.name or source} to {_aim(settings)}", _bytes_to_handle(settings)) as update:
+    all_bytes = _bytes_to_handle(settings)
+    with shown.transfer(f"{source.name or source} to {_aim(settings)}", all_bytes) as update:
         try:
-            return convert(settings, comm, lambda done_bytes, _: update(done_bytes))
+            # of rank 0's own part, as a share of what all ranks handle
+            return convert(settings, comm, lambda done, total: update(done * all_bytes // max(total, 1)))
         except CheckpointError as error:
             ConvertPlan.of(settings)  # raises what is wrong with the request
             error.exit_code = 1  # it was right: damaged input, a full disk

@@ -247,10 +247,13 @@ def test_what_is_damaged_is_exit_code_1_and_what_is_not_there_2(place: Path, run
         run(place / "v0", "--apply", place / "gone", "-o", place / "out", *rest, code=2)
     with pytest.raises(CheckpointError):
         apply_deltas(place / "v0", [place / "cut_d.safetensors"], place / "out")
+    (file,) = (place / "v1").glob("shard-*")
+    file.write_bytes(file.read_bytes()[:-1] + b"\x55")
+    assert "its data is damaged" in run(place / "v1", place / "out", "--merged", code=1)
     delta = ("--delta", place / "v0", place / "v1", "-o")
     run(*delta, place / "new", "--version", "-1", code=2)
     assert "its name says version 7" in run(*delta, place / "weight_v000007", "--version", "8", code=2)
-    run("--delta", place / "cut.safetensors", place / "v1", "-o", place / "new", code=1)
+    run("--delta", place / "cut.safetensors", place / "v0", "-o", place / "new", code=1)
     run("--delta", place / "gone", place / "v1", "-o", place / "new", code=2)
     assert not (place / "new").exists()
 

@@ -20,7 +20,7 @@ from support import mode
 from support.checkpoints import local_of, on_ranks, same
 
 from lowshard import DeviceMesh, Layout
-from lowshard.checkpoint import Catalog
+from lowshard.checkpoint import Catalog, write_delta
 from lowshard.cli import main
 from lowshard.errors import CheckpointError, MismatchError, RulesError, ShardingError, VerificationError
 from lowshard.kernels import quantize_mxfp8
@@ -404,6 +404,28 @@ def test_wrong_requests_are_told_before_anything_is_written(plain: Path, tmp_pat
     assert (parse_size("1.5GiB"), parse_size("500 mb"), parse_size("7")) == (3 * 2**29, 500_000_000, 7)
 
 
+def test_progress_counts_all_that_is_read(plain: Path, tmp_path: Path) -> None:
+    size = sum(value.nbytes for value in model().values())
+    save_file({n: v + 1 for n, v in model().items()}, tmp_path / "next.safetensors")
+    write_delta(plain, tmp_path / "next.safetensors", tmp_path / "weight_v000001")
+    cut = Settings(str(plain), str(tmp_path / "cut"), "llama", "tp=2")
+    for settings, passes in (
+        (cut, 2),
+        (
+            replace(cut, source=str(tmp_path / "cut"), target=str(tmp_path / "b"), verify=False),
+            2,
+        ),  # checksums
+        (
+            replace(cut, target=str(tmp_path / "c"), deltas=(str(tmp_path / "weight_v000001"),)),
+            4,
+        ),  # digests, changes
+    ):
+        told: list[tuple[int, int]] = []
+        on_ranks(1, lambda c, told=told, s=settings: convert(s, c, lambda *got: told.append(got)))
+        assert told == sorted(told)
+        assert told[-1] == (passes * size, passes * size)
+
+
 def test_ranks_that_have_other_requests_or_files_are_told(
     plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -446,7 +468,8 @@ def test_a_file_that_the_disk_gave_back_otherwise_is_not_published(
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("ranks", [1, 2] if mode.full() else [1])
+@pytest.mark.full_only
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_damage_of_the_input_is_told_in_one_line(plain: Path, tmp_path: Path, ranks: int) -> None:
     convert_alone(Settings(str(plain), str(tmp_path / "cut"), "llama", "tp=2"))
     damaged = min((tmp_path / "cut").glob("shard-*"))
