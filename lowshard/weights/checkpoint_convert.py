@@ -22,7 +22,7 @@ import numpy as np
 from lowshard import dtypes
 from lowshard.argument import brief, in_words
 from lowshard.block_format import MXFP8, BlockFormat
-from lowshard.box import Box, full_box, row_major_parts, shape_of, volume
+from lowshard.box import Box, box_text, full_box, row_major_parts, shape_of, volume
 from lowshard.checkpoint.bytesource import ByteSource
 from lowshard.checkpoint.catalog import Catalog
 from lowshard.checkpoint.checkpoint_index import INDEX_NAME
@@ -386,10 +386,12 @@ class _Worker:
             p.key: (n, p) for n, t in plan.catalog.tensors.items() for p in t.parts if p.crc32 is not None
         }
         self._checked = list(stored.values())[comm.rank :: comm.size]
+        self._copies = plan.catalog.copies[comm.rank :: comm.size] if settings.verify else ()
         self._progress = progress if comm.rank == 0 else None
         self._done = 0
         self._total = (
             sum(part.entry.size_bytes for _, part in self._checked)
+            + 2 * sum(volume(part.box) * self._width(tensor.name) for tensor, part in self._copies)
             + self.patched.most_checked_bytes(comm.rank, comm.size)
             + (2 if settings.verify else 1)
             * sum(
@@ -406,10 +408,22 @@ class _Worker:
             self._progress(min(self._done, self._total), self._total)
 
     def verify_input(self) -> None:
-        """Compare this process's part of the input's checksums."""
+        """Compare this process's part of the input's checksums, and of what several files of ranks hold."""
         for name, part in self._checked:
             self.checksummed_bytes += self.source.verify(name, part)
             self._advance(part.entry.size_bytes)
+        for tensor, part in self._copies:
+            for box in row_major_parts(part.box, self._chunk_bytes // self._width(tensor.name)):
+                first, other = (np.empty(shape_of(box), dtypes.get(tensor.dtype).numpy) for _ in range(2))
+                self.source.read(tensor.name, box, first)
+                self.source.read_part(tensor.name, part, part.local(box), other)
+                if first.tobytes() != other.tobytes():
+                    taken = next(p.file for p in tensor.parts if p.box == part.box)
+                    raise CheckpointError(
+                        f"{part.file}: tensor {tensor.name!r}: {box_text(box)} is not what {taken} has, and --from and "
+                        "the strategy say that both hold it: give others, or --no-verify to take it from the latter"
+                    )
+                self._advance(2 * first.nbytes)
 
     def write(self, commit: Commit) -> list[dict[str, Any]]:
         """Write this process's files and return their rows of the index."""

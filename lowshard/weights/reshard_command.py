@@ -91,7 +91,7 @@ def add_reshard_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentP
         dest="was",
         metavar="GRID",
         help="how IN is cut; needed for files of ranks without an index only, which are taken in the order of the "
-        "numbers in their names",
+        "numbers in their names; what several of them hold is compared",
     )
     parser.add_argument("--strategies", metavar="FILE", help="cuts by name patterns: llama.yaml, or your own")
     parser.add_argument(
@@ -146,7 +146,10 @@ def add_reshard_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentP
     parser.add_argument(
         "--kv-heads", type=int, metavar="H", help="key-value heads (default: as many as query heads)"
     )
-    parser.add_argument("--no-verify", action="store_true", help="do not read the output again")
+    parser.add_argument(
+        "--no-verify", action="store_true",
+        help="do not read the output again, nor compare what several files of ranks hold",
+    )  # fmt: skip
     parser.add_argument(
         "--dry-run", action="store_true", help="show what would be written, and write nothing"
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -166,6 +167,54 @@ def test_what_files_of_ranks_add_up_to(tmp_path: Path, rule: str, name: str, was
     assert run(tmp_path / "ranks", tmp_path / "m.safetensors", "--merged", "--from", was, "--strategies",
                tmp_path / "s.yaml", "--heads", heads) == 0  # fmt: skip
     assert equal(tmp_path / "m.safetensors", values)
+
+
+@pytest.mark.parametrize(
+    ("was", "changed", "told"),
+    [
+        ("dp=2,tp=2", None, ""),
+        (
+            "dp=2,tp=2",
+            (3, "w"),
+            r"rank-3\.safetensors: tensor 'w': \[3:6, 0:2\] is not what .*rank-1\.safetensors has",
+        ),
+        (
+            "dp=2,tp=2",
+            (2, "s"),
+            r"rank-2\.safetensors: tensor 's': \[0:5\] is not what .*rank-0\.safetensors has",
+        ),
+        (
+            "tp=2,dp=2",
+            None,
+            r"rank-1\.safetensors: tensor 'w': \[0:3, 0:2\] is not what .*rank-0\.safetensors has",
+        ),
+    ],
+)
+def test_what_several_files_of_ranks_hold_is_compared(
+    tmp_path: Path, capsys: Any, was: str, changed: tuple[int, str] | None, told: str
+) -> None:
+    (tmp_path / "s.yaml").write_text(
+        "rules: [{pattern: w, strategy: rowwise}, {pattern: s, strategy: replicate}]"
+    )
+    (tmp_path / "ranks").mkdir()
+    for rank in range(4):  # as dp=2,tp=2 has it
+        mine = {"w": np.full((3, 2), rank % 2, np.float32), "s": np.ones(5, np.float32)}
+        mine = {name: array + ((rank, name) == changed) for name, array in mine.items()}
+        save_file(mine, tmp_path / "ranks" / f"rank-{rank}.safetensors")
+    command = (
+        tmp_path / "ranks",
+        tmp_path / "out",
+        "--to",
+        "tp=1",
+        "--from",
+        was,
+        "--strategies",
+        tmp_path / "s.yaml",
+    )
+    assert run(*command) == bool(told)
+    assert re.search(told, capsys.readouterr().err)
+    assert (tmp_path / "out").exists() != bool(told)
+    assert run(*command, "--no-verify") == 0
 
 
 def test_files_of_ranks_with_another_number_of_dims_are_told(tmp_path: Path, capsys: Any) -> None:
