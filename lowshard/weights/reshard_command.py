@@ -234,6 +234,12 @@ def run(args: argparse.Namespace, default: Callable[[str], Any]) -> int:
             raise LaunchError(f"{option} takes a grid, got an empty text (a variable that is not set?)")
     if args.merged and (args.to is not None or args.to_rules is not None):
         raise LaunchError("--merged writes whole tensors, --to and --to-rules cut them: give one of them")
+    cuts_out = args.to is not None and args.to_rules is None
+    has_cut_in = args.was is not None and args.from_rules is None
+    if args.strategies is not None and not (cuts_out or has_cut_in or args.merged):
+        raise LaunchError(
+            "--strategies says how --to cuts or how --from has cut, and here neither asks it: leave it out"
+        )
     settings = Settings(
         source=args.source, target=args.target, strategies=args.strategies, to=args.to or "", was=args.was,
         mxfp8=args.mxfp8, memory_bytes=parse_size(args.memory), num_heads=args.heads, num_kv_heads=args.kv_heads,

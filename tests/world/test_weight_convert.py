@@ -431,6 +431,8 @@ def test_wrong_requests_are_told_before_anything_is_written(plain: Path, tmp_pat
         (("--to", "fsdp=" + "9" * 5000, "--to-rules", "pure-fsdp"), "read like 'fsdp=4,expert=2'"),
         (("--to", " ", "--strategies", "llama"), "--to takes a grid"),
         (("--to", "tp=2", "--from", "", "--strategies", "llama"), "--from takes a grid"),
+        (("--strategies", "llama", "--to-rules", "pure-fsdp", "--to", "fsdp=2"), "--strategies says how --to cuts"),
+        (("--strategies", "llama", "--apply", "d"), "--strategies says how --to cuts"),
         (("--to-rules", "pure-fsdp"), "--to-rules needs the sizes of its mesh axes"),
         (("--to-rules", "pure-fsdp", "--apply", "d"), "--to-rules needs the sizes of its mesh axes"),
         (("--to", "tp=2", "--strategies", "llama", "--kv-heads", "3"), "--kv-heads goes with --heads"),
