@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from math import prod
 from pathlib import Path
 
@@ -83,19 +82,19 @@ class Grid:
             rules = patterns.match(plain).rules
             experts = {name for name in plain if rules[scales.get(name, name)].strategy == "expert_parallel"}
             made |= {n: s for n, s in patterns.strategies(plain, held["ep"], sizes).items() if n in experts}
-
-        @cache  # layers are alike
-        def cut(strategy: ShardingStrategy, shape: tuple[int, ...], dtype: str, axis: str) -> Tiling:
-            tiling = strategy.layout(shape, dtype)
-            return tiling.on_mesh(mesh, axis) if axis in held else Tiling.whole(shape, dtype, self.num_ranks)
-
+        cuts: dict[tuple[ShardingStrategy, tuple[int, ...], str, str], Tiling] = {}  # layers are alike
         found = {}
         for name, (dtype, shape) in shapes.items():
-            try:
-                tiling = cut(made[name], shape, dtype, "ep" if name in experts else "tp")
-            except ShardingError as error:
-                raise type(error)(f"{patterns.where}: {name} {list(shape)}: {error}") from error
-            found[name] = (tiling, made[name])
+            axis = "ep" if name in experts else "tp"
+            key = made[name], shape, dtype, axis
+            if key not in cuts:
+                try:
+                    cut = made[name].layout(shape, dtype)
+                except ShardingError as error:
+                    raise type(error)(f"{patterns.where}: {name} {list(shape)}: {error}") from error
+                everywhere = Tiling.whole(shape, dtype, self.num_ranks)
+                cuts[key] = cut.on_mesh(mesh, axis) if axis in held else everywhere
+            found[name] = (cuts[key], made[name])
         return found
 
 

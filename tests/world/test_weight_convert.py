@@ -352,6 +352,15 @@ def test_experts_over_an_axis_of_their_own(tmp_path: Path) -> None:
     assert owners == [{4 * 4 // 5}] * 3
 
 
+def test_layers_that_are_alike_are_planned_once(tmp_path: Path) -> None:
+    (tmp_path / "s.yaml").write_text("rules: [{pattern: '**', strategy: rowwise}]")
+    shapes: dict[str, tuple[str, tuple[int, ...]]] = {f"w{i}": ("float32", (64, 2)) for i in range(100)}
+    made = Grid.parse("tp=64").tilings(shapes, NamePatterns.load(tmp_path / "s.yaml"), Sizes())
+    assert len({id(tiling) for tiling, _ in made.values()}) == 1
+    ruled = RuledGrid.parse("pure-fsdp", "fsdp=64").tilings(shapes)
+    assert len({id(tiling) for tiling, _ in ruled.values()}) == 1
+
+
 @pytest.mark.full_only
 def test_the_memory_of_a_process_is_bounded(tmp_path: Path) -> None:
     """A checkpoint of 420 MB through a process that may hold 300 MB."""
