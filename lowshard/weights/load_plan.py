@@ -15,7 +15,7 @@ from functools import cached_property
 from itertools import zip_longest
 from typing import Any, Literal, get_args
 
-from lowshard.argument import brief, in_words, instance, mapping, one_of, whole, wholes
+from lowshard.argument import instance, mapping, one_of, whole, wholes
 from lowshard.box import Box, any_overlap, intersect, shape_of, volume
 from lowshard.checkpoint.catalog import Catalog, Files
 from lowshard.checkpoint.read_shares import Share, disjoint, shares, with_whole_rows
@@ -109,13 +109,6 @@ class LoadPlan:
             figures = (self.held_bytes, self.read_bytes, self.sent_bytes, self.received_bytes)
             lines.append(f"{rank:4}  {node:4}" + "".join(f"{f(rank) / 1e6:13.3f}" for f in figures))
         return "\n".join(lines)
-
-    def in_words(self) -> str:
-        """Return what tells it from another plan, for a message."""
-        return (
-            f"{self.strategy} over nodes {brief(self.nodes)} of a checkpoint {self.source[:8]}, "
-            f"{in_words(self.by_name)}"
-        )
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data that `from_json` reads back."""
