@@ -653,10 +653,9 @@ def _source(settings: Settings, sizes: Sizes) -> Catalog:
     if was is None or was.num_ranks == 1 or indexed or not files:
         with _as_damage(settings.source):
             catalog = Catalog.open(path)
-        if was is not None and catalog.num_ranks not in (None, was.num_ranks):
-            raise CheckpointError(
-                f"{path}: was saved by {catalog.num_ranks} ranks, --from {was} has {was.num_ranks}"
-            )
+        if was is not None and was.num_ranks != (catalog.num_ranks or 1):
+            found = f"was saved by {catalog.num_ranks} ranks" if catalog.num_ranks else "holds whole tensors"
+            raise CheckpointError(f"{path}: {found}, --from {was} has {was.num_ranks} ranks: leave it out")
         return catalog
     if len(files) != was.num_ranks:
         raise CheckpointError(

@@ -440,6 +440,7 @@ def test_wrong_requests_are_told_before_anything_is_written(plain: Path, tmp_pat
         (("--to", "fsdp=" + "9" * 5000, "--to-rules", "pure-fsdp"), "read like 'fsdp=4,expert=2'"),
         (("--to", " ", "--strategies", "llama"), "--to takes a grid"),
         (("--to", "tp=2", "--from", "", "--strategies", "llama"), "--from takes a grid"),
+        (("--to", "tp=2", "--from", "tp=3", "--strategies", "llama"), "--from tp=3 means 3 files"),
         (("--strategies", "llama", "--to-rules", "pure-fsdp", "--to", "fsdp=2"), "--strategies says how --to cuts"),
         (("--strategies", "llama", "--apply", "d"), "--strategies says how --to cuts"),
         (("--to-rules", "pure-fsdp"), "--to-rules needs the sizes of its mesh axes"),
@@ -454,6 +455,9 @@ def test_wrong_requests_are_told_before_anything_is_written(plain: Path, tmp_pat
     ):  # fmt: skip
         assert run(plain, out, *arguments) == 2
         assert said in capsys.readouterr().err
+    file = plain / "model.safetensors"
+    assert run(file, out, "--to", "tp=2", "--from", "tp=3", "--strategies", "llama") == 2
+    assert "holds whole tensors, --from tp=3 has 3 ranks: leave it out" in capsys.readouterr().err
     assert run(tmp_path / "gone", out, "--to", "tp=2", "--strategies", "llama") == 2
     assert run(plain, plain, "--to", "tp=2", "--strategies", "llama") == 2
     assert "another folder" in capsys.readouterr().err
