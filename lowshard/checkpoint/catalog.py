@@ -80,7 +80,7 @@ class StoredTensor:
     """They cover the tensor once."""
     strategy: str | None = None
     tiling: Tiling | None = None
-    """Which rank held what when a sharded checkpoint was saved; None where no index says it."""
+    """Which rank held what when a sharded checkpoint was saved; None where neither an index nor the caller says it."""
     digest: str | None = None
     """Of its content, as `lowshard.reshard.digest` has it; None where no index says it."""
 
@@ -218,7 +218,7 @@ class Catalog:
                             (parts if first == rank else others).append(held)
             if sum(volume(p.box) for p in parts) != tiling.size_elems:
                 raise CheckpointError(f"tensor {name!r}: the rank files do not hold all of it")
-            tensors[name] = StoredTensor(name, tiling.dtype, tiling.shape, tuple(parts))
+            tensors[name] = StoredTensor(name, tiling.dtype, tiling.shape, tuple(parts), tiling=tiling)
             copies += [(tensors[name], part) for part in others]
         where = f"{len(headers)} rank files such as {headers[0].path}"
         return cls(where, tensors, {}, len(headers), _digest(tensors), _stamps(headers), tuple(copies))

@@ -169,6 +169,28 @@ def test_what_files_of_ranks_add_up_to(tmp_path: Path, rule: str, name: str, was
     assert equal(tmp_path / "m.safetensors", values)
 
 
+def test_deltas_leave_files_of_ranks_cut_as_they_were(plain: Path, tmp_path: Path) -> None:
+    grid, values = Grid.parse("dp=2,tp=2"), model()
+    made = grid.tilings(
+        {n: ("float32", v.shape) for n, v in values.items()}, NamePatterns.load("llama"), Sizes(HEADS, KV)
+    )
+    (tmp_path / "ranks").mkdir()
+    for rank in range(4):
+        mine = {n: local_of(values[n], tiling, rank) for n, (tiling, _) in made.items()}
+        save_file(
+            {n: a for n, a in mine.items() if a is not None}, tmp_path / "ranks" / f"r{rank}.safetensors"
+        )
+    after = {n: v + 1 for n, v in values.items()}
+    save_file(after, tmp_path / "next.safetensors")
+    write_delta(plain, tmp_path / "next.safetensors", tmp_path / "weight_v000001")
+    assert run(tmp_path / "ranks", tmp_path / "out", "--from", grid, "--strategies", "llama", "--heads", HEADS,
+               "--kv-heads", KV, "--apply", tmp_path / "weight_v000001") == 0  # fmt: skip
+    assert equal(tmp_path / "out", after)
+    assert {n: t.tiling for n, t in Catalog.open(tmp_path / "out").tensors.items()} == {
+        n: t for n, (t, _) in made.items()
+    }
+
+
 @pytest.mark.parametrize(
     ("was", "changed", "told"),
     [
