@@ -275,7 +275,14 @@ class ShardingStrategy:
             LowshardError: as `pieces`.
         """
         shape = as_shape(shape, _SHAPE, ShardingError)
-        pieces = [self.pieces(shape, index) for index in range(self.num_devices)]
+        return self.tiling_of([self.pieces(shape, index) for index in range(self.num_devices)], shape, dtype)
+
+    def tiling_of(self, pieces: Sequence[Sequence[Box]], shape: Sequence[int], dtype: object) -> Tiling:
+        """Return the tiling of each device's boxes of a weight.
+
+        Raises:
+            LayoutError: a box is not within the weight, or elements are on no device.
+        """
         for boxes in pieces:
             for box in boxes:
                 if any(stop > extent for (_, stop), extent in zip(box, shape, strict=True)):
