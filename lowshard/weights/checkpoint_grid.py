@@ -135,7 +135,10 @@ def rank_tilings(files: Sequence[Path], was: Grid, patterns: NamePatterns, sizes
             shapes[name] = (dtype, _whole_shape(rule, axis, shape, held, len(ranks), sizes))
         except ShardingError as error:
             raise CheckpointError(f"{files[0]}: tensor {name!r}: {error}") from error
-    return {name: tiling for name, (tiling, _) in was.tilings(shapes, patterns, sizes).items()}
+    try:
+        return {name: tiling for name, (tiling, _) in was.tilings(shapes, patterns, sizes).items()}
+    except ShardingError as error:
+        raise CheckpointError(f"{files[0]}: another strategy, or not cut as {was}? {error}") from error
 
 
 def in_rank_order(files: Iterable[Path]) -> list[Path]:

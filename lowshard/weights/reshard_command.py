@@ -248,9 +248,10 @@ def run(args: argparse.Namespace, default: Callable[[str], Any]) -> int:
     )  # fmt: skip
     if args.ranks < 1:
         raise LaunchError(f"--ranks is at least 1, got {args.ranks}")
-    if args.dry_run:
-        return _show_plan(ConvertPlan.of(settings), args.json)
     launched = find_rank(environment())
+    if args.dry_run:
+        is_first = launched is None or launched.rank == 0
+        return _show_plan(ConvertPlan.of(settings), args.json) if is_first else 0
     if launched is not None and launched.size > 1:
         if args.ranks not in (1, launched.size):
             raise LaunchError(

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lowshard.errors import ShardingError
 from lowshard.solver.graph.graph_file import load_graph
 from lowshard.weights import NamePatterns, ShardingStrategy, Sizes, Weight, shard_module
 
@@ -253,6 +254,13 @@ def test_attention_of_each_model_stays_together() -> None:
             group = sizes.num_heads // sizes.num_kv_heads
             first, last = spans["q"][0] // 64, (spans["q"][1] - 1) // 64
             assert (spans["k"][0] // 64, (spans["k"][1] - 1) // 64) == (first // group, last // group)
+
+
+def test_a_number_of_key_value_heads_that_cuts_within_heads_is_refused() -> None:
+    file, shapes, sizes = MODELS["mistral"]
+    said = r"k_proj.weight \(16, 64\): 8 key-value heads would have 2 elements each, those of queries have 8: give"
+    with pytest.raises(ShardingError, match=said):
+        NamePatterns.load(file).strategies(shapes, 2, Sizes(sizes.num_heads))
 
 
 def test_names_without_a_rule_or_with_several_are_reported(tmp_path: Path) -> None:
