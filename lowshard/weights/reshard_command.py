@@ -219,35 +219,7 @@ def run(args: argparse.Namespace, default: Callable[[str], Any]) -> int:
         _check_beside(args, _NOT_OF_DELTA, "--delta writes a delta, and does not read other options", default)
         return _write_delta(args)
     _check_beside(args, _OF_DELTA, "with --delta alone an option says how a delta is written", default)
-    if args.out is not None:
-        if args.target is not None:
-            raise LaunchError(f"OUT is given once, got {args.target} and -o {args.out}")
-        args.target = args.out
-    if args.to_rules is not None and args.to is None and not args.merged:
-        raise LaunchError("--to-rules needs the sizes of its mesh axes: --to fsdp=4,expert=2")
-    if args.target is None or (args.to is None and not args.merged and not args.apply):
-        raise LaunchError(
-            "lowshard reshard takes IN, OUT and --to (such as --to tp=4), --apply or --merged; one is missing"
-        )
-    for option, grid in (("--to", args.to), ("--from", args.was)):
-        if grid is not None and not grid.strip():
-            raise LaunchError(f"{option} takes a grid, got an empty text (a variable that is not set?)")
-    if args.merged and (args.to is not None or args.to_rules is not None):
-        raise LaunchError("--merged writes whole tensors, --to and --to-rules cut them: give one of them")
-    cuts_out = args.to is not None and args.to_rules is None
-    has_cut_in = args.was is not None and args.from_rules is None
-    if args.strategies is not None and not (cuts_out or has_cut_in or args.merged):
-        raise LaunchError(
-            "--strategies says how --to cuts or how --from has cut, and here neither asks it: leave it out"
-        )
-    settings = Settings(
-        source=args.source, target=args.target, strategies=args.strategies, to=args.to or "", was=args.was,
-        mxfp8=args.mxfp8, memory_bytes=parse_size(args.memory), num_heads=args.heads, num_kv_heads=args.kv_heads,
-        verify=not args.no_verify, to_rules=args.to_rules, from_rules=args.from_rules,
-        merged=args.merged, file_bytes=parse_size(args.file_size), deltas=tuple(args.apply),
-    )  # fmt: skip
-    if args.ranks < 1:
-        raise LaunchError(f"--ranks is at least 1, got {args.ranks}")
+    settings = _requested(args)
     launched = find_rank(environment())
     if args.dry_run:
         is_first = launched is None or launched.rank == 0
@@ -281,6 +253,38 @@ def run(args: argparse.Namespace, default: Callable[[str], Any]) -> int:
         if code:
             return code
         return _show(ConvertReport(**json.loads(path.read_text())), settings, args.json)
+
+
+def _requested(args: argparse.Namespace) -> Settings:
+    """Return what the options say, or raise LaunchError where they do not go together."""
+    if args.out is not None and args.target is not None:
+        raise LaunchError(f"OUT is given once, got {args.target} and -o {args.out}")
+    target = args.target if args.out is None else args.out
+    if args.to_rules is not None and args.to is None and not args.merged:
+        raise LaunchError("--to-rules needs the sizes of its mesh axes: --to fsdp=4,expert=2")
+    if target is None or (args.to is None and not args.merged and not args.apply):
+        raise LaunchError(
+            "lowshard reshard takes IN, OUT and --to (such as --to tp=4), --apply or --merged; one is missing"
+        )
+    for option, grid in (("--to", args.to), ("--from", args.was)):
+        if grid is not None and not grid.strip():
+            raise LaunchError(f"{option} takes a grid, got an empty text (a variable that is not set?)")
+    if args.merged and (args.to is not None or args.to_rules is not None):
+        raise LaunchError("--merged writes whole tensors, --to and --to-rules cut them: give one of them")
+    cuts_out = args.to is not None and args.to_rules is None
+    has_cut_in = args.was is not None and args.from_rules is None
+    if args.strategies is not None and not (cuts_out or has_cut_in or args.merged):
+        raise LaunchError(
+            "--strategies says how --to cuts or how --from has cut, and here neither asks it: leave it out"
+        )
+    if args.ranks < 1:
+        raise LaunchError(f"--ranks is at least 1, got {args.ranks}")
+    return Settings(
+        source=args.source, target=target, strategies=args.strategies, to=args.to or "", was=args.was,
+        mxfp8=args.mxfp8, memory_bytes=parse_size(args.memory), num_heads=args.heads, num_kv_heads=args.kv_heads,
+        verify=not args.no_verify, to_rules=args.to_rules, from_rules=args.from_rules,
+        merged=args.merged, file_bytes=parse_size(args.file_size), deltas=tuple(args.apply),
+    )  # fmt: skip
 
 
 def _write_delta(args: argparse.Namespace) -> int:
