@@ -168,9 +168,14 @@ class Catalog:
                 f"{path}: its {len(found)} files are parts of a sharded checkpoint, and {INDEX_NAME}, which says "
                 "of what, is missing: put it back"
             )
+        ranks = (
+            ""
+            if not found
+            else "; what ranks hold, one file each: Catalog.of_rank_files, lowshard reshard --from"
+        )
         raise CheckpointError(
             f"{path}: a checkpoint's folder has {INDEX_NAME}, {HF_INDEX}, model.safetensors or one .safetensors "
-            f"file; it has {len(found)} of those files and no index"
+            f"file; it has {len(found)} of those files and no index{ranks}"
         )
 
     @classmethod

@@ -134,6 +134,8 @@ def test_files_of_ranks_without_an_index(plain: Path, tmp_path: Path, was: str) 
     )
     assert run(*arguments, "--kv-heads", KV) == 0
     assert equal(tmp_path / "out", values)
+    with pytest.raises(CheckpointError, match=r"what ranks hold, one file each: .* lowshard reshard --from"):
+        convert_alone(Settings(str(ranks), str(tmp_path / "x"), "llama", "tp=1", num_heads=HEADS))
     with pytest.raises(CheckpointError, match=r"means 5 files"):
         convert_alone(Settings(str(ranks), str(tmp_path / "x"), "llama", "tp=1", "tp=5", num_heads=HEADS))
     with pytest.raises(CheckpointError, match=r"another strategy|do not hold|does not hold"):
