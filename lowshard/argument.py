@@ -209,6 +209,11 @@ def one_line(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
+def printable(text: str) -> str:
+    """Return a text as `one_line` does, with its line breaks."""
+    return "\n".join(map(one_line, text.split("\n")))
+
+
 def _brief_item(value: object) -> str:
     if isinstance(value, int) and value.bit_length() > 256:  # Python refuses to write very long ones
         return f"an integer of {value.bit_length()} bits"

@@ -14,7 +14,7 @@ from importlib import import_module
 from io import TextIOWrapper
 
 from lowshard._version import __version__
-from lowshard.argument import one_line
+from lowshard.argument import printable
 from lowshard.command_parser import CommandParser
 from lowshard.errors import LowshardError
 from lowshard.streams import drop_stdout, open_closed_streams
@@ -110,8 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise
     except LowshardError as error:  # some are OSErrors too
         # Names of files and tensors are of others: none of them acts on the terminal.
-        said = "\n".join(map(one_line, str(error).split("\n")))
-        print(f"lowshard: error: {said}", file=sys.stderr)
+        print(f"lowshard: error: {printable(str(error))}", file=sys.stderr)
         return error.exit_code
     except OSError as error:
         if error.errno != errno.ENOSPC:

@@ -80,7 +80,7 @@ class StoredTensor:
     """They cover the tensor once."""
     strategy: str | None = None
     tiling: Tiling | None = None
-    """Which rank held what when a sharded checkpoint was saved; None where no index says it."""
+    """Which rank held what when a sharded checkpoint was saved; None where neither an index nor the caller says it."""
     digest: str | None = None
     """Of its content, as `lowshard.reshard.digest` has it; None where no index says it."""
 
@@ -98,6 +98,8 @@ class Catalog:
     """32 hex digits of names, shapes, dtypes, places and sizes."""
     stamps: Mapping[str, Stamp | None] = field(default_factory=dict, compare=False, repr=False)
     """Of each plain file, by path; data files of a sharded checkpoint are never replaced under their name."""
+    copies: tuple[tuple[StoredTensor, StoredPart], ...] = field(default=(), compare=False, repr=False)
+    """Of files of ranks: where else a part of a tensor lies, on ranks that hold the same. Nothing is read there."""
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -167,9 +169,14 @@ class Catalog:
             )
         if len(found) == 1:
             return _of_plain(found, str(path))
+        ranks = (
+            ""
+            if not found
+            else "; what ranks hold, one file each: Catalog.of_rank_files, lowshard reshard --from"
+        )
         raise CheckpointError(
             f"{path}: a checkpoint's folder has {INDEX_NAME}, {HF_INDEX}, model.safetensors or one .safetensors "
-            f"file; it has {len(found)} of those files and no index"
+            f"file; it has {len(found)} of those files and no index{ranks}"
         )
 
     @classmethod
@@ -189,6 +196,7 @@ class Catalog:
         if not headers:
             raise CheckpointError("a checkpoint has at least one file, got none")
         tensors = {}
+        copies: list[tuple[StoredTensor, StoredPart]] = []
         rule = "tilings is a mapping of names to tilings"
         for name, tiling in mapping(tilings, rule, CheckpointError).items():
             instance(tiling, Tiling, rule, CheckpointError)
@@ -197,6 +205,7 @@ class Catalog:
                     f"{len(headers)} rank files were given, tensor {name!r} is cut over {tiling.num_ranks} ranks"
                 )
             parts: list[StoredPart] = []
+            others: list[StoredPart] = []
             owner = {box: min(holders) for box, holders in disjoint(tiling)}
             for rank in tiling.ranks:
                 if name not in headers[rank].tensors and not tiling.local_elems(rank):
@@ -210,15 +219,15 @@ class Catalog:
                 for tile in tiling.tiles(rank):
                     origin = tuple(g - lo for (g, _), (lo, _) in zip(tile.box, tile.local, strict=True))
                     for box, first in owner.items():
-                        if first == rank and all(
-                            a <= c and d <= b for (a, b), (c, d) in zip(tile.box, box, strict=True)
-                        ):
-                            parts.append(StoredPart(headers[rank].path, entry, box, origin, None))
+                        if all(a <= c and d <= b for (a, b), (c, d) in zip(tile.box, box, strict=True)):
+                            held = StoredPart(headers[rank].path, entry, box, origin, None)
+                            (parts if first == rank else others).append(held)
             if sum(volume(p.box) for p in parts) != tiling.size_elems:
                 raise CheckpointError(f"tensor {name!r}: the rank files do not hold all of it")
-            tensors[name] = StoredTensor(name, tiling.dtype, tiling.shape, tuple(parts))
+            tensors[name] = StoredTensor(name, tiling.dtype, tiling.shape, tuple(parts), tiling=tiling)
+            copies += [(tensors[name], part) for part in others]
         where = f"{len(headers)} rank files such as {headers[0].path}"
-        return cls(where, tensors, {}, len(headers), _digest(tensors), _stamps(headers))
+        return cls(where, tensors, {}, len(headers), _digest(tensors), _stamps(headers), tuple(copies))
 
 
 def _of_plain(paths: Sequence[Path], where: str) -> Catalog:

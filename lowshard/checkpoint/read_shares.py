@@ -41,9 +41,12 @@ def shares(
         found.append(Share(name, rank, box, holders))
         load_bytes[rank] = load_bytes.get(rank, 0) + volume(box) * itemsize
 
+    held: dict[Tiling, list[tuple[Box, tuple[int, ...]]]] = {}  # layers are alike
     for name, tiling in tilings.items():
         itemsize = tiling.itemsize_bytes
-        for box, holders in disjoint(tiling, ranks):
+        if tiling not in held:
+            held[tiling] = disjoint(tiling, ranks)
+        for box, holders in held[tiling]:
             if len(holders) == 1:
                 give(name, holders[0], box, holders, itemsize)
             elif volume(box) * itemsize < split_bytes:

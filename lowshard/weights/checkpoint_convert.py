@@ -11,7 +11,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -20,10 +20,11 @@ from typing import Any
 import numpy as np
 
 from lowshard import dtypes
+from lowshard.argument import brief, in_words
 from lowshard.block_format import MXFP8, BlockFormat
-from lowshard.box import Box, full_box, row_major_parts, shape_of, volume
+from lowshard.box import Box, box_text, full_box, row_major_parts, shape_of, volume
 from lowshard.checkpoint.bytesource import ByteSource
-from lowshard.checkpoint.catalog import Catalog, StoredTensor
+from lowshard.checkpoint.catalog import Catalog
 from lowshard.checkpoint.checkpoint_index import INDEX_NAME
 from lowshard.checkpoint.commit import Commit, together
 from lowshard.checkpoint.delta_file import Delta, open_deltas
@@ -31,11 +32,12 @@ from lowshard.checkpoint.header import read_header
 from lowshard.checkpoint.hf_index import SIZES
 from lowshard.checkpoint.read_shares import Share, shares
 from lowshard.comm import Communicator, agree
+from lowshard.comm.agreement import control_of
 from lowshard.content_hash import model_digest, tensor_digest, text_digest
 from lowshard.errors import CheckpointError, ShardingError, VerificationError
 from lowshard.kernels.unit_weights import SUMS
 from lowshard.tiling import Tile, Tiling
-from lowshard.weights.checkpoint_grid import Grid, rank_tilings
+from lowshard.weights.checkpoint_grid import Grid, in_rank_order, rank_tilings
 from lowshard.weights.convert_place import check_target, own_file
 from lowshard.weights.name_pattern import NamePatterns, Sizes
 from lowshard.weights.patched_source import PatchedSource, check_deltas
@@ -43,6 +45,7 @@ from lowshard.weights.quantization import Quantization
 from lowshard.weights.ruled import RuledGrid
 from lowshard.weights.save import Item, ShardFile, commit_index, items_of
 from lowshard.weights.scale_cut import weights_of_scales
+from lowshard.weights.sharded_load import saved_tilings
 
 MIN_MEMORY_BYTES = 256_000_000
 _COMPANIONS = (
@@ -90,6 +93,10 @@ class Settings:
     def to_json(self) -> str:
         """Return one line that `from_json` reads."""
         return json.dumps(asdict(self))
+
+    def __str__(self) -> str:
+        given = ((f, getattr(self, f.name)) for f in fields(self))
+        return ", ".join(f"{f.name} {brief(v)}" for f, v in given if v not in (f.default, None, ""))
 
     @classmethod
     def from_json(cls, text: str) -> Settings:
@@ -190,7 +197,7 @@ class ConvertPlan:
             )
         if settings.keeps_cut:
             assert catalog.num_ranks is not None  # else it is merged
-            kept = {name: _kept_tiling(tensor, catalog) for name, tensor in catalog.tensors.items()}
+            kept = saved_tilings(catalog, catalog.num_ranks)
             said = {name: tensor.strategy or "as before" for name, tensor in catalog.tensors.items()}
             for name, form in quantised.items():
                 kept[name].stored(name, form)  # no cut goes through a block
@@ -220,9 +227,7 @@ class ConvertPlan:
     def items(self, rank: int) -> list[Item]:
         """Return what goes into the output file of a rank; a quantised tensor's codes are followed by its scales."""
         boxes: list[tuple[str, str, Box]] = []
-        for share in self._shares:
-            if share.rank != rank:
-                continue
+        for share in self._shares.get(rank, ()):
             form, tiling = self.quantised.get(share.name), self.tilings[share.name]
             if form is None:
                 boxes.append((share.name, tiling.dtype, share.box))
@@ -244,20 +249,20 @@ class ConvertPlan:
         return item.box if form is None else form.code_values(item.box)
 
     @cached_property
-    def _shares(self) -> list[Share]:
-        """Who writes what of each tensor; blocks of quantised ones are shared out whole, as their scales are."""
+    def _shares(self) -> dict[int, list[Share]]:
+        """By rank, what it writes of each tensor; of quantised ones whole blocks, as their scales are shared out."""
         grids = {
             name: tiling.stored(name, form)[name + form.suffix]
             if (form := self.quantised.get(name))
             else tiling
             for name, tiling in self.tilings.items()
         }
-        return [
-            replace(share, box=form.values(share.box, self.tilings[share.name].shape))
-            if (form := self.quantised.get(share.name))
-            else share
-            for share in shares(grids)
-        ]
+        found: dict[int, list[Share]] = {}
+        for share in shares(grids):
+            if form := self.quantised.get(share.name):
+                share = replace(share, box=form.values(share.box, self.tilings[share.name].shape))
+            found.setdefault(share.rank, []).append(share)
+        return found
 
     @cached_property
     def saved(self) -> dict[str, tuple[Tiling, str]]:
@@ -276,6 +281,10 @@ class ConvertPlan:
     def held(self, tiling: Tiling) -> Tiling:
         """Return which ranks hold a tensor; files of whole tensors are no ranks."""
         return Tiling.whole(tiling.shape, tiling.dtype) if self.merged else tiling
+
+    def in_words(self, settings: Settings) -> str:
+        """Return what tells a conversion from another one, for a message."""
+        return f"{settings}, a checkpoint {self.catalog.digest[:8]}, {in_words(self.strategies)}"
 
     @property
     def metadata(self) -> dict[str, str]:
@@ -301,16 +310,18 @@ def convert(
     Args:
         settings: what to do, equal on all ranks.
         comm: the processes that share the work.
-        progress: called on rank 0 with bytes done and all bytes it will handle.
+        progress: called on rank 0 with the bytes it has read so far and about all it will read.
 
     Raises:
         CheckpointError, ShardingError: as `ConvertPlan.of`, or the target cannot be written.
         VerificationError: what was written is not what was read.
     """
-    target = Path(settings.target)
-    plan = together(comm, target, lambda: ConvertPlan.of(settings), "reshard")
-    agree(comm, text_digest(settings.to_json()), None, "reshard")
-    worker = _Worker(plan, settings, comm, progress)
+    comm = control_of(comm)
+    plan = together(comm, settings.target, lambda: ConvertPlan.of(settings), "reshard")
+    # Hosts may have other files under the same paths: a checkpoint, patterns, a config.json.
+    asked = [settings.to_json(), plan.catalog.digest, plan.num_ranks, dict(plan.strategies)]
+    agree(comm, text_digest(json.dumps(asked)), None, "reshard", lambda: plan.in_words(settings))
+    worker = together(comm, plan.place, lambda: _Worker(plan, settings, comm, progress), "reshard")
     try:
         target = Path(plan.place)
         together(comm, target, worker.verify_input, "reshard")
@@ -366,37 +377,57 @@ class _Worker:
         # Values, their float32 form and codes of a chunk are alive at once.
         spare = settings.memory_bytes - MIN_MEMORY_BYTES // 2
         self._chunk_bytes = max(1 << 16, min(spare // 16, 32 << 20))
-        self.patched = PatchedSource(self.source, plan.deltas, spare // 4)
+        self.patched = PatchedSource(self.source, plan.deltas, spare // 4, self._advance)
         self._sums: dict[str, np.ndarray] = {name: np.zeros(SUMS, np.uint32) for name in plan.saved}
         self._files: list[tuple[Path, list[Item], Mapping[str, Any]]] = []
+        ranks = range(comm.rank, plan.num_ranks, comm.size)
+        self._work = [(rank, items) for rank in ranks if (items := plan.items(rank))]
+        stored = {
+            p.key: (n, p) for n, t in plan.catalog.tensors.items() for p in t.parts if p.crc32 is not None
+        }
+        self._checked = list(stored.values())[comm.rank :: comm.size]
+        self._copies = plan.catalog.copies[comm.rank :: comm.size] if settings.verify else ()
         self._progress = progress if comm.rank == 0 else None
         self._done = 0
-        self._total = 0
-        self._passes = 2 if settings.verify else 1
+        self._total = (
+            sum(part.entry.size_bytes for _, part in self._checked)
+            + 2 * sum(volume(part.box) * self._width(tensor.name) for tensor, part in self._copies)
+            + self.patched.most_checked_bytes(comm.rank, comm.size)
+            + (2 if settings.verify else 1)
+            * sum(
+                volume(plan.values(item)) * self._width(item.name)
+                for _, items in self._work
+                for item in items
+                if self._is_base(item)
+            )
+        )
+
+    def _advance(self, done_bytes: int) -> None:
+        self._done += done_bytes
+        if self._progress is not None:
+            self._progress(min(self._done, self._total), self._total)
 
     def verify_input(self) -> None:
-        """Compare this process's part of the input's checksums."""
-        number, seen = 0, set()
-        for name, tensor in self.plan.catalog.tensors.items():
-            for part in tensor.parts:
-                if part.crc32 is None or (part.file, part.entry.start) in seen:
-                    continue
-                seen.add((part.file, part.entry.start))
-                if number % self.comm.size == self.comm.rank:
-                    self.checksummed_bytes += self.source.verify(name, part)
-                number += 1
+        """Compare this process's part of the input's checksums, and of what several files of ranks hold."""
+        for name, part in self._checked:
+            self.checksummed_bytes += self.source.verify(name, part)
+            self._advance(part.entry.size_bytes)
+        for tensor, part in self._copies:
+            for box in row_major_parts(part.box, self._chunk_bytes // self._width(tensor.name)):
+                first, other = (np.empty(shape_of(box), dtypes.get(tensor.dtype).numpy) for _ in range(2))
+                self.source.read(tensor.name, box, first)
+                self.source.read_part(tensor.name, part, part.local(box), other)
+                if first.tobytes() != other.tobytes():
+                    taken = next(p.file for p in tensor.parts if p.box == part.box)
+                    raise CheckpointError(
+                        f"{part.file}: tensor {tensor.name!r}: {box_text(box)} is not what {taken} has, and --from and "
+                        "the strategy say that both hold it: give others, or --no-verify to take it from the latter"
+                    )
+                self._advance(2 * first.nbytes)
 
     def write(self, commit: Commit) -> list[dict[str, Any]]:
         """Write this process's files and return their rows of the index."""
-        ranks = range(self.comm.rank, self.plan.num_ranks, self.comm.size)
-        work = [(rank, items) for rank in ranks if (items := self.plan.items(rank))]
-        self._total = self._passes * sum(
-            volume(self.plan.values(i)) * self._width(i.name)
-            for _, items in work
-            for i in items
-            if self._is_base(i)
-        )
-        rows = []
+        work, rows = self._work, []
         single = commit.claim if commit.path == commit.target else None
         if single is not None and self.comm.rank == 0:
             work = work or [(0, [])]  # a checkpoint without tensors is a file too
@@ -469,9 +500,7 @@ class _Worker:
         self.source.read(item.name, box, values)
         self.patched.apply(item.name, box, values)
         self.read_bytes += values.nbytes
-        if self._progress is not None:
-            self._done += values.nbytes
-            self._progress(min(self._done, self._total), self._total)
+        self._advance(values.nbytes)
         if item.name not in self.plan.quantised:
             return [values]
         from lowshard.kernels import quantize_mxfp8
@@ -485,14 +514,6 @@ def _is_of_whole_tensors(catalog: Catalog) -> bool:
     return catalog.num_ranks is None or (
         catalog.num_ranks == 1 and all(len(tensor.parts) < 2 for tensor in catalog.tensors.values())
     )
-
-
-def _kept_tiling(tensor: StoredTensor, catalog: Catalog) -> Tiling:
-    """Return how a tensor of a sharded checkpoint lies; where the index does not say, as its files do."""
-    if tensor.tiling is not None:
-        return tensor.tiling
-    files = [[part.box for part in tensor.parts if part.file == file] for file in catalog.files]
-    return Tiling.from_pieces(tensor.shape, tensor.dtype, files)
 
 
 def _compare_digests(plan: ConvertPlan, patched: PatchedSource, digests: Mapping[str, str]) -> int:
@@ -585,6 +606,8 @@ class _SizesBeside(Sizes):
 
 
 def _sizes(settings: Settings) -> Sizes:
+    if settings.num_heads is None and settings.num_kv_heads is not None:
+        raise ShardingError("--kv-heads goes with --heads; without both, config.json beside IN has them")
     if settings.num_heads is not None:
         return Sizes(settings.num_heads, settings.num_kv_heads)
     source = Path(settings.source)
@@ -622,7 +645,7 @@ def _source(settings: Settings, sizes: Sizes) -> Catalog:
     elif settings.was is not None:
         was = Grid.parse(settings.was)
     files = (
-        sorted(p for p in path.glob("*.safetensors") if not p.name.startswith("."))
+        in_rank_order(p for p in path.glob("*.safetensors") if not p.name.startswith("."))
         if os.path.isdir(path)
         else []
     )
@@ -630,10 +653,9 @@ def _source(settings: Settings, sizes: Sizes) -> Catalog:
     if was is None or was.num_ranks == 1 or indexed or not files:
         with _as_damage(settings.source):
             catalog = Catalog.open(path)
-        if was is not None and catalog.num_ranks not in (None, was.num_ranks):
-            raise CheckpointError(
-                f"{path}: was saved by {catalog.num_ranks} ranks, --from {was} has {was.num_ranks}"
-            )
+        if was is not None and was.num_ranks != (catalog.num_ranks or 1):
+            found = f"was saved by {catalog.num_ranks} ranks" if catalog.num_ranks else "holds whole tensors"
+            raise CheckpointError(f"{path}: {found}, --from {was} has {was.num_ranks} ranks: leave it out")
         return catalog
     if len(files) != was.num_ranks:
         raise CheckpointError(

@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
+from lowshard.argument import brief, whole
 from lowshard.checkpoint.header import read_header
 from lowshard.errors import CheckpointError, ShardingError
 from lowshard.mesh import DeviceMesh
+from lowshard.placement import MOST_DIGITS
 from lowshard.tiling import Tiling
+from lowshard.weights.module_weights import resolve_module
 from lowshard.weights.name_pattern import NamePatterns, NameRule, Sizes
 from lowshard.weights.scale_cut import weights_of_scales, whole_scales, why_none
 from lowshard.weights.sharding_strategy import ShardingStrategy
 
 AXES = ("tp", "ep", "dp")
+_MARKERS = {
+    "expert_parallel": ShardingStrategy.expert_parallel(1),
+    "tensor_parallel": ShardingStrategy.tensor_parallel(1),
+}
+_CUT_AXES = {
+    "rowwise": 0, "columnwise": 1, "stacked_qkv": 0, "head_aware_columnwise": 1, "grouped_qkv": 0, "heads": 0,
+    "axiswise": 0, "gate_up": 2, "segmented": 0,
+}  # fmt: skip
+"""Which axis a strategy of a pattern cuts where its arguments do not say."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +47,10 @@ class Grid:
         axes: list[tuple[str, int]] = []
         for token in text.split(","):
             name, _, size = token.strip().partition("=")
-            if name not in AXES or not size.isdecimal() or int(size) < 1 or name in dict(axes):
+            is_size = size.isdecimal() and len(size) <= MOST_DIGITS and int(size) > 0
+            if name not in AXES or not is_size or name in dict(axes):
                 raise ShardingError(
-                    f"a grid reads like 'tp=2,dp=2' (axes {', '.join(AXES)}, each once), got {text!r}"
+                    f"a grid reads like 'tp=2,dp=2' (axes {', '.join(AXES)}, each once), got {brief(text)}"
                 )
             axes.append((name, int(size)))
         return cls(tuple(axes))
@@ -68,15 +82,19 @@ class Grid:
             rules = patterns.match(plain).rules
             experts = {name for name in plain if rules[scales.get(name, name)].strategy == "expert_parallel"}
             made |= {n: s for n, s in patterns.strategies(plain, held["ep"], sizes).items() if n in experts}
+        cuts: dict[tuple[ShardingStrategy, tuple[int, ...], str, str], Tiling] = {}  # layers are alike
         found = {}
         for name, (dtype, shape) in shapes.items():
             axis = "ep" if name in experts else "tp"
-            try:
-                cut = made[name].layout(shape, dtype)
-            except ShardingError as error:
-                raise type(error)(f"{patterns.where}: {name} {list(shape)}: {error}") from error
-            whole = Tiling.whole(shape, dtype, self.num_ranks)
-            found[name] = (cut.on_mesh(mesh, axis) if axis in held else whole, made[name])
+            key = made[name], shape, dtype, axis
+            if key not in cuts:
+                try:
+                    cut = made[name].layout(shape, dtype)
+                except ShardingError as error:
+                    raise type(error)(f"{patterns.where}: {name} {list(shape)}: {error}") from error
+                everywhere = Tiling.whole(shape, dtype, self.num_ranks)
+                cuts[key] = cut.on_mesh(mesh, axis) if axis in held else everywhere
+            found[name] = (cuts[key], made[name])
         return found
 
 
@@ -96,13 +114,8 @@ def rank_tilings(files: Sequence[Path], was: Grid, patterns: NamePatterns, sizes
     scales = weights_of_scales(held_shapes)
     matching = patterns.match([name for name in first if name not in scales])
     matching.check(patterns.where, {name: why_none(name, held_shapes) for name in matching.unmatched})
-    held_axes = dict(was.axes)
-    count = held_axes.get("tp", 1)
-    mesh = was.mesh
-    tp_ranks = [
-        next(r for r in mesh.ranks if "tp" not in held_axes or mesh.coord(r)[mesh.axis_index("tp")] == place)
-        for place in range(count)
-    ]
+    marked = {n: _MARKERS[r.strategy] for n, r in matching.rules.items() if r.strategy in _MARKERS}
+    unmarked = resolve_module({name: (held_shapes[name], None) for name in marked}, marked)
     shapes: dict[str, tuple[str, tuple[int, ...]]] = {}
     behind = sorted(first.items(), key=lambda item: item[0] in scales)  # scales behind their weights
     for name, (dtype, shape) in behind:
@@ -111,33 +124,59 @@ def rank_tilings(files: Sequence[Path], was: Grid, patterns: NamePatterns, sizes
             entry = next(h.tensors[name] for h in headers if name in h.tensors)
             shapes[name] = (dtype, whole_scales(name, files, shapes[weight][1], held_shapes[weight], entry))
             continue
-        held = [headers[r].tensors[name].shape for r in tp_ranks if name in headers[r].tensors]
+        rule = matching.rules[name]
+        axis = dict(rule.arguments).get("axis", _CUT_AXES.get(rule.strategy))
+        if name in unmarked:
+            axis = unmarked[name].sharded_axis
+        along = "ep" if rule.strategy == "expert_parallel" and "ep" in dict(was.axes) else "tp"
+        ranks = was.mesh.groups(along)[0] if along in dict(was.axes) else (0,)
+        held = [headers[r].tensors[name].shape for r in ranks if name in headers[r].tensors]
         try:
-            shapes[name] = (dtype, _whole_shape(matching.rules[name], shape, held, count, sizes))
+            shapes[name] = (dtype, _whole_shape(rule, axis, shape, held, len(ranks), sizes))
         except ShardingError as error:
             raise CheckpointError(f"{files[0]}: tensor {name!r}: {error}") from error
-    return {name: tiling for name, (tiling, _) in was.tilings(shapes, patterns, sizes).items()}
+    try:
+        return {name: tiling for name, (tiling, _) in was.tilings(shapes, patterns, sizes).items()}
+    except ShardingError as error:
+        raise CheckpointError(f"{files[0]}: another strategy, or not cut as {was}? {error}") from error
+
+
+def in_rank_order(files: Iterable[Path]) -> list[Path]:
+    """Return files of ranks in the order of the numbers in their names: that of rank 10 behind that of rank 9."""
+
+    def key(file: Path) -> tuple[list[str | int], str]:
+        parts = re.split("([0-9]+)", file.name)
+        return [int(part) if i % 2 else part for i, part in enumerate(parts)], file.name
+
+    return sorted(files, key=key)
 
 
 def _whole_shape(
-    rule: NameRule, shape: tuple[int, ...], held: Sequence[tuple[int, ...]], count: int, sizes: Sizes
-) -> tuple[int, ...]:
-    arguments = dict(rule.arguments)
-    default = {"rowwise": 0, "columnwise": 1, "stacked_qkv": 0, "head_aware_columnwise": 1, "grouped_qkv": 0,
-               "heads": 0, "axiswise": 0, "gate_up": 2, "segmented": 0}  # fmt: skip
-    if rule.strategy not in default:
+    rule: NameRule, axis: int | None, shape: tuple[int, ...], held: Sequence[tuple[int, ...]], count: int,
+    sizes: Sizes,
+) -> tuple[int, ...]:  # fmt: skip
+    """Return the shape of a tensor of which `count` ranks hold parts of some shapes, cut along an axis."""
+    if axis is None:
         return shape
-    axis = arguments.get("axis", default[rule.strategy])
+    axis = whole(axis, f"{rule.strategy}: axis is an integer", ShardingError)
+    if not -len(shape) <= axis < len(shape) or any(len(s) != len(shape) for s in held):
+        found = ", ".join(str(list(s)) for s in dict.fromkeys((shape, *held)))
+        raise ShardingError(
+            f"{rule.strategy} cuts axis {axis}, and the files hold parts of the shapes {found}"
+        )
+    axis %= len(shape)
     total = sum(s[axis] for s in held)
     if rule.strategy in ("grouped_qkv", "heads"):
         if sizes.num_heads is None:
             raise ShardingError(
                 "cuts between heads need their number: pass --heads and --kv-heads, or a config.json"
             )
+        arguments = dict(rule.arguments)
         heads, kv = sizes.num_heads, sizes.num_kv_heads or sizes.num_heads
         section = arguments.get("section", "q" if rule.strategy == "heads" else "qkv")
+        few_kv = arguments.get("few_kv", "replicate")
+        strategy = ShardingStrategy.grouped_qkv(count, heads, kv, 1, few_kv=few_kv, section=section)
         all_heads = {"q": heads, "kv": kv, "qkv": heads + 2 * kv}[section]
-        # Key-value heads may be on several ranks: count them there.
-        cut = ShardingStrategy.grouped_qkv(count, heads, kv, 1, section=section).layout((all_heads,))
+        cut = strategy.layout((all_heads,))  # key-value heads may be on several ranks: count them there
         total = all_heads * (total // max(1, sum(cut.local_elems(r) for r in range(count))))
     return (*shape[:axis], total, *shape[axis + 1 :])

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 
-from lowshard.argument import items
+from lowshard.argument import brief, items, whole
 from lowshard.argument import path as check_path
+from lowshard.checkpoint.commit import together
 from lowshard.checkpoint.header import FilePath
 from lowshard.comm import Communicator, loopback
+from lowshard.comm.agreement import control_of
 from lowshard.errors import CheckpointError
 from lowshard.weights.checkpoint_convert import ConvertReport, Settings, convert
 
@@ -40,14 +42,20 @@ def apply_deltas(
     if comm is None:
         with loopback(1)[0] as alone:
             return apply_deltas(base, deltas, path, alone, memory_bytes=memory_bytes)
-    rule = "deltas are a sequence of paths, at least one"
-    given = tuple(
-        os.fspath(check_path(d, rule, CheckpointError)) for d in items(deltas, rule, CheckpointError)
-    )
-    if not given:
-        raise CheckpointError(f"{rule}, got none")
-    source, target = (
-        os.fspath(check_path(p, "a checkpoint is the path of a file or a folder", CheckpointError))
-        for p in (base, path)
-    )
-    return convert(Settings(source, target, None, "", memory_bytes=memory_bytes, deltas=given), comm)
+    control_of(comm)
+
+    def prepare() -> Settings:
+        rule = "deltas are a sequence of paths, at least one"
+        given = tuple(
+            os.fspath(check_path(d, rule, CheckpointError)) for d in items(deltas, rule, CheckpointError)
+        )
+        if not given:
+            raise CheckpointError(f"{rule}, got none")
+        source, target = (
+            os.fspath(check_path(p, "a checkpoint is the path of a file or a folder", CheckpointError))
+            for p in (base, path)
+        )
+        number = whole(memory_bytes, "memory_bytes is a number of bytes", CheckpointError)
+        return Settings(source, target, None, "", memory_bytes=number, deltas=given)
+
+    return convert(together(comm, brief(path), prepare, "apply_deltas"), comm)

@@ -11,20 +11,21 @@ import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from lowshard import dtypes
-from lowshard.argument import brief
+from lowshard.argument import brief, in_words
 from lowshard.box import Box, full_box, intersect, relative_slices, shape_of, single_run, volume
 from lowshard.checkpoint.bytesource import ByteSource
 from lowshard.checkpoint.catalog import Catalog, Files, StoredPart
 from lowshard.checkpoint.crc import Tally
 from lowshard.comm import Communicator, agree, share_text
 from lowshard.comm.agreement import control_of
+from lowshard.content_hash import text_digest
 from lowshard.errors import CheckpointError, CommError, LowshardError, PlanError
 from lowshard.kernels.buffer import address
 from lowshard.tiling import Tiling
@@ -66,7 +67,7 @@ def load(
 
     Args:
         files: the checkpoint, as for `Catalog.open`; the one the plan was made for.
-        plan: from `plan_load`, equal on every rank (its digest is compared first).
+        plan: from `plan_load`, equal on every rank, as `verify` is (their digest is compared first).
         comm: a communicator of host arrays with the plan's number of ranks; None for a plan of one rank.
         verify: False skips the checksums.
         mapped: True gives arrays that are one run of a file, and that this rank alone reads, as private memory maps: no
@@ -84,16 +85,17 @@ def load(
         CheckpointError: a file is missing, damaged, or other than when the plan was made; the text names file and
             tensor.
         PlanError: another number of ranks.
-        MismatchError: ranks hold different plans.
+        MismatchError: ranks hold different plans, or `verify` differs.
     """
     if comm is not None:
         control_of(comm)
     rank, size = (0, 1) if comm is None else (comm.rank, comm.size)
     error = _argument_error(plan, size, verify, mapped, progress, reports)
-    digest = b"" if error is not None else plan.digest_bytes
+    digest = b"" if error is not None else text_digest(f"{plan.digest()} {verify}")
+    said = None if error is not None else partial(_in_words, plan, verify)
     source: ByteSource | None = None
     try:
-        with _Together(comm, digest):
+        with _Together(comm, digest, said):
             if error is not None:
                 raise error
             way = Itinerary.of(plan, _same_catalog(files, plan), rank)
@@ -144,8 +146,10 @@ def nodes_of(comm: Communicator) -> list[int]:
 class _Together:
     """A block of local work after which all ranks agree: if one failed, all raise its error."""
 
-    def __init__(self, comm: Communicator | None, digest: bytes = b"") -> None:
-        self._comm, self._digest = comm, digest
+    def __init__(
+        self, comm: Communicator | None, digest: bytes = b"", said: Callable[[], str] | None = None
+    ) -> None:
+        self._comm, self._digest, self._said = comm, digest, said
 
     def __enter__(self) -> None:
         return None
@@ -161,7 +165,7 @@ class _Together:
             if found is not None and found is not error:
                 raise found
             return
-        agree(self._comm, self._digest, found, "load")  # raises if any rank has an error
+        agree(self._comm, self._digest, found, "load", self._said)  # raises if any rank has an error
 
 
 _KEPT: dict[int, object] = {}
@@ -373,6 +377,13 @@ def _argument_error(
     if plan.num_ranks != size:
         return PlanError(f"the plan is for {plan.num_ranks} ranks, the communicator has {size}")
     return None
+
+
+def _in_words(plan: LoadPlan, verify: bool) -> str:
+    return (
+        f"verify {verify}, {plan.strategy} over nodes {brief(plan.nodes)} of a checkpoint {plan.source[:8]}, "
+        f"{in_words(plan.by_name)}"
+    )
 
 
 def _same_catalog(files: Files | Catalog, plan: LoadPlan) -> Catalog:

@@ -212,7 +212,7 @@ def plan_load(
         tilings: what each rank is to hold, by name; names that are not here are not read.
         num_ranks: ranks that take part; by default as many as the tilings speak of.
         strategy: "own-slice", "node-leader" or "root-scatter".
-        nodes: the node of each rank; by default all are on one (`comm.nodes` of a communicator, say).
+        nodes: the node of each rank; by default all are on one (`nodes_of(comm)` tells).
 
     Raises:
         CheckpointError: the checkpoint is damaged, lacks a tensor, or has it in another shape or dtype.

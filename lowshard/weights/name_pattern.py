@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from lowshard.document import MAX_FILE_BYTES, Where, parse_document, plain_data
 from lowshard.errors import CheckpointError, ShardingError
 from lowshard.nearest import nearest
 from lowshard.reading import parse_json, read_text, reader
-from lowshard.weights.head import Segment
+from lowshard.weights.head import GroupedQKV, Segment
 from lowshard.weights.module_weights import resolve_module
 from lowshard.weights.scale_cut import scales_strategy, weights_of_scales, why_none
 from lowshard.weights.sharding_strategy import ShardingStrategy
@@ -100,7 +101,7 @@ class NameRule:
         if depth:
             raise ShardingError(f"pattern {self.pattern!r}: a '{{' is not closed")
         # `{model.,}`: an alternative may be empty
-        return re.compile(out)
+        return re.compile(out, re.DOTALL)
 
     def matches(self, name: str) -> bool:
         """Return whether the pattern is the whole name."""
@@ -191,8 +192,8 @@ class NamePatterns:
             sizes: of the model, where the file needs them.
 
         Raises:
-            ShardingError: names without a rule or with several (all are told), sizes that are missing, or a
-                shape that does not fit its rule.
+            ShardingError: names without a rule or with several (all are told), sizes that are missing, a shape
+                that does not fit its rule, or heads of keys of another size than those of queries.
         """
         rule = "shapes is a mapping of names to shapes"
         shapes = {
@@ -220,6 +221,7 @@ class NamePatterns:
             except (IndexError, TypeError, ShardingError) as error:
                 raise ShardingError(f"{self.where}: {name} {shapes[name]}: {error}") from error
         made = resolve_module({name: (shapes[name], None) for name in made}, made)
+        _compare_heads(self.where, made, shapes)
         for name, weight in scales.items():
             made[name] = scales_strategy(made[weight], shapes[weight], shapes[name])
         return {name: made[name] for name in shapes}
@@ -238,6 +240,13 @@ def _read_rule(pattern: str, strategy: str | Mapping[str, Mapping[str, Any] | No
             f"value}}}}, got {brief(strategy)}{nearest(next(iter(chosen), None), _MAKERS)}"
         )
     ((name, arguments),) = chosen.items()
+    takes = [p for p in signature(_MAKERS[name]).parameters.values() if p.name not in ("k", "shape", "sizes")]
+    needs, given = {p.name for p in takes if p.default is p.empty}, set(arguments or {})
+    if not needs <= given <= {p.name for p in takes}:
+        names = ", ".join(f"{p.name}{'' if p.name in needs else ' (may be left out)'}" for p in takes)
+        raise ShardingError(
+            f"{brief(pattern)}: {name} takes {names or 'no arguments'}, got {brief(dict(arguments or {}))}"
+        )
     rule = NameRule(pattern, name, tuple((arguments or {}).items()))
     _ = rule.expression  # which says what is wrong with the pattern
     return rule
@@ -259,6 +268,21 @@ def _heads(sizes: Sizes, extent: int, section: str) -> tuple[int, int, int]:
     if extent % count:
         raise ShardingError(f"an axis of {extent} does not hold {count} heads of one size")
     return sizes.num_heads, kv, extent // count
+
+
+def _compare_heads(
+    where: str, made: Mapping[str, ShardingStrategy], shapes: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Raise ShardingError where a number of key-value heads is not the model's: it would cut within heads."""
+    rules = {name: s.shard for name, s in made.items() if isinstance(s.shard, GroupedQKV)}
+    queries = {rule.head_dim for rule in rules.values() if rule.section == "q"}
+    for name, rule in rules.items():
+        if rule.section == "kv" and queries and rule.head_dim not in queries:
+            raise ShardingError(
+                f"{where}: {name} {shapes[name]}: {rule.num_kv_heads} key-value heads would have {rule.head_dim} "
+                f"elements each, those of queries have {' or '.join(map(str, sorted(queries)))}: give the model's "
+                "num_kv_heads, on the command line --kv-heads"
+            )
 
 
 def _grouped(

@@ -35,20 +35,22 @@ class PatchedSource:
         deltas: in the order of their versions; those that the checkpoint has already are left out.
         most_bytes: memory for what is kept of the deltas of several tensors; of one tensor's, those of the whole chain
             are held, and may take ALONE times as much.
+        advance: called with the bytes of the base that were read to compare.
 
     Attributes:
         chain: the deltas that are applied, one standing on the other; known once it was checked.
         digests: of the tensors that result, where they are known.
-        checked_bytes: of the base that this rank has read to compare.
     """
 
-    def __init__(self, source: ByteSource, deltas: Sequence[Delta], most_bytes: int) -> None:
+    def __init__(
+        self, source: ByteSource, deltas: Sequence[Delta], most_bytes: int, advance: Callable[[int], None]
+    ) -> None:
         self._source, self._deltas, self._most_bytes = source, tuple(deltas), most_bytes
+        self._advance = advance
         self._kept: OrderedDict[str, tuple[Patch, ...]] = OrderedDict()
         self._kept_bytes = 0
         self.chain: tuple[Delta, ...] = ()
         self.digests: dict[str, str] = {}
-        self.checked_bytes = 0
 
     def check(self, comm: Communicator, together: Callable[[Callable[[], None]], None]) -> None:
         """Compare the base, every link and every tensor of the result with what the deltas say.
@@ -65,14 +67,13 @@ class PatchedSource:
         catalog = self._source.catalog
         base = catalog.digests
         mine: dict[str, str] = {}
-        own = [n for i, n in enumerate(catalog.tensors) if i % comm.size == comm.rank]
-        says_digests = any(delta.base_digest is not None for delta in self._deltas)
+        own = self._own(comm.rank, comm.size)
 
         def look_at_base() -> None:
             for name in own:
                 mine[name] = self._digest_of(name)
 
-        if base is None and says_digests:
+        if self._reads_base:
             together(look_at_base)
             base = self._shared(comm, mine)
 
@@ -100,6 +101,24 @@ class PatchedSource:
                 )
 
         together(compare_whole)
+
+    def most_checked_bytes(self, rank: int, size: int) -> int:
+        """Return how many bytes of the base a rank may read to compare."""
+        tensors = self._source.catalog.tensors
+        passes = {
+            name: self._reads_base + any(name in delta.tensors for delta in self._deltas)
+            for name in self._own(rank, size)
+        }
+        return sum(n * part.entry.size_bytes for name, n in passes.items() for part in tensors[name].parts)
+
+    def _own(self, rank: int, size: int) -> list[str]:
+        return list(self._source.catalog.tensors)[rank::size]
+
+    @property
+    def _reads_base(self) -> bool:
+        """Whether digests of the base are to be worked out: deltas say them, and it does not."""
+        says = any(delta.base_digest is not None for delta in self._deltas)
+        return says and self._source.catalog.digests is None
 
     def apply(self, name: str, box: Box, values: np.ndarray) -> None:
         """Turn a box of the base, in a contiguous array, into the same of the result."""
@@ -141,7 +160,7 @@ class PatchedSource:
         for box in boxes if prod(tensor.shape) else ():
             values = np.empty(shape_of(box), row.numpy)
             self._source.read(name, box, values)
-            self.checked_bytes += values.nbytes
+            self._advance(values.nbytes)
             yield box, values
 
     def _check_tensor(self, name: str, tensor: StoredTensor) -> str:

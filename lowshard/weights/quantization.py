@@ -124,8 +124,14 @@ class Quantization:
         return (*stored_shape[:-1], stored_shape[-1] // self.stored * self.values)
 
     def blocks(self, ndim: int) -> tuple[int | None, ...]:
-        """Return, for each axis of a weight, the values that share a scale; None: all of them do."""
+        """Return, for each axis of a weight, the values that share a scale; None: all of them do.
+
+        Raises:
+            ShardingError: a number of axes that no weight has, or that has no rows or blocks.
+        """
         ndim = whole(ndim, f"a weight has 0 to {MOST_DIMS} axes", ShardingError, 0, MOST_DIMS)
+        if self.granularity in ("row", "block") and not ndim:
+            raise ShardingError(f"{self.name}: a weight of 0 axes has no {self.granularity}s")
         if self.granularity == "row":
             return (*[1] * (ndim - 1), None)
         if self.granularity == "block":

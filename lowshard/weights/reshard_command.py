@@ -17,10 +17,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from lowshard.argument import brief, one_line
+from lowshard.argument import brief, one_line, printable
 from lowshard.argument import path as check_path
 from lowshard.checkpoint.commit import missing_folders, remove_leftovers
-from lowshard.errors import CheckpointError, LaunchError
+from lowshard.errors import CheckpointError, LaunchError, VerificationError
 from lowshard.settings import environment
 from lowshard.weights.checkpoint_convert import ConvertPlan, ConvertReport, Settings, convert
 
@@ -52,7 +52,7 @@ examples:
 Strategies: llama, qwen, moe (Mixtral, DeepSeek), bert, or a YAML file of your own. Rules: a ready-made name or a
 path, as of `lowshard rules`.
 Exit codes: 0 done, 1 the input or a delta is damaged, a delta stands on another version, or the output cannot be
-written, 2 wrong usage, or nothing at IN or DELTA.
+written, 2 wrong usage, or nothing at IN, BASE, NEXT or DELTA.
 """
 _MOST_SIZE_BYTES = (1 << 63) - 1
 _OF_DELTA = {"version": "--version", "encoding": "--encoding", "compression": "--compression"}
@@ -64,6 +64,10 @@ _NOT_OF_DELTA = {
     "no_verify": "--no-verify", "dry_run": "--dry-run", "timeout": "--timeout",
 }  # fmt: skip
 """Options that --delta does not read."""
+_OF_SIMULATE = {"profile": "--profile", "node_size": "--node-size"}
+"""Options that --simulate alone reads, beside --json."""
+_NOT_OF_SIMULATE = {"target": "OUT", "out": "-o", "delta": "--delta"} | _OF_DELTA | _NOT_OF_DELTA
+"""Options that --simulate does not read."""
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -85,7 +89,8 @@ def add_reshard_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentP
         "--from",
         dest="was",
         metavar="GRID",
-        help="how IN is cut; needed for files of ranks without an index only",
+        help="how IN is cut; needed for files of ranks without an index only, which are taken in the order of the "
+        "numbers in their names; what several of them hold is compared",
     )
     parser.add_argument("--strategies", metavar="FILE", help="cuts by name patterns: llama.yaml, or your own")
     parser.add_argument(
@@ -140,7 +145,10 @@ def add_reshard_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentP
     parser.add_argument(
         "--kv-heads", type=int, metavar="H", help="key-value heads (default: as many as query heads)"
     )
-    parser.add_argument("--no-verify", action="store_true", help="do not read the output again")
+    parser.add_argument(
+        "--no-verify", action="store_true",
+        help="do not read the output again, nor compare what several files of ranks hold",
+    )  # fmt: skip
     parser.add_argument(
         "--dry-run", action="store_true", help="show what would be written, and write nothing"
     )
@@ -199,37 +207,27 @@ def run(args: argparse.Namespace, default: Callable[[str], Any]) -> int:
     from lowshard.launch.environment import find_rank
 
     if args.simulate:
+        _check_beside(args, _NOT_OF_SIMULATE, "--simulate reads a plan, and nothing of a checkpoint", default)
         from lowshard.bench.bench_simulate import run_simulate
 
         args.plan = args.source
         return run_simulate(args)
+    _check_beside(args, _OF_SIMULATE, "with --simulate alone an option says what a plan runs on", default)
     _check_paths((args.source, args.target, args.out, *args.apply))
     if args.delta:
         _check_beside(args, _NOT_OF_DELTA, "--delta writes a delta, and does not read other options", default)
         return _write_delta(args)
     _check_beside(args, _OF_DELTA, "with --delta alone an option says how a delta is written", default)
-    if args.out is not None:
-        if args.target is not None:
-            raise LaunchError(f"OUT is given once, got {args.target} and -o {args.out}")
-        args.target = args.out
-    if args.target is None or (args.to is None and not args.merged and not args.apply):
-        raise LaunchError(
-            "lowshard reshard takes IN, OUT and --to (such as --to tp=4), --apply or --merged; one is missing"
-        )
-    if args.merged and (args.to is not None or args.to_rules is not None):
-        raise LaunchError("--merged writes whole tensors, --to and --to-rules cut them: give one of them")
-    settings = Settings(
-        source=args.source, target=args.target, strategies=args.strategies, to=args.to or "", was=args.was,
-        mxfp8=args.mxfp8, memory_bytes=parse_size(args.memory), num_heads=args.heads, num_kv_heads=args.kv_heads,
-        verify=not args.no_verify, to_rules=args.to_rules, from_rules=args.from_rules,
-        merged=args.merged, file_bytes=parse_size(args.file_size), deltas=tuple(args.apply),
-    )  # fmt: skip
-    if args.ranks < 1:
-        raise LaunchError(f"--ranks is at least 1, got {args.ranks}")
-    if args.dry_run:
-        return _show_plan(ConvertPlan.of(settings), args.json)
+    settings = _requested(args)
     launched = find_rank(environment())
+    if args.dry_run:
+        is_first = launched is None or launched.rank == 0
+        return _show_plan(ConvertPlan.of(settings), args.json) if is_first else 0
     if launched is not None and launched.size > 1:
+        if args.ranks not in (1, launched.size):
+            raise LaunchError(
+                f"your launcher has started {launched.size} ranks, -n says {args.ranks}: leave -n out"
+            )
         if args.timeout is not None:
             raise LaunchError(
                 "--timeout ends ranks that lowshard starts; your launcher has its own limit: leave it out"
@@ -240,12 +238,8 @@ def run(args: argparse.Namespace, default: Callable[[str], Any]) -> int:
     if args.ranks == 1 and args.timeout is None:
         from lowshard.comm import loopback
 
-        try:
-            with loopback(1)[0] as comm:
-                report = _converted(settings, comm)
-        except CheckpointError as error:  # the request was right: damaged input, a full disk
-            error.exit_code = 1
-            raise
+        with loopback(1)[0] as comm:
+            report = _converted(settings, comm)
         return _show(report, settings, args.json)
     with tempfile.TemporaryDirectory(prefix="lowshard-reshard-") as scratch:
         path, target = Path(scratch) / "report.json", Path(plan.place)
@@ -260,6 +254,38 @@ def run(args: argparse.Namespace, default: Callable[[str], Any]) -> int:
         return _show(ConvertReport(**json.loads(path.read_text())), settings, args.json)
 
 
+def _requested(args: argparse.Namespace) -> Settings:
+    """Return what the options say, or raise LaunchError where they do not go together."""
+    if args.out is not None and args.target is not None:
+        raise LaunchError(f"OUT is given once, got {args.target} and -o {args.out}")
+    target = args.target if args.out is None else args.out
+    if args.to_rules is not None and args.to is None and not args.merged:
+        raise LaunchError("--to-rules needs the sizes of its mesh axes: --to fsdp=4,expert=2")
+    if target is None or (args.to is None and not args.merged and not args.apply):
+        raise LaunchError(
+            "lowshard reshard takes IN, OUT and --to (such as --to tp=4), --apply or --merged; one is missing"
+        )
+    for option, grid in (("--to", args.to), ("--from", args.was)):
+        if grid is not None and not grid.strip():
+            raise LaunchError(f"{option} takes a grid, got an empty text (a variable that is not set?)")
+    if args.merged and (args.to is not None or args.to_rules is not None):
+        raise LaunchError("--merged writes whole tensors, --to and --to-rules cut them: give one of them")
+    cuts_out = args.to is not None and args.to_rules is None
+    has_cut_in = args.was is not None and args.from_rules is None
+    if args.strategies is not None and not (cuts_out or has_cut_in or args.merged):
+        raise LaunchError(
+            "--strategies says how --to cuts or how --from has cut, and here neither asks it: leave it out"
+        )
+    if args.ranks < 1:
+        raise LaunchError(f"--ranks is at least 1, got {args.ranks}")
+    return Settings(
+        source=args.source, target=target, strategies=args.strategies, to=args.to or "", was=args.was,
+        mxfp8=args.mxfp8, memory_bytes=parse_size(args.memory), num_heads=args.heads, num_kv_heads=args.kv_heads,
+        verify=not args.no_verify, to_rules=args.to_rules, from_rules=args.from_rules,
+        merged=args.merged, file_bytes=parse_size(args.file_size), deltas=tuple(args.apply),
+    )  # fmt: skip
+
+
 def _write_delta(args: argparse.Namespace) -> int:
     from lowshard.checkpoint.delta_writer import version_of, write_delta
 
@@ -272,7 +298,8 @@ def _write_delta(args: argparse.Namespace) -> int:
             compression=args.compression,
         )  # fmt: skip
     except CheckpointError as error:
-        error.exit_code = 1
+        if all(map(os.path.exists, (args.source, args.target))):
+            error.exit_code = 1  # the request was right
         raise
     if args.json:
         print(
@@ -324,8 +351,15 @@ def _converted(settings: Settings, comm: object) -> ConvertReport:
     assert isinstance(comm, Communicator)
     shown = Progress(comm.rank, command="reshard")
     source = Path(settings.source)
-    with shown.transfer(f"{source.name or source} to {_aim(settings)}", _bytes_to_handle(settings)) as update:
-        return convert(settings, comm, lambda done_bytes, _: update(done_bytes))
+    all_bytes = _bytes_to_handle(settings)
+    with shown.transfer(f"{source.name or source} to {_aim(settings)}", all_bytes) as update:
+        try:
+            # of rank 0's own part, as a share of what all ranks handle
+            return convert(settings, comm, lambda done, total: update(done * all_bytes // max(total, 1)))
+        except CheckpointError as error:
+            ConvertPlan.of(settings)  # raises what is wrong with the request
+            error.exit_code = 1  # it was right: damaged input, a full disk
+            raise
 
 
 def _aim(settings: Settings) -> str:
@@ -402,10 +436,16 @@ def _compared(report: ConvertReport, settings: Settings) -> list[str]:
 def main(arguments: list[str]) -> int:
     """Run a rank as `lowshard reshard` started it: settings in, report to a file."""
     settings_json, path = arguments
-    report = _as_a_rank(Settings.from_json(settings_json))
     from mpi4py import MPI
 
-    if MPI.COMM_WORLD.Get_rank() == 0:
+    is_first = MPI.COMM_WORLD.Get_rank() == 0
+    try:
+        report = _as_a_rank(Settings.from_json(settings_json))
+    except (CheckpointError, VerificationError) as error:  # the same on all ranks
+        if is_first:
+            print(f"lowshard: error: {printable(str(error))}", file=sys.stderr)
+        return error.exit_code
+    if is_first:
         Path(path).write_text(json.dumps(asdict(report)), encoding="utf-8")
     return 0
 

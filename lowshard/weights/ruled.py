@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 from pathlib import Path
 
+from lowshard.argument import brief
 from lowshard.checkpoint.header import read_header
 from lowshard.errors import CheckpointError, RulesError, ShardingError
 from lowshard.mesh import DeviceMesh
+from lowshard.placement import MOST_DIGITS
 from lowshard.rules import RuleSet, load_rules
 from lowshard.rules.checkpoint_rules import checkpoint_layouts
 from lowshard.tiling import Tiling
@@ -37,9 +40,11 @@ class RuledGrid:
         held: dict[str, int] = {}
         for token in filter(None, (t.strip() for t in sizes.split(","))):
             name, _, number = token.partition("=")
-            if not name or name in held or not number.isdecimal() or not 1 <= int(number) < 2**31:
+            is_size = number.isdecimal() and len(number) <= MOST_DIGITS and 1 <= int(number) < 2**31
+            if not name or name in held or not is_size:
                 raise RulesError(
-                    f"sizes of mesh axes read like 'fsdp=4,expert=2', each axis once and 1 or more; got {sizes!r}"
+                    "sizes of mesh axes read like 'fsdp=4,expert=2', each axis once and 1 or more; got "
+                    f"{brief(sizes)}"
                 )
             held[name] = int(number)
         bound, mesh = load_rules(rules).bind(prod(held.values()), held)
@@ -58,7 +63,8 @@ class RuledGrid:
         scales = weights_of_scales({name: shape for name, (_, shape) in shapes.items()})
         weights = {n: (shape, dtype) for n, (dtype, shape) in shapes.items() if n not in scales}
         layouts = checkpoint_layouts(self.rules, self.mesh, weights)
-        made = {name: (Tiling.from_layout(layout), str(layout)) for name, layout in layouts.items()}
+        cut = cache(Tiling.from_layout)  # layers are alike
+        made = {name: (cut(layout), str(layout)) for name, layout in layouts.items()}
         for name, weight in scales.items():
             dtype, shape = shapes[name]
             try:
@@ -89,7 +95,7 @@ class RuledGrid:
                 continue
             extents = []
             for dim, axes in enumerate(cuts[name].spec):
-                ranks = self._along(() if axes is None else (axes,) if isinstance(axes, str) else tuple(axes))
+                ranks = self.mesh.groups(() if axes is None else axes)[0]
                 held = [headers[r][name].shape for r in ranks if name in headers[r]]
                 if any(len(shape) != len(entry.shape) for shape in held):
                     raise CheckpointError(
@@ -98,12 +104,3 @@ class RuledGrid:
                 extents.append(sum(shape[dim] for shape in held))
             shapes[name] = (entry.dtype, tuple(extents))
         return {name: tiling for name, (tiling, _) in self.tilings(shapes).items()}
-
-    def _along(self, axes: Sequence[str]) -> list[int]:
-        """Return the ranks that differ in these mesh axes alone, the others at 0."""
-        places = [self.mesh.axis_names.index(axis) for axis in axes]
-        return [
-            rank
-            for rank in self.mesh.ranks
-            if not any(at for i, at in enumerate(self.mesh.coord(rank)) if i not in places)
-        ]

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lowshard.argument import as_shape, items, whole
+from lowshard.argument import as_shape, brief, items, whole, wholes
 from lowshard.box import Box, split_interval
 from lowshard.errors import LayoutError, ShardIndexError, ShardingError
 from lowshard.mesh import MOST_RANKS
@@ -241,7 +241,7 @@ class ShardingStrategy:
         Raises:
             ShardIndexError: the shape lacks the axis (an IndexError), or index is not below num_devices.
             ShardingError: the shape does not fit the rule (a ValueError), or the rule is a function without
-                pieces.
+                pieces, or one whose pieces are no boxes.
             MarkerError: tensor_parallel or expert_parallel (a NotImplementedError).
         """
         index = self._checked_index(index)
@@ -252,7 +252,8 @@ class ShardingStrategy:
                 f"the function {self.shard!r} does not say which boxes it takes: give it a method "
                 "pieces(shape, index, num_devices), or use a strategy that lowshard knows"
             )
-        return list(found(extents, index, self.num_devices))
+        boxes = found(extents, index, self.num_devices)
+        return list(boxes) if isinstance(self.shard, Rule) else _own_boxes(boxes, len(extents), self.shard)
 
     def __call__(self, weight: Any, index: int) -> Any:
         """Return the part of a weight (an array or a `Weight`) that device `index` holds; a copy if in pieces.
@@ -274,7 +275,14 @@ class ShardingStrategy:
             LowshardError: as `pieces`.
         """
         shape = as_shape(shape, _SHAPE, ShardingError)
-        pieces = [self.pieces(shape, index) for index in range(self.num_devices)]
+        return self.tiling_of([self.pieces(shape, index) for index in range(self.num_devices)], shape, dtype)
+
+    def tiling_of(self, pieces: Sequence[Sequence[Box]], shape: Sequence[int], dtype: object) -> Tiling:
+        """Return the tiling of each device's boxes of a weight.
+
+        Raises:
+            LayoutError: a box is not within the weight, or elements are on no device.
+        """
         for boxes in pieces:
             for box in boxes:
                 if any(stop > extent for (_, stop), extent in zip(box, shape, strict=True)):
@@ -309,3 +317,20 @@ class ShardingStrategy:
         if not 0 <= index < self.num_devices:
             raise ShardIndexError(f"{self}: index is 0 to {self.num_devices - 1}, got {index}")
         return index
+
+
+def _own_boxes(boxes: object, ndim: int, function: object) -> list[Box]:
+    """Return the boxes that a function of the user's own says, checked."""
+    rule = (
+        f"pieces of {brief(function)} returns one box or more, each an interval 0 <= start <= stop for each of "
+        f"{ndim} dims"
+    )
+    found: list[Box] = []
+    for box in items(boxes, rule, ShardingError):
+        intervals = [wholes(part, rule, ShardingError, 0) for part in items(box, rule, ShardingError)]
+        if len(intervals) != ndim or any(len(i) != 2 or i[0] > i[1] for i in intervals):
+            raise ShardingError(f"{rule}, got {brief(box)}")
+        found.append(tuple((start, stop) for start, stop in intervals))
+    if not found:
+        raise ShardingError(f"{rule}, got none")
+    return found

@@ -187,15 +187,8 @@ class Weight:
         return self.quantization.pieces(strategy, self.shape, index)
 
     def _tiling(self, strategy: ShardingStrategy) -> Tiling:
-        if self.quantization is None:
-            return strategy.layout(self.shape, self.dtype)
         pieces = [self._pieces(strategy, i) for i in range(strategy.num_devices)]
-        made = Tiling.from_pieces(self.shape, self.dtype, pieces, strategy.concat_axis)
-        if not made.is_cover:
-            raise ShardingError(
-                f"{self.name}: {strategy} leaves stored elements of {self.shape} on no device"
-            )
-        return made
+        return strategy.tiling_of(pieces, self.shape, self.dtype)
 
     def _part(self, strategy: ShardingStrategy, index: int, device: Any) -> Weight:
         part = Weight.__new__(Weight)

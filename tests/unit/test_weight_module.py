@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lowshard.errors import ShardingError
 from lowshard.solver.graph.graph_file import load_graph
 from lowshard.weights import NamePatterns, ShardingStrategy, Sizes, Weight, shard_module
 
@@ -255,6 +256,13 @@ def test_attention_of_each_model_stays_together() -> None:
             assert (spans["k"][0] // 64, (spans["k"][1] - 1) // 64) == (first // group, last // group)
 
 
+def test_a_number_of_key_value_heads_that_cuts_within_heads_is_refused() -> None:
+    file, shapes, sizes = MODELS["mistral"]
+    said = r"k_proj.weight \(16, 64\): 8 key-value heads would have 2 elements each, those of queries have 8: give"
+    with pytest.raises(ShardingError, match=said):
+        NamePatterns.load(file).strategies(shapes, 2, Sizes(sizes.num_heads))
+
+
 def test_names_without_a_rule_or_with_several_are_reported(tmp_path: Path) -> None:
     own = tmp_path / "own.yaml"
     own.write_text(
@@ -262,7 +270,7 @@ def test_names_without_a_rule_or_with_several_are_reported(tmp_path: Path) -> No
         "- {pattern: 'tail.**', strategy: {axiswise: {axis: -1}}}\n"
     )
     patterns = NamePatterns.load(own)
-    matching = patterns.match(["a.0.w", "a.2.w", "a.1.v", "b", "a.2.x.w", "tail.x.y"])
+    matching = patterns.match(["a.0.w", "a.2.w", "a.1.v", "b", "a.2.x.w", "tail.x.y", "tail.x\ny"])
     assert matching.unmatched == ("b", "a.2.x.w")
     assert matching.doubly == {"a.0.w": ("a.*.w", "a.{0,1}.{w,v}")}
     with pytest.raises(ValueError, match=r"b matches no pattern; .*a\.0\.w matches a\.\*\.w and"):
@@ -295,6 +303,9 @@ def test_a_shipped_name_is_taken_where_a_folder_has_it_too(
         ("[]", r"at \$: expected a file of name patterns"), ("rules: [", "is not YAML"),
         ("rules: [{pattern: a}]", r"at \$\.rules\[0\]\.strategy: expected text or an object, got nothing"),
         ("rules: [{pattern: a, strategy: sideways}]", "one of rowwise"),
+        ("rules: [{pattern: a, strategy: {rowwise: {axis: 1}}}]", r"'a': rowwise takes no arguments, got .'axis': 1"),
+        ("rules: [{pattern: a, strategy: axiswise}]", r"'a': axiswise takes axis, got \{\}"),
+        ("rules: [{pattern: a, strategy: {heads: {dim: 1}}}]", r"heads takes axis \(may be left out\), got .'dim'"),
     ],
 )  # fmt: skip
 def test_files_that_are_no_patterns(tmp_path: Path, text: str, said: str) -> None:

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support import mode
 
+from lowshard.errors import LayoutError, ShardingError
 from lowshard.kernels import MXFP8Tensor, dequantize_mxfp8, quantize_mxfp8
 from lowshard.weights import Quantization, Segment, ShardingStrategy, Weight, scale_strategy
 from lowshard.weights.cut_rules import ExpertRange, Owned
@@ -257,6 +258,9 @@ def test_companions_are_checked() -> None:
         Weight("w", array, scale=np.ones(4))
     with pytest.raises(ValueError, match="has scales of shape"):
         Weight("w", array, quantization=Q.mxfp8(), scale=np.ones((4, 3)))
+    for kind, block in (("row", None), ("block", (1, 4))):
+        with pytest.raises(ShardingError, match=f"a weight of 0 axes has no {kind}s"):
+            Weight("w", np.ones(()), quantization=Q.scaled(kind, block), scale=np.ones(()))
     with pytest.raises(ValueError, match="a bias has"):
         Weight("w", array, bias=np.ones(64))
     with pytest.raises(ValueError, match="a multiple of 20"):
@@ -332,6 +336,15 @@ def test_every_part_is_a_weight_that_the_library_accepts(kind: str) -> None:
             accepted += 1
     assert accepted > 100
     assert empty > 0 or kind == "replicate"
+
+
+def test_a_cut_past_the_end_of_a_weight_without_elements_is_refused() -> None:
+    for quantization in (None, Q.scaled("tensor"), Q.packed(4)):
+        weight = Weight(
+            "w", np.zeros((0, 4), np.uint8), S.head_aware_columnwise(2, 5, 6), quantization=quantization
+        )
+        with pytest.raises(LayoutError, match="5 heads of 6 are 30 columns"):
+            weight.shard()
 
 
 def test_an_empty_part_has_no_scales() -> None:

@@ -167,6 +167,21 @@ def test_a_function_of_the_users_own() -> None:
 
 
 @pytest.mark.parametrize(
+    "boxes", [None, [], [((0, 1),)], [((3, 1), (0, 4))], [((-1, 2), (0, 4))], [(0, 4)], [((0, 2), ("a", 4))]]
+)
+def test_pieces_of_a_function_that_are_no_boxes_are_told(boxes: object) -> None:
+    class Own:
+        def __call__(self, weight: object, index: int, num_devices: int) -> object:
+            return weight
+
+        def pieces(self, shape: tuple[int, ...], index: int, num_devices: int) -> object:
+            return boxes
+
+    with pytest.raises(ShardingError, match=r"pieces of .* returns one box or more, each an interval 0 <="):
+        S(2, Own()).layout((4, 4))
+
+
+@pytest.mark.parametrize(
     ("strategy", "shape", "error"),
     [
         (S.rowwise(2), (), IndexError), (S.columnwise(2), (4,), IndexError), (S.axiswise(2, 2), (4, 4), IndexError),

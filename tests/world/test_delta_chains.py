@@ -20,6 +20,7 @@ from support import mode
 from lowshard.checkpoint import Catalog, Delta, delta_writer, open_deltas, write_delta
 from lowshard.checkpoint.delta_file import chain_of
 from lowshard.checkpoint.hf_index import HF_INDEX
+from lowshard.comm import Communicator, run_loopback
 from lowshard.errors import CheckpointError
 from lowshard.tiling import Tiling
 from lowshard.weights import apply_deltas, load_sharded, patched_source, save
@@ -321,3 +322,16 @@ def test_names_that_are_none_are_told(tmp_path: Path) -> None:
         name: Any = []
         with pytest.raises(CheckpointError, match="a tensor's name is text"):
             call(name, "float32", (8,))
+
+
+def test_wrong_arguments_of_one_rank_are_told_on_all(tmp_path: Path) -> None:
+    base, delta = saved(tmp_path, [0.0]), foreign_file(tmp_path / "d.safetensors", 1, 2.0, 0)
+    right = {"base": base[0], "deltas": [delta], "path": tmp_path / "out", "memory_bytes": 2_000_000_000}
+    for wrong in ({"deltas": []}, {"deltas": [5]}, {"path": 5}, {"base": ""}, {"memory_bytes": "2GB"}):
+
+        def job(comm: Communicator, wrong: Any = wrong) -> None:
+            with pytest.raises(CheckpointError, match=r"apply_deltas: rank 1: .*, got"):
+                apply_deltas(**(right | wrong if comm.rank else right), comm=comm)  # type: ignore[arg-type]
+
+        run_loopback(2, job, 10)
+    assert not (tmp_path / "out").exists()

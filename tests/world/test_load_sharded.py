@@ -14,14 +14,14 @@ from safetensors.numpy import save_file
 from support.checkpoints import attention_and_more, local_of, on_ranks, same, save_over, values_of
 
 from lowshard import comm as lc
-from lowshard.checkpoint import Catalog
+from lowshard.checkpoint import Catalog, write_delta
 from lowshard.checkpoint.checkpoint_index import INDEX_NAME
 from lowshard.checkpoint.checkpoint_index import _digest as digest_of
 from lowshard.cli import main
 from lowshard.errors import CheckpointError, CommError, LowshardError, MismatchError
 from lowshard.kernels import quantize_mxfp8
 from lowshard.tiling import Tiling
-from lowshard.weights import ShardingStrategy, load_sharded, save, saved_tilings
+from lowshard.weights import ShardingStrategy, apply_deltas, load_sharded, save, saved_tilings
 from lowshard.weights.cut_rules import Owned
 
 S = ShardingStrategy
@@ -172,6 +172,12 @@ def test_indexes_of_version_1_are_read(tmp_path: Path) -> None:
     for rank, local in enumerate(found):
         assert all(same(a, local_of(values[n], local.tilings[n], rank)) for n, a in local.items())  # type: ignore[arg-type]
     assert found[0]["rows"].shape == (7, 6)
+    after = values_of(tilings, 1)
+    save(tmp_path / "next", {n: (Tiling.whole(v.shape, tilings[n].dtype), v) for n, v in after.items()})
+    write_delta(tmp_path / "c", tmp_path / "next", tmp_path / "weight_v000001")
+    assert apply_deltas(tmp_path / "c", [tmp_path / "weight_v000001"], tmp_path / "out").applied == 1
+    assert Catalog.open(tmp_path / "out").num_ranks == 2
+    assert all(same(a, after[n]) for n, a in load_sharded(tmp_path / "out").items())
 
 
 def broken(change: Callable[[dict[str, Any]], None], folder: Path) -> None:

@@ -121,6 +121,19 @@ def test_options_of_a_delta_are_refused_without_it(place: Path, run: Run) -> Non
     assert (Delta.open(place / "new").version, Delta.open(place / "new").encoding) == (3, "overwrite")
 
 
+def test_options_of_simulate_and_others_are_not_mixed(place: Path, run: Run) -> None:
+    for given in (("--profile", "p.json"), ("--node-size", "4")):
+        for mode in (
+            (place / "v0", place / "out", "--merged"),
+            ("--delta", place / "v0", place / "v1", "-o", "d"),
+        ):
+            assert f"with --simulate alone an option says what a plan runs on, got {given[0]}" in run(
+                *mode, *given, code=2
+            )
+    for words, named in ((("dense", "out"), "OUT"), (("dense", "-o", "out", "--to", "tp=2"), "-o, --to")):
+        assert f"nothing of a checkpoint, got {named}:" in run(*words, "--simulate", code=2)
+
+
 def test_a_text_that_is_empty_is_no_path(
     place: Path, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,6 +162,13 @@ def test_one_rank_has_a_limit_too(place: Path, run: Run, monkeypatch: pytest.Mon
     run(place / "v0", place / "out", "--merged")
     assert len(started) == 1
     monkeypatch.setattr(environment, "find_rank", lambda _: environment.LaunchedRank(0, 2, 0, "mpiexec"))
+    told = run(place / "v0", place / "out", "--merged", "-n", "3", code=2)
+    assert "has started 2 ranks, -n says 3: leave -n out" in told
+    for rank in (0, 1):
+        monkeypatch.setattr(
+            environment, "find_rank", lambda _, r=rank: environment.LaunchedRank(r, 2, r, "mpiexec")
+        )
+        assert bool(run(place / "v0", place / "out", "--merged", "--dry-run")) == (rank == 0)
     assert "your launcher has its own limit" in run(
         place / "v0", place / "out", "--merged", "--timeout", "9", code=2
     )
@@ -232,10 +252,14 @@ def test_what_is_damaged_is_exit_code_1_and_what_is_not_there_2(place: Path, run
         run(place / "v0", "--apply", place / "gone", "-o", place / "out", *rest, code=2)
     with pytest.raises(CheckpointError):
         apply_deltas(place / "v0", [place / "cut_d.safetensors"], place / "out")
+    (file,) = (place / "v1").glob("shard-*")
+    file.write_bytes(file.read_bytes()[:-1] + b"\x55")
+    assert "its data is damaged" in run(place / "v1", place / "out", "--merged", code=1)
     delta = ("--delta", place / "v0", place / "v1", "-o")
     run(*delta, place / "new", "--version", "-1", code=2)
     assert "its name says version 7" in run(*delta, place / "weight_v000007", "--version", "8", code=2)
-    run("--delta", place / "cut.safetensors", place / "v1", "-o", place / "new", code=1)
+    run("--delta", place / "cut.safetensors", place / "v0", "-o", place / "new", code=1)
+    run("--delta", place / "gone", place / "v1", "-o", place / "new", code=2)
     assert not (place / "new").exists()
 
 

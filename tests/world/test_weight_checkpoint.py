@@ -187,6 +187,11 @@ def test_wrong_arguments_raise_on_all_ranks_alike(tmp_path: Path) -> None:
     other = plan_load(tmp_path / "c", tilings, strategy="root-scatter")
     found = outcomes(2, lambda c: load(tmp_path / "c", plan if c.rank else other, c))
     assert [type(e) for e in found] == [MismatchError] * 2
+    assert "ranks [0] have verify True, root-scatter over nodes" in str(found[0])
+    assert "ranks [1] have verify True, own-slice over nodes" in str(found[1])
+    found = outcomes(2, lambda c: load(tmp_path / "c", plan, c, verify=bool(c.rank)))
+    assert [type(e) for e in found] == [MismatchError] * 2
+    assert "ranks [0] have verify False, own-slice" in str(found[0])
     found = outcomes(3, lambda c: load(tmp_path / "c", plan, c))
     assert [type(e) for e in found] == [PlanError] * 3
     found = outcomes(2, lambda c: load(tmp_path / ("c" if c.rank else "gone"), plan, c))

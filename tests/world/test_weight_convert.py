@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -19,14 +21,14 @@ from support import mode
 from support.checkpoints import local_of, on_ranks, same
 
 from lowshard import DeviceMesh, Layout
-from lowshard.checkpoint import Catalog
+from lowshard.checkpoint import Catalog, write_delta
 from lowshard.cli import main
-from lowshard.errors import CheckpointError, RulesError, ShardingError, VerificationError
+from lowshard.errors import CheckpointError, MismatchError, RulesError, ShardingError, VerificationError
 from lowshard.kernels import quantize_mxfp8
 from lowshard.reshard import TensorLayout, build_reshard_plan
 from lowshard.tiling import Tiling
 from lowshard.weights import NamePatterns, Sizes, load, plan_load
-from lowshard.weights.checkpoint_convert import Settings, convert
+from lowshard.weights.checkpoint_convert import ConvertPlan, Settings, convert
 from lowshard.weights.checkpoint_grid import Grid
 from lowshard.weights.reshard_command import parse_size
 from lowshard.weights.ruled import RuledGrid
@@ -132,6 +134,8 @@ def test_files_of_ranks_without_an_index(plain: Path, tmp_path: Path, was: str) 
     )
     assert run(*arguments, "--kv-heads", KV) == 0
     assert equal(tmp_path / "out", values)
+    with pytest.raises(CheckpointError, match=r"what ranks hold, one file each: .* lowshard reshard --from"):
+        convert_alone(Settings(str(ranks), str(tmp_path / "x"), "llama", "tp=1", num_heads=HEADS))
     with pytest.raises(CheckpointError, match=r"means 5 files"):
         convert_alone(Settings(str(ranks), str(tmp_path / "x"), "llama", "tp=1", "tp=5", num_heads=HEADS))
     with pytest.raises(CheckpointError, match=r"another strategy|do not hold|does not hold"):
@@ -139,6 +143,114 @@ def test_files_of_ranks_without_an_index(plain: Path, tmp_path: Path, was: str) 
                                ",".join(reversed(was.split(","))) if "," in was else f"dp={was[3:]}",
                                num_heads=HEADS, num_kv_heads=KV))  # fmt: skip
     assert not (tmp_path / "x" / "lowshard.index.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("rule", "name", "was", "heads"),
+    [
+        ("{axiswise: {axis: -1}}", "w", "dp=2,tp=3", 1),
+        ("rowwise", "w", "tp=11", 1),  # the file of rank 10 comes behind that of rank 9
+        ("{heads: {axis: -1}}", "w", "tp=3", 12),
+        ("{grouped_qkv: {section: kv, axis: 1, few_kv: empty}}", "w", "tp=5", 3),
+        ("tensor_parallel", "mlp.down_proj.weight", "tp=3", 1),
+        ("expert_parallel", "experts.up_proj", "ep=4,tp=2", 1),
+    ],
+)
+def test_what_files_of_ranks_add_up_to(tmp_path: Path, rule: str, name: str, was: str, heads: int) -> None:
+    values = {name: np.arange(11 * 12, dtype=np.float32).reshape(11, 12)}
+    (tmp_path / "s.yaml").write_text(f"rules: [{{pattern: '**', strategy: {rule}}}]")
+    grid, patterns = Grid.parse(was), NamePatterns.load(tmp_path / "s.yaml")
+    tiling = grid.tilings({name: ("float32", (11, 12))}, patterns, Sizes(heads, heads))[name][0]
+    assert tiling.local_shape(0) != (11, 12)
+    (tmp_path / "ranks").mkdir()
+    for rank in range(grid.num_ranks):
+        mine = local_of(values[name], tiling, rank)
+        save_file({} if mine is None else {name: mine}, tmp_path / "ranks" / f"rank-{rank}.safetensors")
+    assert run(tmp_path / "ranks", tmp_path / "m.safetensors", "--merged", "--from", was, "--strategies",
+               tmp_path / "s.yaml", "--heads", heads) == 0  # fmt: skip
+    assert equal(tmp_path / "m.safetensors", values)
+
+
+def test_deltas_leave_files_of_ranks_cut_as_they_were(plain: Path, tmp_path: Path) -> None:
+    grid, values = Grid.parse("dp=2,tp=2"), model()
+    made = grid.tilings(
+        {n: ("float32", v.shape) for n, v in values.items()}, NamePatterns.load("llama"), Sizes(HEADS, KV)
+    )
+    (tmp_path / "ranks").mkdir()
+    for rank in range(4):
+        mine = {n: local_of(values[n], tiling, rank) for n, (tiling, _) in made.items()}
+        save_file(
+            {n: a for n, a in mine.items() if a is not None}, tmp_path / "ranks" / f"r{rank}.safetensors"
+        )
+    after = {n: v + 1 for n, v in values.items()}
+    save_file(after, tmp_path / "next.safetensors")
+    write_delta(plain, tmp_path / "next.safetensors", tmp_path / "weight_v000001")
+    assert run(tmp_path / "ranks", tmp_path / "out", "--from", grid, "--strategies", "llama", "--heads", HEADS,
+               "--kv-heads", KV, "--apply", tmp_path / "weight_v000001") == 0  # fmt: skip
+    assert equal(tmp_path / "out", after)
+    assert {n: t.tiling for n, t in Catalog.open(tmp_path / "out").tensors.items()} == {
+        n: t for n, (t, _) in made.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("was", "changed", "told"),
+    [
+        ("dp=2,tp=2", None, ""),
+        (
+            "dp=2,tp=2",
+            (3, "w"),
+            r"rank-3\.safetensors: tensor 'w': \[3:6, 0:2\] is not what .*rank-1\.safetensors has",
+        ),
+        (
+            "dp=2,tp=2",
+            (2, "s"),
+            r"rank-2\.safetensors: tensor 's': \[0:5\] is not what .*rank-0\.safetensors has",
+        ),
+        (
+            "tp=2,dp=2",
+            None,
+            r"rank-1\.safetensors: tensor 'w': \[0:3, 0:2\] is not what .*rank-0\.safetensors has",
+        ),
+    ],
+)
+def test_what_several_files_of_ranks_hold_is_compared(
+    tmp_path: Path, capsys: Any, was: str, changed: tuple[int, str] | None, told: str
+) -> None:
+    (tmp_path / "s.yaml").write_text(
+        "rules: [{pattern: w, strategy: rowwise}, {pattern: s, strategy: replicate}]"
+    )
+    (tmp_path / "ranks").mkdir()
+    for rank in range(4):  # as dp=2,tp=2 has it
+        mine = {"w": np.full((3, 2), rank % 2, np.float32), "s": np.ones(5, np.float32)}
+        mine = {name: array + ((rank, name) == changed) for name, array in mine.items()}
+        save_file(mine, tmp_path / "ranks" / f"rank-{rank}.safetensors")
+    command = (
+        tmp_path / "ranks",
+        tmp_path / "out",
+        "--to",
+        "tp=1",
+        "--from",
+        was,
+        "--strategies",
+        tmp_path / "s.yaml",
+    )
+    assert run(*command) == bool(told)
+    assert re.search(told, capsys.readouterr().err)
+    assert (tmp_path / "out").exists() != bool(told)
+    assert run(*command, "--no-verify") == 0
+
+
+def test_files_of_ranks_with_another_number_of_dims_are_told(tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "s.yaml").write_text("rules: [{pattern: '**', strategy: columnwise}]")
+    for rank, shape in enumerate([(2, 3), (6,)]):
+        save_file({"w": np.zeros(shape, np.float32)}, tmp_path / f"rank-{rank}.safetensors")
+    arguments = ("--merged", "--from", "tp=2", "--strategies", tmp_path / "s.yaml")
+    assert run(tmp_path, tmp_path / "out" / "m.safetensors", *arguments) == 2
+    assert (
+        "columnwise cuts axis 1, and the files hold parts of the shapes [2, 3], [6]"
+        in capsys.readouterr().err
+    )
 
 
 def ruled_ranks(folder: Path, rules: str, sizes: str) -> Path:
@@ -264,6 +376,15 @@ def test_experts_over_an_axis_of_their_own(tmp_path: Path) -> None:
     assert owners == [{4 * 4 // 5}] * 3
 
 
+def test_layers_that_are_alike_are_planned_once(tmp_path: Path) -> None:
+    (tmp_path / "s.yaml").write_text("rules: [{pattern: '**', strategy: rowwise}]")
+    shapes: dict[str, tuple[str, tuple[int, ...]]] = {f"w{i}": ("float32", (64, 2)) for i in range(100)}
+    made = Grid.parse("tp=64").tilings(shapes, NamePatterns.load(tmp_path / "s.yaml"), Sizes())
+    assert len({id(tiling) for tiling, _ in made.values()}) == 1
+    ruled = RuledGrid.parse("pure-fsdp", "fsdp=64").tilings(shapes)
+    assert len({id(tiling) for tiling, _ in ruled.values()}) == 1
+
+
 @pytest.mark.full_only
 def test_the_memory_of_a_process_is_bounded(tmp_path: Path) -> None:
     """A checkpoint of 420 MB through a process that may hold 300 MB."""
@@ -339,6 +460,16 @@ def test_wrong_requests_are_told_before_anything_is_written(plain: Path, tmp_pat
     for arguments, said in (
         (("--to", "tp=0", "--strategies", "llama"), "reads like 'tp=2,dp=2'"),
         (("--to", "xp=2", "--strategies", "llama"), "axes tp, ep, dp"),
+        (("--to", "tp=" + "9" * 5000, "--strategies", "llama"), "reads like 'tp=2,dp=2'"),
+        (("--to", "fsdp=" + "9" * 5000, "--to-rules", "pure-fsdp"), "read like 'fsdp=4,expert=2'"),
+        (("--to", " ", "--strategies", "llama"), "--to takes a grid"),
+        (("--to", "tp=2", "--from", "", "--strategies", "llama"), "--from takes a grid"),
+        (("--to", "tp=2", "--from", "tp=3", "--strategies", "llama"), "--from tp=3 means 3 files"),
+        (("--strategies", "llama", "--to-rules", "pure-fsdp", "--to", "fsdp=2"), "--strategies says how --to cuts"),
+        (("--strategies", "llama", "--apply", "d"), "--strategies says how --to cuts"),
+        (("--to-rules", "pure-fsdp"), "--to-rules needs the sizes of its mesh axes"),
+        (("--to-rules", "pure-fsdp", "--apply", "d"), "--to-rules needs the sizes of its mesh axes"),
+        (("--to", "tp=2", "--strategies", "llama", "--kv-heads", "3"), "--kv-heads goes with --heads"),
         (("--to", "tp=2", "--strategies", "bert"), "matches no pattern"),
         (("--to", "tp=2", "--strategies", "none.yaml"), "shipped are"),
         (("--to", "tp=2", "--strategies", "llama", "--memory", "10MB"), "at least 256MB"),
@@ -348,6 +479,9 @@ def test_wrong_requests_are_told_before_anything_is_written(plain: Path, tmp_pat
     ):  # fmt: skip
         assert run(plain, out, *arguments) == 2
         assert said in capsys.readouterr().err
+    file = plain / "model.safetensors"
+    assert run(file, out, "--to", "tp=2", "--from", "tp=3", "--strategies", "llama") == 2
+    assert "holds whole tensors, --from tp=3 has 3 ranks: leave it out" in capsys.readouterr().err
     assert run(tmp_path / "gone", out, "--to", "tp=2", "--strategies", "llama") == 2
     assert run(plain, plain, "--to", "tp=2", "--strategies", "llama") == 2
     assert "another folder" in capsys.readouterr().err
@@ -356,6 +490,49 @@ def test_wrong_requests_are_told_before_anything_is_written(plain: Path, tmp_pat
     assert json.loads(capsys.readouterr().out)["ranks"] == 2
     assert not out.exists()
     assert (parse_size("1.5GiB"), parse_size("500 mb"), parse_size("7")) == (3 * 2**29, 500_000_000, 7)
+
+
+def test_progress_counts_all_that_is_read(plain: Path, tmp_path: Path) -> None:
+    size = sum(value.nbytes for value in model().values())
+    save_file({n: v + 1 for n, v in model().items()}, tmp_path / "next.safetensors")
+    write_delta(plain, tmp_path / "next.safetensors", tmp_path / "weight_v000001")
+    cut = Settings(str(plain), str(tmp_path / "cut"), "llama", "tp=2")
+    for settings, passes in (
+        (cut, 2),
+        (
+            replace(cut, source=str(tmp_path / "cut"), target=str(tmp_path / "b"), verify=False),
+            2,
+        ),  # checksums
+        (
+            replace(cut, target=str(tmp_path / "c"), deltas=(str(tmp_path / "weight_v000001"),)),
+            4,
+        ),  # digests, changes
+    ):
+        told: list[tuple[int, int]] = []
+        on_ranks(1, lambda c, told=told, s=settings: convert(s, c, lambda *got: told.append(got)))
+        assert told == sorted(told)
+        assert told[-1] == (passes * size, passes * size)
+
+
+def test_ranks_that_have_other_requests_or_files_are_told(
+    plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = Settings(str(plain), str(tmp_path / "out"), "llama", "tp=2")
+    said = r"ranks \[0\] have source .*, to 'tp=2', a checkpoint .*; ranks \[1\] have .*, to 'tp=3', verify False,"
+    with pytest.raises(MismatchError, match=said):
+        on_ranks(2, lambda c: convert(replace(asked, to="tp=3", verify=False) if c.rank else asked, c))
+    lock, real = threading.Lock(), ConvertPlan.of
+
+    def of(settings: Settings) -> ConvertPlan:  # another host has another file at the same path
+        with lock:
+            plan = real(settings)
+            save_file(dict(list(model().items())[:3]), plain / "model.safetensors")
+            return plan
+
+    monkeypatch.setattr(ConvertPlan, "of", of)
+    with pytest.raises(MismatchError, match=r"ranks .* have source .*, a checkpoint"):
+        on_ranks(2, lambda c: convert(asked, c))
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_file_that_the_disk_gave_back_otherwise_is_not_published(
@@ -376,6 +553,28 @@ def test_a_file_that_the_disk_gave_back_otherwise_is_not_published(
     with pytest.raises(VerificationError, match="is not what"):
         convert_alone(settings)
     assert {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()} == before
+
+
+@pytest.mark.mpi
+@pytest.mark.full_only
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_damage_of_the_input_is_told_in_one_line(plain: Path, tmp_path: Path, ranks: int) -> None:
+    convert_alone(Settings(str(plain), str(tmp_path / "cut"), "llama", "tp=2"))
+    damaged = min((tmp_path / "cut").glob("shard-*"))
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"\x55")
+    command = [
+        sys.executable,
+        "-m",
+        "lowshard",
+        "reshard",
+        str(tmp_path / "cut"),
+        str(tmp_path / "out"),
+        "--merged",
+    ]
+    ran = subprocess.run([*command, "-n", str(ranks)], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (ran.returncode, ran.stderr.count("its data is damaged")) == (1, 1), ran.stderr
+    assert "Traceback" not in ran.stderr
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.mpi
