@@ -16,9 +16,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from lowshard.bench.collective import count_of, size_of, target_of
-from lowshard.bench.page_argument import add_report_argument, require_page, write_report, write_result
+from lowshard.bench.page_argument import (
+    add_json_argument,
+    add_report_argument,
+    require_page,
+    write_report,
+    write_result,
+)
 from lowshard.errors import BufferMismatchError, LowshardError, VerificationError
+from lowshard.flag_value import count_of, size_of
 
 if TYPE_CHECKING:
     from lowshard.launch.fake_hosts import FakeHost
@@ -91,7 +97,7 @@ def add_publish_parser(benches: argparse._SubParsersAction[argparse.ArgumentPars
     parser.add_argument("--size", type=size_of, default="256M", metavar="SIZE",
                         help="bytes of a version (default 256M)")  # fmt: skip
     parser.add_argument("--rounds", type=count_of, default=15, metavar="N", help="rounds (default 15)")
-    parser.add_argument("--json", type=target_of, metavar="FILE", help="write JSON too; -: JSON and no table")
+    add_json_argument(parser)
     add_report_argument(parser)
     parser.add_argument(
         "--check", action="store_true",

@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lowshard.bench.bench_transition import ONE_AXIS, TWO_AXES, Transition, floor_of, mpi_way, transitions
-from lowshard.bench.collective import (
-    count_of,
-    seconds_of,
-    size_of,
-    target_of,
+from lowshard.bench.page_argument import (
+    add_json_argument,
+    add_report_argument,
+    require_page,
+    write_report,
+    write_result,
 )
-from lowshard.bench.page_argument import add_report_argument, require_page, write_report, write_result
 from lowshard.errors import BufferMismatchError, LowshardError
+from lowshard.flag_value import count_of, seconds_of, size_of
 
 if TYPE_CHECKING:
     from lowshard.bench.bench_seat import Seat
@@ -73,7 +74,7 @@ def add_redistribute_parser(benches: argparse._SubParsersAction[argparse.Argumen
     parser.add_argument("--peers", action="store_true", help="also DTensor and JAX, where they are installed")
     parser.add_argument("--peer-python", action="append", metavar="FILE", default=[],
                         help="a Python that has PyTorch or JAX installed (default: this one)")  # fmt: skip
-    parser.add_argument("--json", type=target_of, metavar="FILE", help="write JSON too; -: JSON and no table")
+    add_json_argument(parser)
     add_report_argument(parser)
     parser.add_argument("--check-limits", action="store_true",
                         help="exit code 1 if a figure is above its limit")  # fmt: skip

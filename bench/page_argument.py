@@ -9,31 +9,39 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lowshard.flag_value import folder_of, target_of
+
 if TYPE_CHECKING:
     from lowshard.report.page import Page
 
 
 def add_report_argument(parser: argparse._ActionsContainer) -> None:
     """Add `--report`."""
-    parser.add_argument("--report", type=Path, metavar="DIR",
+    parser.add_argument("--report", type=folder_of, metavar="DIR",
                         help="write a page for a browser, DIR/index.html, which needs no network")  # fmt: skip
+
+
+def add_json_argument(parser: argparse._ActionsContainer) -> None:
+    """Add `--json`."""
+    parser.add_argument("--json", type=target_of, metavar="FILE",
+                        help="write JSON to FILE beside the table; -: print it, and no table")  # fmt: skip
 
 
 def require_page(args: argparse.Namespace) -> None:
     """Raise where the page that `--report` asks for cannot be written; before anything is measured.
 
     Raises:
-        LowshardError: no folder can be made there, or jinja2 is missing.
+        DependencyError: jinja2 is missing.
     """
     if args.report is not None:
         from lowshard.report.page import require_report
 
-        require_report(args.report)
+        require_report()
 
 
-def write_result(args: argparse.Namespace, report: dict[str, Any], show: Callable[[], object]) -> None:
+def write_result(args: argparse.Namespace, report: Any, show: Callable[[], object]) -> None:
     """Show the table, and write the JSON that `--json` asks for; or print JSON alone, where that is "-"."""
-    text = json.dumps(report, indent=1) + "\n"
+    text = json.dumps(report, indent=1, allow_nan=False) + "\n"
     if args.json == "-":
         sys.stdout.write(text)
         return

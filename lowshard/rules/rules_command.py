@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lowshard.errors import RulesError
+from lowshard.flag_value import file_of, folder_of, target_of
 from lowshard.rules.command_arguments import (
     FILES,
     add_json_argument,
@@ -109,7 +111,12 @@ def add_rules_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentPar
     add_tensor_arguments(dump, activations="dump this activation file with the specs the rules give")
     dump.add_argument("--werror", action="store_true", help="in strict mode, warnings fail too")
     dump.add_argument(
-        "-o", "--out", required=True, metavar="FILE", help="where to write; - for standard output"
+        "-o",
+        "--out",
+        type=target_of,
+        required=True,
+        metavar="FILE",
+        help="where to write; - for standard output",
     )
 
     compare = add(
@@ -179,7 +186,9 @@ def add_rules_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentPar
     add_json_argument(memory)
 
     example = add("example", "write small files to try these commands on", _EXAMPLE, run_example)
-    example.add_argument("folder", metavar="DIR", nargs="?", default=".", help="where to (default: here)")
+    example.add_argument(
+        "folder", type=folder_of, metavar="DIR", nargs="?", default=".", help="where to (default: here)"
+    )
 
     show = add(
         "show",
@@ -202,7 +211,7 @@ def add_rules_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentPar
         metavar="N",
         help="rows and columns beyond which the middle is left out (default 24)",
     )
-    show.add_argument("--picture", metavar="FILE", help="draw it too, into a .png or .svg")
+    show.add_argument("--picture", type=file_of, metavar="FILE", help="draw it too, into a .png or .svg")
     add_json_argument(show)
 
 
@@ -319,9 +328,10 @@ def run_example(args: argparse.Namespace) -> int:
     """Write the example files and return the exit code."""
     from lowshard.rules.example_files import write_examples
 
-    for path in write_examples(Path(args.folder)):
+    for path in write_examples(args.folder):
         print(path)
-    print("Try: lowshard rules check --rules my.yml --devices 16 --logical logical_shardings.json")
+    rules, logical = (shlex.quote(str(args.folder / name)) for name in ("my.yml", "logical_shardings.json"))
+    print(f"Try: lowshard rules check --rules {rules} --devices 16 --logical {logical}")
     return 0
 
 
@@ -407,7 +417,4 @@ def _write(out: str, text: str) -> None:
     if out == "-":
         sys.stdout.write(text)
         return
-    try:
-        write_whole(Path(out), text.encode())
-    except OSError as error:
-        raise RulesError(f"{out}: cannot be written: {error}", path=out) from error
+    write_whole(Path(out), text.encode())

@@ -34,6 +34,7 @@ FLOORS: dict[str, str] = {
     "lowshard.nearest": "0",
     "lowshard.command_examples": "0",
     "lowshard.command_parser": "0",
+    "lowshard.flag_value": "0",
     "lowshard.settings": "0",
     "lowshard.streams": "0",
     "lowshard.gpu_stream": "0",
