@@ -58,9 +58,6 @@ ROUND_BYTES_PROMISED = 100_000_000
 """Bytes a round from which on the limits are promised."""
 
 
-_PIPED_WIDTH = 200
-
-
 @dataclass(frozen=True)
 class Size:
     """A number of elements or of bytes."""
@@ -317,11 +314,9 @@ def _show(report: BenchReport, target: str | None) -> None:
     if target == "-":
         sys.stdout.write(dump_json(report))
         return
-    from rich.console import Console
+    from lowshard.plain_console import make_console
 
-    terminal = Console(highlight=False)
-    # Into a pipe or a file the whole table goes, one line a row.
-    render_table(report, terminal if terminal.is_terminal else Console(highlight=False, width=_PIPED_WIDTH))
+    render_table(report, make_console())
     if target is not None:
         from lowshard.demo.demo_report import write_whole
 

@@ -270,8 +270,9 @@ def page_of(rows: Sequence[HostRow], about: Mapping[str, Any]) -> Page:
 
 
 def _show(rows: list[HostRow], about: dict[str, Any]) -> None:
-    from rich.console import Console
     from rich.table import Table
+
+    from lowshard.plain_console import make_console
 
     table = Table(title=f"{about['ranks']} ranks, {about['arrays']} arrays, microseconds of the host, median")
     for name in ("collective", "NCCL calls", "whole", "bare calls", "above", "limit"):
@@ -279,4 +280,4 @@ def _show(rows: list[HostRow], about: dict[str, Any]) -> None:
     for row in rows:
         figures = [f"{us:.1f}" for us in (row.whole_us, row.bare_us, row.above_us)]
         table.add_row(row.name, str(row.calls), *figures, f"{LIMITS_US.get(row.name, '')}")
-    Console(highlight=False).print(table)
+    make_console().print(table)

@@ -193,8 +193,9 @@ def _median_us(run: Callable[[], object], rounds: int) -> float:
 
 
 def _show(rows: Sequence[PickRow]) -> None:
-    from rich.console import Console
     from rich.table import Table
+
+    from lowshard.plain_console import make_console
 
     table = Table(title="pick(), microseconds, median")
     for name in ("op", "mesh", "operands"):
@@ -204,4 +205,4 @@ def _show(rows: Sequence[PickRow]) -> None:
     for row in rows:
         figures: list[Any] = [f"{us:.1f}" for us in (row.first_us, row.again_us, row.new_rows_us)]
         table.add_row(row.op, "x".join(map(str, row.mesh)), " ".join(row.placements), *figures)
-    Console(highlight=False).print(table)
+    make_console().print(table)

@@ -333,13 +333,13 @@ def page_of(rows: Sequence[Row], streams: int) -> Page:
 
 
 def _show(report: dict[str, Any]) -> None:
-    from rich.console import Console
     from rich.table import Table
 
-    terminal = Console(highlight=False)
-    console = terminal if terminal.is_terminal else Console(highlight=False, width=120)
+    from lowshard.plain_console import make_console
+
+    console = make_console()
     for name, value in report["facts"].items():
-        console.print(f"# {name}: {value}", markup=False, soft_wrap=True)
+        console.print(f"# {name}: {value}", soft_wrap=True)
     table = Table(
         title=f"between two hosts, {report['streams']} streams, median of {report['rounds']} rounds"
     )

@@ -242,13 +242,13 @@ def above_limits(report: dict[str, Any]) -> Sequence[str]:
 
 
 def _show(report: dict[str, Any]) -> None:
-    from rich.console import Console
     from rich.table import Table
 
-    terminal = Console(highlight=False)
-    console = terminal if terminal.is_terminal else Console(highlight=False, width=160)
+    from lowshard.plain_console import make_console
+
+    console = make_console()
     for name, value in report["facts"].items():
-        console.print(f"# {name}: {value}", markup=False, soft_wrap=True)
+        console.print(f"# {name}: {value}", soft_wrap=True)
     peers = {(p["peer"], p["transition"], p["bytes"]): p for p in report["peers"] if "ratio" in p}
     names = [n for n in ("dtensor", "jax") if any(key[0] == n for key in peers)]
     table = Table(title=f"times the floor, {report['ranks']} ranks, median of {report['rounds']} rounds")
@@ -266,7 +266,7 @@ def _show(report: dict[str, Any]) -> None:
     console.print(table)
     for peer in report["peers"]:
         if "missing" in peer:
-            console.print(f"# {peer['missing']}", markup=False, soft_wrap=True)
+            console.print(f"# {peer['missing']}", soft_wrap=True)
 
 
 def _ratio(found: dict[str, Any] | None) -> str:

@@ -136,6 +136,8 @@ def run_refit(args: argparse.Namespace) -> int:
     if args.model is not None:
         return _run_model(args, profile)
     ranks = job_size() or args.ranks or _RANKS
+    if ranks % max(1, ranks // 2):
+        raise LowshardError(f"rows go between all ranks and half of them: pass an even --ranks, got {ranks}")
     if not any(args.only in name for name in _names(ranks)):
         raise LowshardError(f"--only {args.only!r} is in no row's name: {'; '.join(_names(ranks))}")
     if args.check and ranks != _RANKS:

@@ -212,9 +212,8 @@ def _as_a_rank(args: argparse.Namespace, rank: int) -> int:
 
 def _show(report: DemoReport, args: argparse.Namespace) -> int:
     """Write the files, print the table or JSON, and return the exit code."""
-    from rich.console import Console
-
     from lowshard.demo.demo_report import render_table, write_json
+    from lowshard.plain_console import make_console
 
     args.out.mkdir(parents=True, exist_ok=True)
     write_json(report, args.out / "demo.json")
@@ -232,6 +231,6 @@ def _show(report: DemoReport, args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(report.to_json(), indent=2))
     else:
-        render_table(report, Console())
+        render_table(report, make_console(piped_width=80))
         print(f"written: {', '.join(written)}")
     return 0 if report.ok else VerificationError.exit_code

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from lowshard.errors import RulesError
 from lowshard.flag_value import file_of, folder_of, target_of
+from lowshard.plain_console import make_console
 from lowshard.rules.command_arguments import (
     FILES,
     add_json_argument,
@@ -218,7 +219,7 @@ def add_rules_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentPar
 def run_dump(args: argparse.Namespace) -> int:
     """Write a named (or activation) file and return the exit code."""
     from lowshard.rules.golden import activation_shardings, dump_text, named_shardings, read_dump
-    from lowshard.rules.rules_text import busy, make_console, print_warnings
+    from lowshard.rules.rules_text import busy, print_warnings
 
     rules = load(args)
     bound, mesh = bind(rules, args)
@@ -244,7 +245,7 @@ def run_compare(args: argparse.Namespace) -> int:
     """Print what differs and return 0 (nothing), 1 (something)."""
     from lowshard.rules.comparison import compare_dumps
     from lowshard.rules.golden import read_dump
-    from lowshard.rules.rules_text import make_console, print_comparison
+    from lowshard.rules.rules_text import print_comparison
 
     if (args.b is None) != (args.rules is not None):
         raise RulesError("compare takes A and B, or A with --rules and --devices")
@@ -270,7 +271,7 @@ def run_compare(args: argparse.Namespace) -> int:
 def run_explain(args: argparse.Namespace) -> int:
     """Print why tensors are cut as they are and return the exit code."""
     from lowshard.rules.logical_tensor import short_name
-    from lowshard.rules.rules_text import make_console, print_explanation
+    from lowshard.rules.rules_text import print_explanation
 
     rules = load(args)
     bound, mesh = bind(rules, args) if args.devices is not None else (rules, None)
@@ -304,7 +305,7 @@ def run_check(args: argparse.Namespace) -> int:
     from lowshard.rules.finding import CheckReport
     from lowshard.rules.golden import read_dump
     from lowshard.rules.loading import read_rules_file
-    from lowshard.rules.rules_text import busy, make_console, print_check
+    from lowshard.rules.rules_text import busy, print_check
 
     rules, report = read_rules_file(args.rules, mode=args.mode, base=args.base, merge=args.merge)
     if rules is not None:
@@ -339,7 +340,7 @@ def run_memory(args: argparse.Namespace) -> int:
     """Print bytes a device and return 0, or 1 beyond the budget."""
     from dataclasses import replace
 
-    from lowshard.rules.rules_text import busy, make_console, print_memory
+    from lowshard.rules.rules_text import busy, print_memory
 
     rules = load(args)
     if args.budget is not None:
@@ -366,7 +367,7 @@ def run_show(args: argparse.Namespace) -> int:
     from lowshard.layout import Layout
     from lowshard.rules.holding import find_holding
     from lowshard.rules.logical_tensor import short_name
-    from lowshard.rules.rules_text import make_console, print_holding
+    from lowshard.rules.rules_text import print_holding
 
     bound, mesh = bind(load(args), args)
     tensor = chosen_tensors(bound, args)[0]

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from lowshard.plain_console import make_console
 from lowshard.rules.comparison import Comparison
 from lowshard.rules.explanation import Explanation
 from lowshard.rules.finding import CheckReport, Finding
@@ -19,19 +20,6 @@ if TYPE_CHECKING:
 
 _STYLES = {"error": "bold red", "warning": "yellow", "note": "dim"}
 _MOST_GROUPS = 30
-_PIPED_WIDTH = 200
-
-
-def make_console(stderr: bool = False) -> Console:
-    """Return a console; into a pipe it writes lines of 200 characters, without colours.
-
-    It prints brackets and colons as they stand: names of tensors and paths of files may have them.
-    """
-    from rich.console import Console
-
-    stream = sys.stderr if stderr else sys.stdout
-    width = None if stream.isatty() else _PIPED_WIDTH
-    return Console(stderr=stderr, highlight=False, markup=False, emoji=False, width=width)
 
 
 @contextmanager

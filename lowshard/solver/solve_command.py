@@ -16,6 +16,7 @@ from lowshard.cost import ClusterProfile
 from lowshard.errors import LayoutError, MeshError, ShardingError, SolverError
 from lowshard.mesh import DeviceMesh
 from lowshard.placement import MOST_DIGITS
+from lowshard.plain_console import make_console
 from lowshard.solver.graph.bound_graph import BoundGraph
 from lowshard.solver.graph.graph_file import examples, load_graph
 from lowshard.solver.graph.graph_plan import HEADS, GraphPlan, folded, moved_bytes, rows, summary
@@ -146,9 +147,9 @@ def _solver(args: argparse.Namespace) -> GraphSolver:
 def _solve(solver: GraphSolver, bound: BoundGraph, mesh: DeviceMesh, rules: Any) -> GraphPlan:
     if not sys.stderr.isatty():
         return solver.solve(bound, mesh, rules=rules)
-    from rich.console import Console
+    from rich.text import Text
 
-    with Console(stderr=True).status(f"solving {len(bound.nodes)} ops on {mesh}"):
+    with make_console(stderr=True).status(Text(f"solving {len(bound.nodes)} ops on {mesh}")):
         return solver.solve(bound, mesh, rules=rules)
 
 
@@ -227,11 +228,9 @@ def _one(plan: GraphPlan) -> dict[str, Any]:
 
 def _show(plan: GraphPlan, greedy: GraphPlan | None, errors: dict[str, float], is_guess: bool) -> None:
     from rich.box import SIMPLE_HEAD
-    from rich.console import Console
     from rich.table import Table
 
-    # In a pipe or file no terminal sets a width. Names of tensors may have brackets and colons.
-    console = Console(width=None if sys.stdout.isatty() else 160, markup=False, emoji=False)
+    console = make_console()
     table = Table(box=SIMPLE_HEAD, title=f"{plan.graph.name} on mesh {plan.mesh}", title_justify="left")
     for head in HEADS:
         table.add_column(head, overflow="fold")
@@ -247,7 +246,7 @@ def _show(plan: GraphPlan, greedy: GraphPlan | None, errors: dict[str, float], i
         beside.add_row(label, value, *other[i : i + 1])
     console.print(beside)
     for line in plan.why():
-        console.print(line, highlight=False)
+        console.print(line)
     if is_guess:
         console.print(
             "times are of the built-in profile, not of this machine: lowshard bench profile measures one"

@@ -32,6 +32,7 @@ FLOORS: dict[str, str] = {
     "lowshard.special": "0",
     "lowshard.content_hash": "0",
     "lowshard.nearest": "0",
+    "lowshard.plain_console": "0",
     "lowshard.command_examples": "0",
     "lowshard.command_parser": "0",
     "lowshard.flag_value": "0",

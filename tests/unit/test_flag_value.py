@@ -90,6 +90,26 @@ def test_a_device_stays_one_and_a_link_is_followed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("bench all_reduce -i 1", "pass a larger -i"),
+        ("bench all_reduce -f 1.0000001", "pass a larger -f"),
+        ("bench fsdp --check", "pass --compare-torch with it"),
+        ("bench fsdp --mode hybrid --intra 3", "pass a divisor"),
+        ("bench refit --only nothing", "is in no row's name"),
+        ("bench refit --ranks 2 --check", "--check judges rows of 4 ranks"),
+        ("bench refit --ranks 5", "pass an even --ranks"),
+        ("bench refit --size 900000000", "pass a smaller --size"),
+        ("bench host -n 900000000", "pass a smaller -n"),
+        ("demo --model smollm2 --tp 2", "leave --tp out"),
+    ],
+)
+def test_what_measures_nothing_is_refused(line: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(line.split()) == 2
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     "line",
     [
         *(
