@@ -201,7 +201,7 @@ def _print(rows: list[dict[str, Any]], compared: bool) -> None:
     """Print a table of ours and one of torch's beside it; each fits a terminal of 80 columns."""
     from rich.table import Table
 
-    from lowshard.plain_console import make_console
+    from lowshard.plain_console import make_console, print_table
 
     def show(title: str, heads: tuple[str, ...], cells: list[list[str]]) -> None:
         table = Table(title=title)
@@ -209,7 +209,7 @@ def _print(rows: list[dict[str, Any]], compared: bool) -> None:
             table.add_column(head, justify="left" if head == "strategy" else "right", no_wrap=True)
         for row, more in zip(rows, cells, strict=True):
             table.add_row(row["mode"], str(row["ranks"]), *more)
-        make_console().print(table)
+        print_table(make_console(), table)
 
     def mib(size_bytes: int) -> str:
         return f"{size_bytes / 2**20:.0f}"

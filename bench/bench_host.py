@@ -272,7 +272,7 @@ def page_of(rows: Sequence[HostRow], about: Mapping[str, Any]) -> Page:
 def _show(rows: list[HostRow], about: dict[str, Any]) -> None:
     from rich.table import Table
 
-    from lowshard.plain_console import make_console
+    from lowshard.plain_console import make_console, print_table
 
     table = Table(title=f"{about['ranks']} ranks, {about['arrays']} arrays, microseconds of the host, median")
     for name in ("collective", "NCCL calls", "whole", "bare calls", "above", "limit"):
@@ -280,4 +280,4 @@ def _show(rows: list[HostRow], about: dict[str, Any]) -> None:
     for row in rows:
         figures = [f"{us:.1f}" for us in (row.whole_us, row.bare_us, row.above_us)]
         table.add_row(row.name, str(row.calls), *figures, f"{LIMITS_US.get(row.name, '')}")
-    make_console().print(table)
+    print_table(make_console(), table)

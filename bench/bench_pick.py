@@ -195,7 +195,7 @@ def _median_us(run: Callable[[], object], rounds: int) -> float:
 def _show(rows: Sequence[PickRow]) -> None:
     from rich.table import Table
 
-    from lowshard.plain_console import make_console
+    from lowshard.plain_console import make_console, print_table
 
     table = Table(title="pick(), microseconds, median")
     for name in ("op", "mesh", "operands"):
@@ -205,4 +205,4 @@ def _show(rows: Sequence[PickRow]) -> None:
     for row in rows:
         figures: list[Any] = [f"{us:.1f}" for us in (row.first_us, row.again_us, row.new_rows_us)]
         table.add_row(row.op, "x".join(map(str, row.mesh)), " ".join(row.placements), *figures)
-    make_console().print(table)
+    print_table(make_console(), table)

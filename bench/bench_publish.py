@@ -335,7 +335,7 @@ def page_of(rows: Sequence[Row], streams: int) -> Page:
 def _show(report: dict[str, Any]) -> None:
     from rich.table import Table
 
-    from lowshard.plain_console import make_console
+    from lowshard.plain_console import make_console, print_table
 
     console = make_console()
     for name, value in report["facts"].items():
@@ -360,4 +360,4 @@ def _show(report: dict[str, Any]) -> None:
             "" if row.of_whole is None else f"{row.of_whole:.2f}",
             limit,
         )
-    console.print(table)
+    print_table(console, table)

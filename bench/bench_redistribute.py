@@ -244,7 +244,7 @@ def above_limits(report: dict[str, Any]) -> Sequence[str]:
 def _show(report: dict[str, Any]) -> None:
     from rich.table import Table
 
-    from lowshard.plain_console import make_console
+    from lowshard.plain_console import make_console, print_table
 
     console = make_console()
     for name, value in report["facts"].items():
@@ -263,7 +263,7 @@ def _show(report: dict[str, Any]) -> None:
         table.add_row(
             row["transition"], f"{row['bytes'] >> 20}", f"{row['floor_s'] * 1e3:.1f}", *cells, limit
         )
-    console.print(table)
+    print_table(console, table)
     for peer in report["peers"]:
         if "missing" in peer:
             console.print(f"# {peer['missing']}", soft_wrap=True)

@@ -146,7 +146,7 @@ def _write(
         "facts": data.get("facts", {}),
         "bandwidths": data.get("bandwidths", []),
     }
-    path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(report, indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def _show(outcomes: Sequence[Outcome], folder: Path, seconds: float) -> None:

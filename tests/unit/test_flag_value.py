@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import os
 from argparse import ArgumentTypeError
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from rich.console import Console
+from rich.table import Table
 
 from lowshard import cli
 from lowshard.demo.demo_report import write_whole
@@ -22,6 +25,7 @@ from lowshard.flag_value import (
     size_of,
     target_of,
 )
+from lowshard.plain_console import print_table
 
 NO_NUMBERS = ("", " ", "x", "nan", "inf", "-inf", "1e400", "-1", "é")
 
@@ -134,3 +138,15 @@ def test_what_cannot_be_is_wrong_usage(line: str, capsys: pytest.CaptureFixture[
     with pytest.raises(SystemExit, match="2"):
         cli.main(line.split())
     assert ": error: argument " in capsys.readouterr().err
+
+
+def test_no_figure_of_a_table_is_cut_on_a_narrow_terminal() -> None:
+    out = io.StringIO()
+    console, table = (
+        Console(file=out, width=20, force_terminal=True, no_color=True),
+        Table("what", "seconds [s]"),
+    )
+    table.add_row("a name of some length", "123456.789")
+    print_table(console, table)
+    assert "a name of some length" in out.getvalue()
+    assert "123456.789" in out.getvalue()
