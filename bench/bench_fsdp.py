@@ -6,7 +6,6 @@ import argparse
 import importlib.util
 import io
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -116,8 +115,7 @@ def run_fsdp(args: argparse.Namespace) -> int:
                 theirs = _rival(request)
             progress.step(f"{mode} on {ranks} ranks")
             rows.append(_row(request, _own(request), theirs))
-    report = {"bench": "fsdp", "cores": os.cpu_count(), "rows": rows}
-    write_result(args, report, lambda: _print(rows, args.compare_torch))
+    write_result(args, "fsdp", {"rows": rows}, lambda: _print(rows, args.compare_torch))
     write_report(args, lambda: page_of(rows))
     wrong = [row for row in rows if row["sent_bytes"] != row["expected_bytes"]]
     for row in wrong:

@@ -9,7 +9,6 @@ compared late, as they are beside a communicator of the host; the other ranks ag
 from __future__ import annotations
 
 import argparse
-import platform
 import statistics
 import sys
 import time
@@ -232,8 +231,8 @@ def run_host(args: argparse.Namespace) -> int:
     with Progress("host") as progress:
         progress.expect(_COLLECTIVES)
         rows = measure(args.ranks, args.rounds, progress.step)
-    about = {"ranks": args.ranks, "arrays": _arrays()[0].__name__, "processor": platform.processor()}
-    write_result(args, {**about, "rows": [asdict(row) for row in rows]}, lambda: _show(rows, about))
+    about = {"ranks": args.ranks, "arrays": _arrays()[0].__name__}
+    write_result(args, "host", {**about, "rows": [asdict(row) for row in rows]}, lambda: _show(rows, about))
     write_report(args, lambda: page_of(rows, about))
     misses = [row.miss for row in rows if row.miss]
     if args.check and misses:

@@ -96,7 +96,7 @@ def run_pick(args: argparse.Namespace) -> int:
     with Progress("pick") as progress:
         progress.expect(len(MESHES) * sum(len(ways) for _, ways in OPS))
         rows = measure(args.rounds, progress.step)
-    write_result(args, [asdict(row) for row in rows], lambda: _show(rows))
+    write_result(args, "pick", {"rows": [asdict(row) for row in rows]}, lambda: _show(rows))
     write_report(args, lambda: page_of(rows))
     misses = [miss for row in rows for miss in row.misses]
     if args.check and misses:

@@ -94,7 +94,7 @@ def run_plan(args: argparse.Namespace) -> int:
         for case in made:
             progress.step(case[0])
             rows.append(measure_plan(*case, args.rounds))
-    write_result(args, [asdict(row) for row in rows], lambda: _show(rows))
+    write_result(args, "plan", {"rows": [asdict(row) for row in rows]}, lambda: _show(rows))
     if args.plot is not None:
         draw(rows, args.plot)
         print(f"written: {args.plot}", file=sys.stderr if args.json == "-" else sys.stdout)

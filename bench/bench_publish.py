@@ -42,7 +42,6 @@ Columns: bytes that came; time, median over the rounds; 10^9 bytes a second; the
 rate over theirs, the median of the rounds' ratios; time over that of the whole version. Both hosts share this
 machine's cores. Exit codes: 0 done, 1 a figure misses its limit (with --check), 2 wrong usage, 130 interrupted.
 """
-SCHEMA = "lowshard-bench-publish-1"
 LEAST_OF_RAW = 0.9
 """Rate of a whole version as a share of that of bare sockets: the goal; how near it is: docs/developer/figures.md."""
 MOST_OF_WHOLE = 0.5
@@ -253,7 +252,7 @@ def _measure(
         Row("one small buffer, as iperf", total, tuple(hot)),
     ]
     return {
-        "schema": SCHEMA, "facts": dict(facts(HostDevice())), "bytes": total, "streams": streams, "rounds": rounds,
+        "machine": dict(facts(HostDevice())), "bytes": total, "streams": streams, "rounds": rounds,
         "rows": rows,
     }  # fmt: skip
 
@@ -293,7 +292,7 @@ def _conclude(report: dict[str, Any], args: argparse.Namespace) -> int:
     """Print the table, write the JSON, and return the exit code."""
     rows: list[Row] = report["rows"]
     plain = {**report, "rows": [{**asdict(r), "median_s": r.median_s, "of_raw": r.of_raw} for r in rows]}
-    write_result(args, plain, lambda: _show(report))
+    write_result(args, "publish", plain, lambda: _show(report))
     write_report(args, lambda: page_of(rows, report["streams"]))
     missed = list(misses(rows)) if args.check else []
     for miss in missed:
@@ -338,7 +337,7 @@ def _show(report: dict[str, Any]) -> None:
     from lowshard.plain_console import make_console, print_table
 
     console = make_console()
-    for name, value in report["facts"].items():
+    for name, value in report["machine"].items():
         console.print(f"# {name}: {value}", soft_wrap=True)
     table = Table(
         title=f"between two hosts, {report['streams']} streams, median of {report['rounds']} rounds"

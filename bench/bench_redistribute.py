@@ -46,7 +46,6 @@ _OWN_SHARE = 0.8
 """Of the cores that the ranks can fill: a round with less was disturbed by others, and does not count."""
 _CLEAN_ROUNDS = 3
 WAYS = ("shared", "private", "new", "pool", "mpi")
-SCHEMA = "lowshard-bench-redistribute-1"
 _HEADS = {
     "shared": "shared", "private": "ordinary", "new": "new result", "pool": "pool", "mpi": "MPI",
     "dtensor": "DTensor", "jax": "JAX",
@@ -130,7 +129,7 @@ def measure_transitions(seat: Seat, request: Any) -> Any:
                 rows.append(_measure(place, transition, request["rounds"]))
     if seat.meeting.rank:
         return None
-    return {"schema": SCHEMA, "facts": dict(facts), "ranks": seat.meeting.size, "rounds": request["rounds"],
+    return {"machine": dict(facts), "ranks": seat.meeting.size, "rounds": request["rounds"],
             "rows": rows, "peers": []}  # fmt: skip
 
 
@@ -210,7 +209,7 @@ def _measure(place: Place, transition: Transition, rounds: int) -> dict[str, Any
 
 def _conclude(report: dict[str, Any], args: argparse.Namespace) -> int:
     """Print the table, write the JSON, and return the exit code."""
-    write_result(args, report, lambda: _show(report))
+    write_result(args, "redistribute", report, lambda: _show(report))
     write_report(args, lambda: _page(report))
     wrong = sum(row["wrong"] for row in report["rows"])
     if wrong:
@@ -247,7 +246,7 @@ def _show(report: dict[str, Any]) -> None:
     from lowshard.plain_console import make_console, print_table
 
     console = make_console()
-    for name, value in report["facts"].items():
+    for name, value in report["machine"].items():
         console.print(f"# {name}: {value}", soft_wrap=True)
     peers = {(p["peer"], p["transition"], p["bytes"]): p for p in report["peers"] if "ratio" in p}
     names = [n for n in ("dtensor", "jax") if any(key[0] == n for key in peers)]

@@ -217,7 +217,10 @@ def _require_memory(size_bytes: int, ranks: int) -> None:
 
 def _write(args: argparse.Namespace, rows: Sequence[Any], table: str) -> None:
     """Print the table, and write JSON where it is asked for; to stdout in the table's place."""
-    write_result(args, [{**asdict(r), "x_memcpy": r.ratio} for r in rows], lambda: print(table))
+    plain = [{**asdict(r), "x_memcpy": r.ratio} for r in rows]
+    write_result(
+        args, "refit" if args.model is None else "model-refit", {"rows": plain}, lambda: print(table)
+    )
 
 
 def _show(rows: Sequence[Row], args: argparse.Namespace) -> int:

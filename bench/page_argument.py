@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,18 +39,33 @@ def require_page(args: argparse.Namespace) -> None:
         require_report()
 
 
-def write_result(args: argparse.Namespace, report: Any, show: Callable[[], object]) -> None:
-    """Show the table, and write the JSON that `--json` asks for; or print JSON alone, where that is "-"."""
-    text = json.dumps(report, indent=1, allow_nan=False) + "\n"
+def write_result(
+    args: argparse.Namespace, bench: str, found: Mapping[str, Any], show: Callable[[], object]
+) -> None:
+    """Show the table, and write the JSON that `--json` asks for; or print JSON alone, where that is "-".
+
+    Args:
+        args: of the command.
+        bench: name of the benchmark.
+        found: what the JSON holds beside the name of its format, the benchmark's and the machine: "rows" and more.
+        show: prints the table.
+    """
+    if args.json is None:
+        show()
+        return
+    from lowshard.bench.bench_device import HostDevice
+    from lowshard.bench.machine import facts
+
+    head = {"format": f"lowshard-bench-{bench}-1", "bench": bench, "machine": dict(facts(HostDevice()))}
+    text = json.dumps({**head, **found}, indent=1, allow_nan=False) + "\n"
     if args.json == "-":
         sys.stdout.write(text)
         return
     show()
-    if args.json is not None:
-        from lowshard.demo.demo_report import write_whole
+    from lowshard.demo.demo_report import write_whole
 
-        write_whole(Path(args.json), text.encode())
-        print(f"written: {args.json}")
+    write_whole(Path(args.json), text.encode())
+    print(f"written: {args.json}")
 
 
 def write_report(args: argparse.Namespace, make: Callable[[], Page]) -> None:

@@ -59,7 +59,7 @@ def a_redistribution() -> dict[str, Any]:
         "limit": 1.5, "private_limit": 2.5, "is_view": False,
     }  # fmt: skip
     other = {**row, "transition": "R->S0", "steps": [], "limit": None, "private_limit": None}
-    return {"facts": {"cpu": "a processor"}, "ranks": 4, "rounds": 7, "rows": [row, other], "peers": []}
+    return {"machine": {"cpu": "a processor"}, "ranks": 4, "rounds": 7, "rows": [row, other], "peers": []}
 
 
 A_REFIT = (
