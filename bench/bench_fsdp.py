@@ -134,6 +134,14 @@ def _fits(args: argparse.Namespace, ranks: int, mode: str) -> bool:
     return mode != "hybrid" or ranks % args.intra == 0
 
 
+class _RanksFailed(LowshardError):
+    """Ranks have ended without a result."""
+
+    def __init__(self, text: str, exit_code: int) -> None:
+        super().__init__(text)
+        self.exit_code = exit_code
+
+
 def _own(request: dict[str, Any]) -> list[dict[str, Any]]:
     from lowshard.launch.job import python_command, run_ranks
 
@@ -146,7 +154,7 @@ def _own(request: dict[str, Any]) -> list[dict[str, Any]]:
             timeout_s=_TIMEOUT_S, env=_one_thread(), stdout=said, stderr=said,
         )  # fmt: skip
         if done.exit_code:
-            raise LowshardError(f"the ranks failed ({done.message}):\n{said.getvalue()}")
+            raise _RanksFailed(f"the ranks failed ({done.message}):\n{said.getvalue()}", done.exit_code)
         return _read(place, request["ranks"])
 
 
