@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from lowshard.errors import RulesError
 from lowshard.flag_value import file_of, folder_of, target_of
-from lowshard.plain_console import make_console
+from lowshard.plain_console import busy, make_console
 from lowshard.rules.command_arguments import (
     FILES,
     add_json_argument,
@@ -219,7 +219,7 @@ def add_rules_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentPar
 def run_dump(args: argparse.Namespace) -> int:
     """Write a named (or activation) file and return the exit code."""
     from lowshard.rules.golden import activation_shardings, dump_text, named_shardings, read_dump
-    from lowshard.rules.rules_text import busy, print_warnings
+    from lowshard.rules.rules_text import print_warnings
 
     rules = load(args)
     bound, mesh = bind(rules, args)
@@ -229,7 +229,7 @@ def run_dump(args: argparse.Namespace) -> int:
         text = dump_text(activation_shardings(bound, mesh, read_dump(args.activations).activations()))
     else:
         tensors, findings = read_tensors(bound, args)
-        with busy("resolving"):
+        with busy("rules", "resolving"):
             if args.mode == "strict":
                 report = joined(rules.check(tensors, **sizes_of(args)), findings)
                 print_warnings(report, make_console(stderr=True))
@@ -305,7 +305,7 @@ def run_check(args: argparse.Namespace) -> int:
     from lowshard.rules.finding import CheckReport
     from lowshard.rules.golden import read_dump
     from lowshard.rules.loading import read_rules_file
-    from lowshard.rules.rules_text import busy, print_check
+    from lowshard.rules.rules_text import print_check
 
     rules, report = read_rules_file(args.rules, mode=args.mode, base=args.base, merge=args.merge)
     if rules is not None:
@@ -315,7 +315,7 @@ def run_check(args: argparse.Namespace) -> int:
         if args.activations is not None:
             read = read_dump(args.activations).activations()
             activations = {a.key: (a.names, a.shape) for a in read if a.names is not None}
-        with busy("checking"):
+        with busy("rules", "checking"):
             checked = rules.check(tensors, activations=activations, dtype=args.dtype, **sizes_of(args))
         report = CheckReport.of([*report.findings, *checked.findings, *findings])
     if args.json:
@@ -340,7 +340,7 @@ def run_memory(args: argparse.Namespace) -> int:
     """Print bytes a device and return 0, or 1 beyond the budget."""
     from dataclasses import replace
 
-    from lowshard.rules.rules_text import busy, print_memory
+    from lowshard.rules.rules_text import print_memory
 
     rules = load(args)
     if args.budget is not None:
@@ -350,7 +350,7 @@ def run_memory(args: argparse.Namespace) -> int:
         rules = replace(rules, extension=extension)
     bound, mesh = bind(rules, args)
     tensors, _ = read_tensors(bound, args)
-    with busy("adding up"):
+    with busy("rules", "adding up"):
         report = bound.memory(
             mesh, tensors, dtype=args.dtype, gradient_dtype=args.gradient_dtype, moment_dtype=args.moment_dtype,
             moments=args.moments,

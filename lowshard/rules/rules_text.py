@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from lowshard.plain_console import make_console
 from lowshard.rules.comparison import Comparison
 from lowshard.rules.explanation import Explanation
 from lowshard.rules.finding import CheckReport, Finding
@@ -20,16 +17,6 @@ if TYPE_CHECKING:
 
 _STYLES = {"error": "bold red", "warning": "yellow", "note": "dim"}
 _MOST_GROUPS = 30
-
-
-@contextmanager
-def busy(label: str) -> Iterator[None]:
-    """Show on a terminal that something runs."""
-    if not sys.stderr.isatty():
-        yield
-        return
-    with make_console(stderr=True).status(label):
-        yield
 
 
 def print_check(report: CheckReport, console: Console) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import sys
 from collections.abc import Sequence
 from math import prod
 from typing import Any
@@ -16,7 +15,7 @@ from lowshard.cost import ClusterProfile
 from lowshard.errors import LayoutError, MeshError, ShardingError, SolverError
 from lowshard.mesh import DeviceMesh
 from lowshard.placement import MOST_DIGITS
-from lowshard.plain_console import make_console
+from lowshard.plain_console import busy, make_console
 from lowshard.solver.graph.bound_graph import BoundGraph
 from lowshard.solver.graph.graph_file import examples, load_graph
 from lowshard.solver.graph.graph_plan import HEADS, GraphPlan, folded, moved_bytes, rows, summary
@@ -107,7 +106,20 @@ def run_solve(args: argparse.Namespace) -> int:
         raise ShardingError(str(error)) from None
     if args.run:
         _check_size(bound)
-    plan = _solve(solver, bound, mesh, args.rules)
+    with busy("solve", f"solving {len(bound.nodes)} ops on {mesh}"):
+        plan, greedy, errors = _plans(solver, bound, mesh, args)
+    if args.json:
+        print(json.dumps(_json(plan, greedy, errors), indent=1))
+    else:
+        _show(plan, greedy, errors, solver.profile is None)
+    return 0
+
+
+def _plans(
+    solver: GraphSolver, bound: BoundGraph, mesh: DeviceMesh, args: argparse.Namespace
+) -> tuple[GraphPlan, GraphPlan | None, dict[str, float]]:
+    """Return the plan, the greedy one if there is one, and with --run how far each is from the unsharded result."""
+    plan = solver.solve(bound, mesh, rules=args.rules)
     greedy: GraphPlan | None = None
     try:
         per_op = GreedyReshard(allow_partial_to_sharded=not args.no_partial_to_sharded)
@@ -121,11 +133,7 @@ def run_solve(args: argparse.Namespace) -> int:
         errors["graph"] = prove(plan)
         if greedy is not None:
             errors["greedy"] = prove(greedy)
-    if args.json:
-        print(json.dumps(_json(plan, greedy, errors), indent=1))
-    else:
-        _show(plan, greedy, errors, solver.profile is None)
-    return 0
+    return plan, greedy, errors
 
 
 def _solver(args: argparse.Namespace) -> GraphSolver:
@@ -142,15 +150,6 @@ def _solver(args: argparse.Namespace) -> GraphSolver:
         node_size=args.node_size,
         time_limit_s=args.time_limit,
     )
-
-
-def _solve(solver: GraphSolver, bound: BoundGraph, mesh: DeviceMesh, rules: Any) -> GraphPlan:
-    if not sys.stderr.isatty():
-        return solver.solve(bound, mesh, rules=rules)
-    from rich.text import Text
-
-    with make_console(stderr=True).status(Text(f"solving {len(bound.nodes)} ops on {mesh}")):
-        return solver.solve(bound, mesh, rules=rules)
 
 
 def parse_mesh(text: str) -> DeviceMesh:

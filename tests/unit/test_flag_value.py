@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import time
 from argparse import ArgumentTypeError
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from lowshard import cli
+from lowshard import cli, plain_console
 from lowshard.demo.demo_report import write_whole
 from lowshard.flag_value import (
     bandwidth_of,
@@ -25,7 +26,7 @@ from lowshard.flag_value import (
     size_of,
     target_of,
 )
-from lowshard.plain_console import print_table
+from lowshard.plain_console import busy, print_table
 
 NO_NUMBERS = ("", " ", "x", "nan", "inf", "-inf", "1e400", "-1", "é")
 
@@ -150,3 +151,14 @@ def test_no_figure_of_a_table_is_cut_on_a_narrow_terminal() -> None:
     print_table(console, table)
     assert "a name of some length" in out.getvalue()
     assert "123456.789" in out.getvalue()
+
+
+def test_what_takes_long_is_told_of_in_a_pipe_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with busy("solve", "solving 3 ops"):
+        pass
+    monkeypatch.setattr(plain_console, "_QUIET_S", 0.01)
+    with busy("solve", "solving 4 ops"):
+        time.sleep(0.2)
+    assert capsys.readouterr().err == "lowshard solve: solving 4 ops\n"
