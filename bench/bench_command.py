@@ -20,8 +20,9 @@ from lowshard.bench.bench_refit import add_refit_parser
 from lowshard.bench.bench_simulate import add_simulate_parser
 from lowshard.bench.cluster import add_profile_parser
 from lowshard.bench.collective import add_collective_parsers
-from lowshard.bench.page_argument import add_report_argument, require_page, write_report
+from lowshard.bench.page_argument import add_json_argument, add_report_argument, require_page, write_report
 from lowshard.errors import LowshardError
+from lowshard.flag_value import count_of
 from lowshard.nearest import nearest
 
 if TYPE_CHECKING:
@@ -55,9 +56,6 @@ Exit codes: 0 done, 1 a figure misses its limit (with --check), 2 wrong usage, 1
 """
 ROUND_BYTES_PROMISED = 100_000_000
 """Bytes a round from which on the limits are promised."""
-
-
-_PIPED_WIDTH = 200
 
 
 @dataclass(frozen=True)
@@ -100,7 +98,7 @@ def add_bench_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentPar
         "10MB with the plain engine; 64MB,1GB on a GPU. Takes about 15 times as much memory",
     )  # fmt: skip
     pack.add_argument(
-        "--boxes", type=_count, default=10_000, metavar="N", help="boxes a table (default 10000)"
+        "--boxes", type=count_of, default=10_000, metavar="N", help="boxes a table (default 10000)"
     )
 
 
@@ -119,7 +117,7 @@ def _add(
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--rounds", type=_count, default=15, metavar="N", help="rounds that count (default 15)"
+        "--rounds", type=count_of, default=15, metavar="N", help="rounds that count (default 15)"
     )
     parser.add_argument(
         "--device",
@@ -137,12 +135,7 @@ def _add(
         action="store_true",
         help="also other ways to do it on the host: NumPy with ml_dtypes, torchao if it is installed",
     )
-    parser.add_argument(
-        "--json",
-        type=_json_target,
-        metavar="FILE",
-        help="write JSON to FILE beside the table; -: print it, and no table",
-    )
+    add_json_argument(parser)
     add_report_argument(parser)
     parser.add_argument(
         "--check",
@@ -321,11 +314,9 @@ def _show(report: BenchReport, target: str | None) -> None:
     if target == "-":
         sys.stdout.write(dump_json(report))
         return
-    from rich.console import Console
+    from lowshard.plain_console import make_console
 
-    terminal = Console(highlight=False)
-    # Into a pipe or a file the whole table goes, one line a row.
-    render_table(report, terminal if terminal.is_terminal else Console(highlight=False, width=_PIPED_WIDTH))
+    render_table(report, make_console())
     if target is not None:
         from lowshard.demo.demo_report import write_whole
 
@@ -344,16 +335,3 @@ def _size(text: str) -> Size:
     if found is None or found[2] not in powers or int(found[1]) == 0:
         raise argparse.ArgumentTypeError(f"a size is written as 64Mi, 1000000, 128MiB or 1GB, got {text!r}")
     return Size(int(found[1]) * powers[found[2]], bool(found[3]))
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"expected an integer of 1 or more, got {text!r}")
-    return int(text)
-
-
-def _json_target(text: str) -> str:
-    # Asked before the measurement: a minute later it would be lost.
-    if text != "-" and (Path(text).is_dir() or not Path(text).absolute().parent.is_dir()):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a file in a folder that exists; - prints the JSON")
-    return text

@@ -6,7 +6,6 @@ import argparse
 import importlib.util
 import io
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -14,8 +13,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lowshard.bench.bench_progress import Progress
-from lowshard.bench.page_argument import add_report_argument, require_page, write_report
+from lowshard.bench.page_argument import (
+    add_json_argument,
+    add_report_argument,
+    require_page,
+    write_report,
+    write_result,
+)
 from lowshard.errors import DependencyError, LowshardError, TimedOut
+from lowshard.flag_value import count_of, counts_of, natural_of
+from lowshard.nearest import nearest
 from lowshard.settings import environment
 
 if TYPE_CHECKING:
@@ -46,21 +53,25 @@ def add_fsdp_parser(benches: argparse._SubParsersAction[argparse.ArgumentParser]
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     parser.add_argument(
-        "--ranks", type=_ranks, default="2", metavar="N[,N...]", help="ranks to start (default 2)"
+        "--ranks", type=counts_of, default="2", metavar="N[,N...]", help="ranks to start (default 2)"
     )
     parser.add_argument("--mode", type=_modes, default="full", metavar="NAME[,NAME...]",
                         help=f"strategies, of {', '.join(MODES)}, or all (default full)")  # fmt: skip
-    parser.add_argument("--intra", type=int, default=2, metavar="N", help="shard group of hybrid (default 2)")
     parser.add_argument(
-        "--width", type=int, default=2560, metavar="N", help="width of a layer (default 2560)"
+        "--intra", type=count_of, default=2, metavar="N", help="shard group of hybrid (default 2)"
     )
-    parser.add_argument("--layers", type=int, default=8, metavar="N", help="layers (default 8)")
-    parser.add_argument("--batch", type=int, default=16, metavar="N", help="rows a rank (default 16)")
-    parser.add_argument("--steps", type=int, default=5, metavar="N", help="steps that count (default 5)")
-    parser.add_argument("--warmup", type=int, default=2, metavar="N", help="steps before them (default 2)")
+    parser.add_argument(
+        "--width", type=count_of, default=2560, metavar="N", help="width of a layer (default 2560)"
+    )
+    parser.add_argument("--layers", type=count_of, default=8, metavar="N", help="layers (default 8)")
+    parser.add_argument("--batch", type=count_of, default=16, metavar="N", help="rows a rank (default 16)")
+    parser.add_argument("--steps", type=count_of, default=5, metavar="N", help="steps that count (default 5)")
+    parser.add_argument(
+        "--warmup", type=natural_of, default=2, metavar="N", help="steps before them (default 2)"
+    )
     parser.add_argument("--compute", default=None, choices=("float32", "bfloat16"), help="Precision.compute")
     parser.add_argument(
-        "--prefetch", type=int, default=1, metavar="N", help="units gathered ahead (default 1)"
+        "--prefetch", type=natural_of, default=1, metavar="N", help="units gathered ahead (default 1)"
     )
     parser.add_argument(
         "--communicators", type=int, default=1, choices=(1, 2), help="2: reductions have their own"
@@ -71,21 +82,26 @@ def add_fsdp_parser(benches: argparse._SubParsersAction[argparse.ArgumentParser]
     parser.add_argument(
         "--check", action="store_true", help="exit code 1 where a ratio to torch is above 0.5"
     )
-    parser.add_argument(
-        "--json", metavar="FILE", help="write JSON to FILE beside the table; -: print it alone"
-    )
+    add_json_argument(parser)
     add_report_argument(parser)
     parser.set_defaults(func=run_fsdp)
 
 
 def run_fsdp(args: argparse.Namespace) -> int:
     """Run `lowshard bench fsdp` and return the exit code."""
+    if args.check and not args.compare_torch:
+        raise LowshardError("--check judges ratios to torch: pass --compare-torch with it")
     if args.compare_torch and importlib.util.find_spec("torch") is None:
         raise DependencyError("--compare-torch needs torch, which is not installed: pip install torch")
+    cases = [(ranks, mode) for ranks in args.ranks for mode in args.mode if _fits(args, ranks, mode)]
+    if not cases:
+        raise LowshardError(
+            f"hybrid cuts the ranks into groups of --intra {args.intra}, which divides none of --ranks "
+            f"{','.join(map(str, args.ranks))}: pass a divisor"
+        )
     require_page(args)
     rows = []
     with Progress("fsdp") as progress:
-        cases = [(ranks, mode) for ranks in args.ranks for mode in args.mode if _fits(args, ranks, mode)]
         progress.expect(len(cases) * (1 + args.compare_torch))
         for ranks, mode in cases:
             request = {
@@ -99,13 +115,7 @@ def run_fsdp(args: argparse.Namespace) -> int:
                 theirs = _rival(request)
             progress.step(f"{mode} on {ranks} ranks")
             rows.append(_row(request, _own(request), theirs))
-    if args.json != "-":
-        _print(rows, args.compare_torch)
-    text = json.dumps({"bench": "fsdp", "cores": os.cpu_count(), "rows": rows}, indent=1)
-    if args.json == "-":
-        print(text)
-    elif args.json is not None:
-        Path(args.json).write_text(text + "\n")
+    write_result(args, "fsdp", {"rows": rows}, lambda: _print(rows, args.compare_torch))
     write_report(args, lambda: page_of(rows))
     wrong = [row for row in rows if row["sent_bytes"] != row["expected_bytes"]]
     for row in wrong:
@@ -124,6 +134,14 @@ def _fits(args: argparse.Namespace, ranks: int, mode: str) -> bool:
     return mode != "hybrid" or ranks % args.intra == 0
 
 
+class _RanksFailed(LowshardError):
+    """Ranks have ended without a result."""
+
+    def __init__(self, text: str, exit_code: int) -> None:
+        super().__init__(text)
+        self.exit_code = exit_code
+
+
 def _own(request: dict[str, Any]) -> list[dict[str, Any]]:
     from lowshard.launch.job import python_command, run_ranks
 
@@ -136,7 +154,7 @@ def _own(request: dict[str, Any]) -> list[dict[str, Any]]:
             timeout_s=_TIMEOUT_S, env=_one_thread(), stdout=said, stderr=said,
         )  # fmt: skip
         if done.exit_code:
-            raise LowshardError(f"the ranks failed ({done.message}):\n{said.getvalue()}")
+            raise _RanksFailed(f"the ranks failed ({done.message}):\n{said.getvalue()}", done.exit_code)
         return _read(place, request["ranks"])
 
 
@@ -187,8 +205,9 @@ def _row(
 
 def _print(rows: list[dict[str, Any]], compared: bool) -> None:
     """Print a table of ours and one of torch's beside it; each fits a terminal of 80 columns."""
-    from rich.console import Console
     from rich.table import Table
+
+    from lowshard.plain_console import make_console, print_table
 
     def show(title: str, heads: tuple[str, ...], cells: list[list[str]]) -> None:
         table = Table(title=title)
@@ -196,7 +215,7 @@ def _print(rows: list[dict[str, Any]], compared: bool) -> None:
             table.add_column(head, justify="left" if head == "strategy" else "right", no_wrap=True)
         for row, more in zip(rows, cells, strict=True):
             table.add_row(row["mode"], str(row["ranks"]), *more)
-        Console(highlight=False).print(table)
+        print_table(make_console(), table)
 
     def mib(size_bytes: int) -> str:
         return f"{size_bytes / 2**20:.0f}"
@@ -262,14 +281,9 @@ def page_of(rows: list[dict[str, Any]]) -> Page:
 
 def _modes(text: str) -> list[str]:
     names = list(MODES) if text == "all" else text.split(",")
-    if any(name not in MODES for name in names):
-        raise argparse.ArgumentTypeError(f"strategies are {', '.join(MODES)}, got {text!r}")
-    return names
-
-
-def _ranks(text: str) -> list[int]:
-    if not all(part.isdecimal() and int(part) for part in text.split(",")):
+    unknown = [name for name in names if name not in MODES]
+    if unknown:
         raise argparse.ArgumentTypeError(
-            f"ranks are whole numbers of 1 or more, separated by commas, got {text!r}"
+            f"strategies are {', '.join(MODES)}, or all; got {unknown[0]!r}{nearest(unknown[0], MODES)}"
         )
-    return [int(part) for part in text.split(",")]
+    return names

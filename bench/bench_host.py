@@ -9,25 +9,32 @@ compared late, as they are beside a communicator of the host; the other ranks ag
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lowshard.bench.page_argument import add_report_argument, require_page, write_report
+from lowshard.bench.bench_device import HostDevice
+from lowshard.bench.bench_progress import Progress
+from lowshard.bench.page_argument import (
+    add_json_argument,
+    add_report_argument,
+    require_page,
+    write_report,
+    write_result,
+)
 from lowshard.comm import Communicator
 from lowshard.comm.loopback import Board, LoopbackTransport
 from lowshard.comm.nccl import nccl_communicator
 from lowshard.comm.nccl_bindings import Binding
+from lowshard.errors import BufferMismatchError
+from lowshard.flag_value import count_of
 
 if TYPE_CHECKING:
     from lowshard.report.page import Page
@@ -46,6 +53,7 @@ Exit codes: 0 done, 1 a figure misses its limit (with --check), 2 wrong usage, 1
 LIMITS_US = {"all_reduce": 10.0, "all_gather": 25.0, "all_to_all": 60.0}
 ELEMS = 1 << 16
 _A_ROUND = 200
+_COLLECTIVES = 6
 _FAR = 1 << 40
 """An address that no array of this process has."""
 
@@ -152,8 +160,8 @@ def _arrays() -> tuple[Any, Callable[[int], Array], Callable[[Array], int], Call
     return cupy, array, lambda array: int(array.data.ptr), lambda array: int(array.device.id)
 
 
-def measure(size: int, rounds: int) -> list[HostRow]:
-    """Return the figures of each collective among so many ranks."""
+def measure(size: int, rounds: int, step: Callable[[str], object] = lambda what: None) -> list[HostRow]:
+    """Return the figures of each collective among so many ranks; `step` is told each one's name."""
     comm, nccl, array = still_communicator(size)
     whole, part = array(ELEMS * size), array(ELEMS)
     other = array(ELEMS * size)
@@ -165,7 +173,11 @@ def measure(size: int, rounds: int) -> list[HostRow]:
         "all_to_all": lambda: comm.all_to_all(whole, other),
         "broadcast": lambda: comm.broadcast(whole),
     }
-    return [_row(name, run, nccl, rounds) for name, run in work.items()]
+    rows = []
+    for name, run in work.items():
+        step(name)
+        rows.append(_row(name, run, nccl, rounds))
+    return rows
 
 
 def _row(name: str, run: Callable[[], object], nccl: StillNCCL, rounds: int) -> HostRow:
@@ -200,11 +212,9 @@ def add_host_parser(benches: argparse._SubParsersAction[argparse.ArgumentParser]
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("-n", "--ranks", type=_count, default=8, metavar="N", help="ranks (default 8)")
-    parser.add_argument("--rounds", type=_count, default=25, metavar="N", help="rounds (default 25)")
-    parser.add_argument(
-        "--json", metavar="FILE", help="write JSON to FILE beside the table; -: print it, and no table"
-    )
+    parser.add_argument("-n", "--ranks", type=count_of, default=8, metavar="N", help="ranks (default 8)")
+    parser.add_argument("--rounds", type=count_of, default=25, metavar="N", help="rounds (default 25)")
+    add_json_argument(parser)
     add_report_argument(parser)
     parser.add_argument("--check", action="store_true", help="exit code 1 if a figure misses its limit")
     parser.set_defaults(func=run_host)
@@ -213,15 +223,16 @@ def add_host_parser(benches: argparse._SubParsersAction[argparse.ArgumentParser]
 def run_host(args: argparse.Namespace) -> int:
     """Run `lowshard bench host` and return the exit code."""
     require_page(args)
-    rows = measure(args.ranks, args.rounds)
-    about = {"ranks": args.ranks, "arrays": _arrays()[0].__name__, "processor": platform.processor()}
-    text = json.dumps({**about, "rows": [asdict(row) for row in rows]}, indent=1) + "\n"
-    if args.json == "-":
-        sys.stdout.write(text)
-    else:
-        _show(rows, about)
-        if args.json:
-            Path(args.json).write_text(text, encoding="utf-8")
+    need, free = 8 * ELEMS * args.ranks, HostDevice().free_bytes()
+    if free is not None and need > free:
+        raise BufferMismatchError(
+            f"the arrays of {args.ranks} ranks take {need:,} bytes, {free:,} are free; pass a smaller -n"
+        )
+    with Progress("host") as progress:
+        progress.expect(_COLLECTIVES)
+        rows = measure(args.ranks, args.rounds, progress.step)
+    about = {"ranks": args.ranks, "arrays": _arrays()[0].__name__}
+    write_result(args, "host", {**about, "rows": [asdict(row) for row in rows]}, lambda: _show(rows, about))
     write_report(args, lambda: page_of(rows, about))
     misses = [row.miss for row in rows if row.miss]
     if args.check and misses:
@@ -258,8 +269,9 @@ def page_of(rows: Sequence[HostRow], about: Mapping[str, Any]) -> Page:
 
 
 def _show(rows: list[HostRow], about: dict[str, Any]) -> None:
-    from rich.console import Console
     from rich.table import Table
+
+    from lowshard.plain_console import make_console, print_table
 
     table = Table(title=f"{about['ranks']} ranks, {about['arrays']} arrays, microseconds of the host, median")
     for name in ("collective", "NCCL calls", "whole", "bare calls", "above", "limit"):
@@ -267,10 +279,4 @@ def _show(rows: list[HostRow], about: dict[str, Any]) -> None:
     for row in rows:
         figures = [f"{us:.1f}" for us in (row.whole_us, row.bare_us, row.above_us)]
         table.add_row(row.name, str(row.calls), *figures, f"{LIMITS_US.get(row.name, '')}")
-    Console(highlight=False).print(table)
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"expected an integer of 1 or more, got {text!r}")
-    return int(text)
+    print_table(make_console(), table)

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lowshard.bench.page_argument import add_report_argument, require_page, write_report
+from lowshard.bench.bench_progress import Progress
+from lowshard.bench.page_argument import (
+    add_json_argument,
+    add_report_argument,
+    require_page,
+    write_report,
+    write_result,
+)
+from lowshard.flag_value import count_of
 from lowshard.layout import Layout
 from lowshard.mesh import DeviceMesh
 from lowshard.placement import Partial, Placement, Replicated, Sharded
@@ -77,10 +83,8 @@ def add_pick_parser(benches: argparse._SubParsersAction[argparse.ArgumentParser]
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--rounds", type=_count, default=200, metavar="N", help="rounds (default 200)")
-    parser.add_argument(
-        "--json", metavar="FILE", help="write JSON to FILE beside the table; -: print it, and no table"
-    )
+    parser.add_argument("--rounds", type=count_of, default=200, metavar="N", help="rounds (default 200)")
+    add_json_argument(parser)
     add_report_argument(parser)
     parser.add_argument("--check", action="store_true", help="exit code 1 if a figure misses its limit")
     parser.set_defaults(func=run_pick)
@@ -89,14 +93,10 @@ def add_pick_parser(benches: argparse._SubParsersAction[argparse.ArgumentParser]
 def run_pick(args: argparse.Namespace) -> int:
     """Run `lowshard bench pick` and return the exit code."""
     require_page(args)
-    rows = measure(args.rounds)
-    text = json.dumps([asdict(row) for row in rows], indent=1) + "\n"
-    if args.json == "-":
-        sys.stdout.write(text)
-    else:
-        _show(rows)
-        if args.json:
-            Path(args.json).write_text(text, encoding="utf-8")
+    with Progress("pick") as progress:
+        progress.expect(len(MESHES) * sum(len(ways) for _, ways in OPS))
+        rows = measure(args.rounds, progress.step)
+    write_result(args, "pick", {"rows": [asdict(row) for row in rows]}, lambda: _show(rows))
     write_report(args, lambda: page_of(rows))
     misses = [miss for row in rows for miss in row.misses]
     if args.check and misses:
@@ -129,13 +129,15 @@ def page_of(rows: Sequence[PickRow]) -> Page:
     return figure_page("pick", "Deciding how one op shall run: median time of pick() alone.", groups)
 
 
-def measure(rounds: int) -> list[PickRow]:
-    """Return every row's figures."""
+def measure(rounds: int, step: Callable[[str], object] = lambda what: None) -> list[PickRow]:
+    """Return every row's figures; `step` is told each one's name."""
     rows: list[PickRow] = []
     for shape in MESHES:
         mesh = DeviceMesh(shape, ("dp", "pp", "tp")[-len(shape) :])
         for op, ways in OPS:
-            rows.extend(_one(op, mesh, way, rounds) for way in ways)
+            for way in ways:
+                step(f"{op} on {mesh}")
+                rows.append(_one(op, mesh, way, rounds))
     return rows
 
 
@@ -191,8 +193,9 @@ def _median_us(run: Callable[[], object], rounds: int) -> float:
 
 
 def _show(rows: Sequence[PickRow]) -> None:
-    from rich.console import Console
     from rich.table import Table
+
+    from lowshard.plain_console import make_console, print_table
 
     table = Table(title="pick(), microseconds, median")
     for name in ("op", "mesh", "operands"):
@@ -202,10 +205,4 @@ def _show(rows: Sequence[PickRow]) -> None:
     for row in rows:
         figures: list[Any] = [f"{us:.1f}" for us in (row.first_us, row.again_us, row.new_rows_us)]
         table.add_row(row.op, "x".join(map(str, row.mesh)), " ".join(row.placements), *figures)
-    Console(highlight=False).print(table)
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"expected an integer of 1 or more, got {text!r}")
-    return int(text)
+    print_table(make_console(), table)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import json
+import io
 import resource
 import sys
 import time
@@ -12,8 +12,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lowshard.bench.page_argument import add_report_argument, require_page, write_report
-from lowshard.errors import LowshardError
+from lowshard.bench.page_argument import (
+    add_json_argument,
+    add_report_argument,
+    require_page,
+    write_report,
+    write_result,
+)
+from lowshard.flag_value import count_of, file_of
 
 if TYPE_CHECKING:
     from lowshard.report.page import Page
@@ -62,11 +68,11 @@ def add_plan_parser(benches: argparse._SubParsersAction[argparse.ArgumentParser]
         "plan", help="time to plan a reshard, by ranks", description=DESCRIPTION, epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="rounds a row (default 3)")
+    parser.add_argument("--rounds", type=count_of, default=3, metavar="N", help="rounds a row (default 3)")
+    add_json_argument(parser)
     parser.add_argument(
-        "--json", metavar="FILE", help="write JSON to FILE beside the table; -: print it alone"
+        "--plot", type=file_of, metavar="FILE", help="draw time over ranks (.png, .svg, .pdf)"
     )
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw time over ranks (.png, .svg, .pdf)")
     add_report_argument(parser)
     parser.add_argument("--check", action="store_true", help="exit code 1 if a row misses its limit")
     parser.set_defaults(func=run_plan)
@@ -76,8 +82,6 @@ def run_plan(args: argparse.Namespace) -> int:
     """Run `lowshard bench plan` and return the exit code."""
     from lowshard.bench.bench_progress import Progress
 
-    if args.rounds < 1:
-        raise LowshardError(f"--rounds is 1 or more, got {args.rounds}")
     if args.plot is not None:
         from lowshard.bench.plot import require_plot
 
@@ -90,22 +94,10 @@ def run_plan(args: argparse.Namespace) -> int:
         for case in made:
             progress.step(case[0])
             rows.append(measure_plan(*case, args.rounds))
-    text = json.dumps([asdict(row) for row in rows], indent=1) + "\n"
-    if args.json == "-":
-        sys.stdout.write(text)
-    else:
-        print(f"{'case':<44}{'tensors':>8}{'ranks':>7}{'plan ms':>9}{'rank ms':>9}{'limit':>8}{'MiB':>7}")
-        for row in rows:
-            limit = "" if row.limit_s is None else f"{row.limit_s * 1e3:.0f}"
-            print(
-                f"{row.name:<44}{row.tensors:>8}{row.ranks:>7}{row.build_s * 1e3:>9.1f}{row.rank_s * 1e3:>9.1f}"
-                f"{limit:>8}{row.memory_mib:>7.1f}"
-            )
-        if args.json:
-            Path(args.json).write_text(text, encoding="utf-8")
+    write_result(args, "plan", {"rows": [asdict(row) for row in rows]}, lambda: _show(rows))
     if args.plot is not None:
         draw(rows, args.plot)
-        print(f"written: {args.plot}")
+        print(f"written: {args.plot}", file=sys.stderr if args.json == "-" else sys.stdout)
     write_report(args, lambda: page_of(rows))
     missed = [row for row in rows if row.limit_s is not None and row.total_s > row.limit_s]
     if args.check:
@@ -115,6 +107,16 @@ def run_plan(args: argparse.Namespace) -> int:
                 file=sys.stderr,
             )
     return 1 if args.check and missed else 0
+
+
+def _show(rows: Sequence[Row]) -> None:
+    print(f"{'case':<44}{'tensors':>8}{'ranks':>7}{'plan ms':>9}{'rank ms':>9}{'limit':>8}{'MiB':>7}")
+    for row in rows:
+        limit = "" if row.limit_s is None else f"{row.limit_s * 1e3:.0f}"
+        print(
+            f"{row.name:<44}{row.tensors:>8}{row.ranks:>7}{row.build_s * 1e3:>9.1f}{row.rank_s * 1e3:>9.1f}"
+            f"{limit:>8}{row.memory_mib:>7.1f}"
+        )
 
 
 def cases() -> list[tuple[str, Callable[[], tuple[Any, Any]], tuple[int, ...], float | None]]:
@@ -221,6 +223,8 @@ def draw(rows: list[Row], path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
+    from lowshard.demo.demo_report import write_whole
+
     picture = Figure(figsize=(7.0, 4.4), dpi=130, facecolor="white", layout="constrained")
     FigureCanvasAgg(picture)
     axes = picture.subplots()
@@ -237,4 +241,6 @@ def draw(rows: list[Row], path: Path) -> None:
     axes.set_ylabel("CPU time of one rank, ms")
     axes.grid(visible=True, which="both", alpha=0.25)
     axes.legend(fontsize=8)
-    picture.savefig(path, format=path.suffix[1:])
+    drawn = io.BytesIO()
+    picture.savefig(drawn, format=path.suffix[1:])
+    write_whole(path, drawn.getvalue())

@@ -16,9 +16,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from lowshard.bench.collective import count_of, size_of, target_of
-from lowshard.bench.page_argument import add_report_argument, require_page, write_report, write_result
+from lowshard.bench.page_argument import (
+    add_json_argument,
+    add_report_argument,
+    require_page,
+    write_report,
+    write_result,
+)
 from lowshard.errors import BufferMismatchError, LowshardError, VerificationError
+from lowshard.flag_value import count_of, size_of
 
 if TYPE_CHECKING:
     from lowshard.launch.fake_hosts import FakeHost
@@ -36,7 +42,6 @@ Columns: bytes that came; time, median over the rounds; 10^9 bytes a second; the
 rate over theirs, the median of the rounds' ratios; time over that of the whole version. Both hosts share this
 machine's cores. Exit codes: 0 done, 1 a figure misses its limit (with --check), 2 wrong usage, 130 interrupted.
 """
-SCHEMA = "lowshard-bench-publish-1"
 LEAST_OF_RAW = 0.9
 """Rate of a whole version as a share of that of bare sockets: the goal; how near it is: docs/developer/figures.md."""
 MOST_OF_WHOLE = 0.5
@@ -91,7 +96,7 @@ def add_publish_parser(benches: argparse._SubParsersAction[argparse.ArgumentPars
     parser.add_argument("--size", type=size_of, default="256M", metavar="SIZE",
                         help="bytes of a version (default 256M)")  # fmt: skip
     parser.add_argument("--rounds", type=count_of, default=15, metavar="N", help="rounds (default 15)")
-    parser.add_argument("--json", type=target_of, metavar="FILE", help="write JSON too; -: JSON and no table")
+    add_json_argument(parser)
     add_report_argument(parser)
     parser.add_argument(
         "--check", action="store_true",
@@ -247,7 +252,7 @@ def _measure(
         Row("one small buffer, as iperf", total, tuple(hot)),
     ]
     return {
-        "schema": SCHEMA, "facts": dict(facts(HostDevice())), "bytes": total, "streams": streams, "rounds": rounds,
+        "machine": dict(facts(HostDevice())), "bytes": total, "streams": streams, "rounds": rounds,
         "rows": rows,
     }  # fmt: skip
 
@@ -287,7 +292,7 @@ def _conclude(report: dict[str, Any], args: argparse.Namespace) -> int:
     """Print the table, write the JSON, and return the exit code."""
     rows: list[Row] = report["rows"]
     plain = {**report, "rows": [{**asdict(r), "median_s": r.median_s, "of_raw": r.of_raw} for r in rows]}
-    write_result(args, plain, lambda: _show(report))
+    write_result(args, "publish", plain, lambda: _show(report))
     write_report(args, lambda: page_of(rows, report["streams"]))
     missed = list(misses(rows)) if args.check else []
     for miss in missed:
@@ -327,13 +332,13 @@ def page_of(rows: Sequence[Row], streams: int) -> Page:
 
 
 def _show(report: dict[str, Any]) -> None:
-    from rich.console import Console
     from rich.table import Table
 
-    terminal = Console(highlight=False)
-    console = terminal if terminal.is_terminal else Console(highlight=False, width=120)
-    for name, value in report["facts"].items():
-        console.print(f"# {name}: {value}", markup=False, soft_wrap=True)
+    from lowshard.plain_console import make_console, print_table
+
+    console = make_console()
+    for name, value in report["machine"].items():
+        console.print(f"# {name}: {value}", soft_wrap=True)
     table = Table(
         title=f"between two hosts, {report['streams']} streams, median of {report['rounds']} rounds"
     )
@@ -354,4 +359,4 @@ def _show(report: dict[str, Any]) -> None:
             "" if row.of_whole is None else f"{row.of_whole:.2f}",
             limit,
         )
-    console.print(table)
+    print_table(console, table)

@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lowshard.bench.bench_transition import ONE_AXIS, TWO_AXES, Transition, floor_of, mpi_way, transitions
-from lowshard.bench.collective import (
-    count_of,
-    seconds_of,
-    size_of,
-    target_of,
+from lowshard.bench.page_argument import (
+    add_json_argument,
+    add_report_argument,
+    require_page,
+    write_report,
+    write_result,
 )
-from lowshard.bench.page_argument import add_report_argument, require_page, write_report, write_result
 from lowshard.errors import BufferMismatchError, LowshardError
+from lowshard.flag_value import count_of, seconds_of, size_of
 
 if TYPE_CHECKING:
     from lowshard.bench.bench_seat import Seat
@@ -45,7 +46,6 @@ _OWN_SHARE = 0.8
 """Of the cores that the ranks can fill: a round with less was disturbed by others, and does not count."""
 _CLEAN_ROUNDS = 3
 WAYS = ("shared", "private", "new", "pool", "mpi")
-SCHEMA = "lowshard-bench-redistribute-1"
 _HEADS = {
     "shared": "shared", "private": "ordinary", "new": "new result", "pool": "pool", "mpi": "MPI",
     "dtensor": "DTensor", "jax": "JAX",
@@ -73,7 +73,7 @@ def add_redistribute_parser(benches: argparse._SubParsersAction[argparse.Argumen
     parser.add_argument("--peers", action="store_true", help="also DTensor and JAX, where they are installed")
     parser.add_argument("--peer-python", action="append", metavar="FILE", default=[],
                         help="a Python that has PyTorch or JAX installed (default: this one)")  # fmt: skip
-    parser.add_argument("--json", type=target_of, metavar="FILE", help="write JSON too; -: JSON and no table")
+    add_json_argument(parser)
     add_report_argument(parser)
     parser.add_argument("--check-limits", action="store_true",
                         help="exit code 1 if a figure is above its limit")  # fmt: skip
@@ -129,7 +129,7 @@ def measure_transitions(seat: Seat, request: Any) -> Any:
                 rows.append(_measure(place, transition, request["rounds"]))
     if seat.meeting.rank:
         return None
-    return {"schema": SCHEMA, "facts": dict(facts), "ranks": seat.meeting.size, "rounds": request["rounds"],
+    return {"machine": dict(facts), "ranks": seat.meeting.size, "rounds": request["rounds"],
             "rows": rows, "peers": []}  # fmt: skip
 
 
@@ -209,7 +209,7 @@ def _measure(place: Place, transition: Transition, rounds: int) -> dict[str, Any
 
 def _conclude(report: dict[str, Any], args: argparse.Namespace) -> int:
     """Print the table, write the JSON, and return the exit code."""
-    write_result(args, report, lambda: _show(report))
+    write_result(args, "redistribute", report, lambda: _show(report))
     write_report(args, lambda: _page(report))
     wrong = sum(row["wrong"] for row in report["rows"])
     if wrong:
@@ -241,13 +241,13 @@ def above_limits(report: dict[str, Any]) -> Sequence[str]:
 
 
 def _show(report: dict[str, Any]) -> None:
-    from rich.console import Console
     from rich.table import Table
 
-    terminal = Console(highlight=False)
-    console = terminal if terminal.is_terminal else Console(highlight=False, width=160)
-    for name, value in report["facts"].items():
-        console.print(f"# {name}: {value}", markup=False, soft_wrap=True)
+    from lowshard.plain_console import make_console, print_table
+
+    console = make_console()
+    for name, value in report["machine"].items():
+        console.print(f"# {name}: {value}", soft_wrap=True)
     peers = {(p["peer"], p["transition"], p["bytes"]): p for p in report["peers"] if "ratio" in p}
     names = [n for n in ("dtensor", "jax") if any(key[0] == n for key in peers)]
     table = Table(title=f"times the floor, {report['ranks']} ranks, median of {report['rounds']} rounds")
@@ -262,10 +262,10 @@ def _show(report: dict[str, Any]) -> None:
         table.add_row(
             row["transition"], f"{row['bytes'] >> 20}", f"{row['floor_s'] * 1e3:.1f}", *cells, limit
         )
-    console.print(table)
+    print_table(console, table)
     for peer in report["peers"]:
         if "missing" in peer:
-            console.print(f"# {peer['missing']}", markup=False, soft_wrap=True)
+            console.print(f"# {peer['missing']}", soft_wrap=True)
 
 
 def _ratio(found: dict[str, Any] | None) -> str:

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from lowshard.bench.bench_device import HostDevice
 from lowshard.bench.bench_meeting import timed
 from lowshard.bench.limit import AGAIN
 from lowshard.bench.memcpy import BesideMemcpy
-from lowshard.bench.page_argument import add_report_argument, require_page, write_report
-from lowshard.errors import LowshardError
+from lowshard.bench.page_argument import (
+    add_json_argument,
+    add_report_argument,
+    require_page,
+    write_report,
+    write_result,
+)
+from lowshard.errors import BufferMismatchError, LowshardError
+from lowshard.flag_value import count_of, natural_of
 
 if TYPE_CHECKING:
     from lowshard.bench.bench_seat import Seat
@@ -40,7 +46,9 @@ bench profile) without running it.
 """
 EPILOG = "Exit codes: 0 done, 1 a row misses its limit (with --check), 2 wrong usage, 70 a rank died, 130 interrupted."
 LIMIT = 1.6
-"""x memcpy that is promised at 4 ranks on one node."""
+"""x memcpy that is promised at `_RANKS` ranks on one node."""
+_RANKS = 4
+_MEMORY = ("shown", "private")
 
 
 @dataclass(frozen=True)
@@ -76,9 +84,9 @@ def add_refit_parser(benches: argparse._SubParsersAction[argparse.ArgumentParser
         "refit", help="reshard a model between layouts", description=DESCRIPTION + PREDICT, epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    parser.add_argument("--ranks", type=int, metavar="N", help="ranks to start (default 4)")
-    parser.add_argument("--size", type=int, default=268, metavar="MB", help="of the model (default 268)")
-    parser.add_argument("--rounds", type=int, default=7, metavar="N", help="rounds a row (default 7)")
+    parser.add_argument("--ranks", type=count_of, metavar="N", help=f"ranks to start (default {_RANKS})")
+    parser.add_argument("--size", type=count_of, default=268, metavar="MB", help="of the model (default 268)")
+    parser.add_argument("--rounds", type=count_of, default=7, metavar="N", help="rounds a row (default 7)")
     parser.add_argument("--only", default="", metavar="TEXT", help="rows whose names have this in them")
     model = parser.add_argument_group("one model (--model)")
     model.add_argument(
@@ -93,19 +101,19 @@ def add_refit_parser(benches: argparse._SubParsersAction[argparse.ArgumentParser
     model.add_argument("--together", action="store_true", help="the ranks that train serve, too")
     model.add_argument("--strategies", default="llama", metavar="FILE",
                        help="cuts by name patterns: llama, qwen, moe, bert, or your own (default llama)")  # fmt: skip
-    model.add_argument("--heads", type=int, metavar="H", help="query heads (default: the model's config)")
-    model.add_argument("--kv-heads", type=int, metavar="H", help="key-value heads (default: likewise)")
+    model.add_argument(
+        "--heads", type=count_of, metavar="H", help="query heads (default: the model's config)"
+    )
+    model.add_argument("--kv-heads", type=count_of, metavar="H", help="key-value heads (default: likewise)")
     model.add_argument("--changed", default="0.1,1,3,100", metavar="LIST",
                        help="per cent of elements that a version changes (default 0.1,1,3,100)")  # fmt: skip
     model.add_argument("--base", default="copy", choices=("copy", "digests"),
                        help="what givers remember of the version before (default copy)")  # fmt: skip
     model.add_argument(
-        "--seed", type=int, default=1, metavar="N", help="of which elements change (default 1)"
+        "--seed", type=natural_of, default=1, metavar="N", help="of which elements change (default 1)"
     )
     parser.add_argument("--profile", metavar="FILE", help="cluster profile to predict by")
-    parser.add_argument(
-        "--json", metavar="FILE", help="write JSON to FILE beside the table; -: print it alone"
-    )
+    add_json_argument(parser)
     add_report_argument(parser)
     parser.add_argument(
         "--check",
@@ -119,10 +127,7 @@ def run_refit(args: argparse.Namespace) -> int:
     """Run `lowshard bench refit` and return the exit code."""
     from lowshard.bench.bench_world import job_size, run_entry
 
-    if args.rounds < 1 or args.size < 1:
-        raise LowshardError(f"--rounds and --size are 1 or more, got {args.rounds} and {args.size}")
     require_page(args)
-    ranks = args.ranks if args.ranks or job_size() is not None else 4
     profile = None
     if args.profile is not None:
         from lowshard.cost import ClusterProfile
@@ -130,10 +135,20 @@ def run_refit(args: argparse.Namespace) -> int:
         profile = ClusterProfile.load(args.profile).to_json()
     if args.model is not None:
         return _run_model(args, profile)
+    ranks = job_size() or args.ranks or _RANKS
+    if ranks % max(1, ranks // 2):
+        raise LowshardError(f"rows go between all ranks and half of them: pass an even --ranks, got {ranks}")
+    if not any(args.only in name for name in _names(ranks)):
+        raise LowshardError(f"--only {args.only!r} is in no row's name: {'; '.join(_names(ranks))}")
+    if args.check and ranks != _RANKS:
+        raise LowshardError(
+            f"--check judges rows of {_RANKS} ranks, these have {ranks}: leave one of both out"
+        )
+    _require_memory(args.size * 10**6, ranks)
     request = {
         "bytes": args.size * 10**6, "rounds": args.rounds, "only": args.only, "profile": profile, "check": args.check,
     }  # fmt: skip
-    outcome = run_entry(measure_refits, request, ranks)
+    outcome = run_entry(measure_refits, request, args.ranks if job_size() is not None else ranks)
     if outcome.data is None or not outcome.leads:
         return outcome.finish(outcome.exit_code)
     rows = list(map(_row, outcome.data))
@@ -182,15 +197,30 @@ def _percents(text: str) -> list[float]:
     return list(dict.fromkeys(found))
 
 
+def _names(ranks: int) -> list[str]:
+    """Return the names of all rows, with the memory of each."""
+    return [f"{case[0]} {memory}" for case in model_cases(10**6, ranks) for memory in _MEMORY]
+
+
+def _require_memory(size_bytes: int, ranks: int) -> None:
+    """Raise where the ranks of this host need more memory than it has; inside a job they may have other hosts."""
+    from lowshard.bench.bench_world import job_size
+
+    copies = ranks // max(1, ranks // 2)  # of the model, in the layout with fewer cuts
+    need, free = size_bytes * (1 + 3 * copies), HostDevice().free_bytes()
+    if job_size() is None and free is not None and need > free:
+        raise BufferMismatchError(
+            f"the model and its copies take up to {need:,} bytes over {ranks} ranks, {free:,} are free; pass a "
+            "smaller --size"
+        )
+
+
 def _write(args: argparse.Namespace, rows: Sequence[Any], table: str) -> None:
     """Print the table, and write JSON where it is asked for; to stdout in the table's place."""
-    text = json.dumps([{**asdict(r), "x_memcpy": r.ratio} for r in rows], indent=1) + "\n"
-    if args.json == "-":
-        sys.stdout.write(text)
-        return
-    print(table)
-    if args.json:
-        Path(args.json).write_text(text, encoding="utf-8")
+    plain = [{**asdict(r), "x_memcpy": r.ratio} for r in rows]
+    write_result(
+        args, "refit" if args.model is None else "model-refit", {"rows": plain}, lambda: print(table)
+    )
 
 
 def _show(rows: Sequence[Row], args: argparse.Namespace) -> int:
@@ -234,14 +264,18 @@ def _row(found: dict[str, Any]) -> Row:
 
 def measure_refits(seat: Seat, request: Any) -> Any:
     """Measure every case; rows on rank 0. Collective: all ranks of the seat call this."""
+    from lowshard.bench.bench_seat import Say
+
     rows = []
-    with seat.open("auto") as place:
+    say = Say("refit", seat.meeting.rank == 0)
+    with seat.open("auto", say) as place:
         comm = place.comm
         for name, src, dst, quantised in model_cases(request["bytes"], comm.size):
-            for memory in ("shown", "private"):
+            for memory in _MEMORY:
                 if request["only"] not in f"{name} {memory}":
                     continue
-                limit = LIMIT if comm.size == 4 else None
+                say(f"{name} {memory}")
+                limit = LIMIT if comm.size == _RANKS else None
                 tries: list[Row] = []
                 while not tries or (request["check"] and limit and len(tries) <= AGAIN):
                     found = _measure(comm, place.meeting, src, dst, quantised, memory == "shown", request)

@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import json
 import socket
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lowshard.bench.collective import (
-    NCCL_TESTS,
-    count_of,
-    natural_of,
-    require_possible,
-    seconds_of,
-    size_of,
-    target_of,
-)
+from lowshard.bench.collective import NCCL_TESTS, require_possible
 from lowshard.bench.fit import Point, fit_profile
 from lowshard.bench.operation import OPERATIONS
 from lowshard.bench.sweep_setting import TRANSPORTS, Settings, redop_list, size_list
 from lowshard.command_parser import expect_habits
 from lowshard.cost import ClusterProfile, Curve, Level
 from lowshard.errors import LowshardError
+from lowshard.flag_value import count_of, counts_of, natural_of, seconds_of, size_of, target_of
 from lowshard.nearest import nearest
 
 if TYPE_CHECKING:
@@ -49,7 +44,7 @@ def add_profile_parser(benches: argparse._SubParsersAction[argparse.ArgumentPars
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--ranks", type=_counts, metavar="N[,N...]", help="numbers of ranks to start (default 2)"
+        "--ranks", type=counts_of, metavar="N[,N...]", help="numbers of ranks to start (default 2)"
     )
     parser.add_argument("-o", "--out", type=target_of, default="profile.json", metavar="FILE",
                         help="where the profile goes (default profile.json; - prints it, and no table)")  # fmt: skip
@@ -198,13 +193,14 @@ def colours(hosts: Sequence[str], rank: int) -> list[tuple[Level, int | None]] |
 
 def _conclude(profile: ClusterProfile, points: Sequence[Point], wrong: int, out: str) -> int:
     """Print predicted beside measured, write the profile, and return the exit code."""
-    if out == "-":
-        import json
+    from lowshard.demo.demo_report import write_whole
 
-        sys.stdout.write(json.dumps(profile.to_json(), indent=1) + "\n")
+    text = json.dumps(profile.to_json(), indent=1, allow_nan=False) + "\n"
+    if out == "-":
+        sys.stdout.write(text)
     else:
         print(*describe(profile, points), sep="\n")
-        profile.save(out)
+        write_whole(Path(out), text.encode())
         print(f"# written: {out}")
     if wrong:
         print(f"lowshard bench profile: {wrong} elements of the results were wrong", file=sys.stderr)
@@ -246,10 +242,6 @@ def _describe_pieces(curve: Curve) -> Iterator[str]:
         ]
         yield f"#   from {low:,} B {up}: alpha {piece.alpha_s * 1e6:.2f} us, {', '.join(speeds) or 'no bytes'}"
         low = piece.below_bytes or low
-
-
-def _counts(text: str) -> tuple[int, ...]:
-    return tuple(dict.fromkeys(count_of(part.strip()) for part in text.split(",")))
 
 
 def _ops(text: str) -> tuple[str, ...]:

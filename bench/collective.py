@@ -16,12 +16,12 @@ from lowshard.bench.sweep_setting import (
     TRANSPORTS,
     Settings,
     dtype_list,
-    parse_bytes,
     redop_list,
     size_list,
 )
 from lowshard.command_parser import expect_habits
 from lowshard.errors import DependencyError, LowshardError
+from lowshard.flag_value import bandwidth_of, count_of, file_of, natural_of, seconds_of, size_of, target_of
 from lowshard.settings import CHECK
 
 if TYPE_CHECKING:
@@ -113,7 +113,9 @@ def _add_what(parser: argparse.ArgumentParser, op: str) -> None:
         group.add_argument("--order", choices=("fast", "tree", "rank"), default="fast",
                            help="order of the operands (default fast, the transport's own)")  # fmt: skip
     if OPERATIONS[op].rooted:
-        group.add_argument("-r", "--root", type=int, default=0, metavar="RANK", help="root (default 0)")
+        group.add_argument(
+            "-r", "--root", type=natural_of, default=0, metavar="RANK", help="root (default 0)"
+        )
     if OPERATIONS[op].shared:
         group.add_argument("--shared", action="store_true",
                            help="the result is one read-only array for the node")  # fmt: skip
@@ -154,11 +156,9 @@ def _add_results(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("results")
     group.add_argument("--json", type=target_of, metavar="FILE",
                        help="write JSON with every round's times; -: print it, and no table")  # fmt: skip
+    group.add_argument("--csv", type=file_of, metavar="FILE", help="write a line for each size and placement")
     group.add_argument(
-        "--csv", type=target_of, metavar="FILE", help="write a line for each size and placement"
-    )
-    group.add_argument(
-        "--plot", type=target_of, metavar="FILE", help="draw time and bus bandwidth over size (.png, .svg)"
+        "--plot", type=file_of, metavar="FILE", help="draw time and bus bandwidth over size (.png, .svg)"
     )
     add_report_argument(group)
     group.add_argument("--compare", type=Path, metavar="OLD.json",
@@ -185,7 +185,7 @@ def run_collective(args: argparse.Namespace) -> int:
         old = load_report(args.compare)
         require_comparable(settings, ranks, old, str(args.compare))
     if args.plot is not None:
-        require_plot(Path(args.plot))
+        require_plot(args.plot)
     if args.check_limits:
         reason = why_no_limits(settings, ranks, _check_mode())
         if reason is not None:
@@ -290,7 +290,7 @@ def _conclude(report: CollectiveReport, args: argparse.Namespace, old: Collectiv
         if target not in (None, "-"):
             write_whole(Path(target), text().encode())
     if args.plot is not None:
-        draw(report, Path(args.plot))
+        draw(report, args.plot)
     written = [str(path) for path in (args.json, args.csv, args.plot) if path not in (None, "-")]
     if args.report is not None:
         from lowshard.report.bench_page import collective_page
@@ -332,21 +332,6 @@ def _check_mode() -> str:
     return CHECK.text()
 
 
-def size_of(text: str) -> int:
-    """Return a size in bytes, for a flag."""
-    try:
-        return parse_bytes(text)
-    except LowshardError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-
-
-def count_of(text: str) -> int:
-    """Return an integer of 1 or more, for a flag."""
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"expected an integer of 1 or more, got {text!r}")
-    return int(text)
-
-
 def _dtype_of(text: str) -> str:
     return _NCCL_DTYPES.get(text, text)
 
@@ -355,40 +340,3 @@ def _checks_of(text: str) -> int:
     if text == "0":
         raise argparse.ArgumentTypeError("results are always checked, once at least; leave -c 0 out")
     return count_of(text)
-
-
-def natural_of(text: str) -> int:
-    """Return an integer of 0 or more, for a flag."""
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"expected an integer of 0 or more, got {text!r}")
-    return int(text)
-
-
-def seconds_of(text: str) -> float:
-    """Return seconds above 0, for a flag."""
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not seconds > 0:
-        raise argparse.ArgumentTypeError(f"expected seconds above 0, got {text!r}")
-    return seconds
-
-
-def bandwidth_of(text: str) -> float:
-    """Return a bandwidth of 0 GB/s or more, for a flag."""
-    try:
-        bandwidth = float(text)
-    except ValueError:
-        bandwidth = -1.0
-    if not bandwidth >= 0:
-        raise argparse.ArgumentTypeError(f"expected GB/s, 0 or more, got {text!r}")
-    return bandwidth
-
-
-def target_of(text: str) -> str:
-    """Return a file's name whose folder exists, or -, for a flag."""
-    # Asked before the measurement: a minute later it would be lost.
-    if text != "-" and (Path(text).is_dir() or not Path(text).absolute().parent.is_dir()):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a file in a folder that exists")
-    return text

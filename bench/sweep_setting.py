@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from math import inf
 from typing import Any, Literal
 
 from lowshard.argument import brief
@@ -22,6 +22,7 @@ MORE_DTYPES = ("int16", "uint16")
 """What can be asked for by name beside them; NCCL knows them as bytes only."""
 
 TRANSPORTS = ("auto", "mpi", "loopback", "nccl", "staged")
+MOST_SIZES = 10_000
 AVERAGES = ("rank 0", "average", "fastest", "slowest")
 """Whose time counts, by the number of `-a`."""
 
@@ -110,41 +111,27 @@ class Settings:
 _read = reader("settings of lowshard bench", LowshardError)(Settings)
 
 
-def parse_bytes(text: str) -> int:
-    """Return a size written as nccl-tests takes it: 1024, 1K, 64M, 1.5G; K, M and G are powers of 1024.
-
-    Raises:
-        LowshardError: it is written otherwise, or is not a whole number of bytes above 0.
-    """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)(?:I?B)?", text.strip().upper())
-    if found is not None:
-        size = float(found[1]) * 1024 ** " KMGT".index(found[2] or " ")
-        if size >= 1 and size == int(size):
-            return int(size)
-    raise LowshardError(
-        f"a size is a number of bytes such as 1024, 1K, 64M or 1G (powers of 1024), got {text!r}"
-    )
-
-
 def size_list(begin: int, end: int, factor: float | None, step: int | None) -> tuple[int, ...]:
     """Return the sizes from one to another, by a factor or by a step.
 
     Raises:
-        LowshardError: the last is smaller than the first, or the factor leads nowhere.
+        LowshardError: the last is smaller than the first, the factor leads nowhere, or there are too many.
     """
     if end < begin:
         raise LowshardError(f"-e is at least -b, got -b {begin} -e {end}")
-    if step is not None:
-        return tuple(range(begin, end + 1, step))
-    if factor is None or not factor > 1:
+    if step is None and (factor is None or not 1 < factor < inf):
         raise LowshardError(f"-f is a factor above 1, got {factor:g}" if factor else "-f or -i is needed")
-    sizes: list[int] = []
-    size = float(begin)
-    while size <= end:
-        if not sizes or int(size) > sizes[-1]:
-            sizes.append(int(size))
-        size *= factor
-    return tuple(sizes)
+    sizes: dict[int, None] = {}
+    size: float = begin
+    for _ in range(MOST_SIZES):
+        if size > end:
+            return tuple(sizes)
+        sizes[int(size)] = None  # a small factor comes to some sizes again
+        size = size * (factor or 1) if step is None else size + step
+    raise LowshardError(
+        f"a sweep has less than {MOST_SIZES:,} sizes, from -b {begin} to -e {end} there are more: pass a larger "
+        + ("-f" if step is None else "-i")
+    )
 
 
 def redop_list(op: str, choice: str | None) -> tuple[str, ...]:

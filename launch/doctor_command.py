@@ -114,9 +114,10 @@ def print_table(checks: list[Check], works: bool) -> None:
             print(f"{check.status:8}{mark}{check.name:14} {check.detail} {check.advice}".rstrip())
         print(verdict)
         return
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
+
+    from lowshard.plain_console import make_console
 
     table = Table(box=None, pad_edge=False)
     for title in ("", "what", "found"):
@@ -128,7 +129,6 @@ def print_table(checks: list[Check], works: bool) -> None:
         if check.advice:
             found.append(f"\n-> {check.advice}", style="bold")
         table.add_row(status, Text(check.name), found)
-    terminal = Console(highlight=False)
-    console = terminal if terminal.is_terminal else Console(highlight=False, width=_PIPED_WIDTH)
+    console = make_console(piped_width=_PIPED_WIDTH)
     console.print(table)
     console.print(verdict)

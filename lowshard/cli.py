@@ -22,7 +22,7 @@ from lowshard.streams import drop_stdout, open_closed_streams
 DESCRIPTION = "Place, move and quantise raw array buffers over many processes."
 EPILOG = (
     "Exit codes: 0 done, 1 failed, 2 wrong usage, 70 a rank died (signal, lost host), 71 timed out, "
-    "72 ranks disagreed, 130 Ctrl-C, 143 SIGTERM."
+    "72 ranks disagreed, 130 Ctrl-C, 141 nobody reads the output any more, 143 SIGTERM."
 )
 
 

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lowshard.errors import CommError, LaunchError, LowshardError, VerificationError
+from lowshard.flag_value import count_of, folder_of, seconds_of
 from lowshard.settings import environment
 
 if TYPE_CHECKING:
@@ -40,10 +40,12 @@ def add_demo_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentPars
         "Inside your own MPI: mpiexec -n 4 python -m lowshard demo",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("-n", "--ranks", type=int, default=4, metavar="N", help="ranks to start (default 4)")
+    parser.add_argument(
+        "-n", "--ranks", type=count_of, default=4, metavar="N", help="ranks to start (default 4)"
+    )
     parser.add_argument(
         "--tp",
-        type=int,
+        type=count_of,
         metavar="T",
         help="ranks that share one serving copy (default 2, or all if N is odd)",
     )
@@ -56,17 +58,21 @@ def add_demo_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentPars
     which.add_argument("--checkpoint", type=Path, metavar="FILE", help="a safetensors file of your own")
     which.add_argument("--synthetic", action="store_true", help="random weights, no download")
     parser.add_argument(
-        "-o", "--out", type=Path, default=Path("lowshard-demo"), metavar="DIR",
+        "-o", "--out", type=folder_of, default="lowshard-demo", metavar="DIR",
         help="folder for demo.json and demo.png (default ./lowshard-demo)",
     )  # fmt: skip
     parser.add_argument(
-        "--report", type=Path, metavar="DIR",
+        "--report", type=folder_of, metavar="DIR",
         help="also write the report as a page for a browser, DIR/index.html, which needs no network",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print the report as JSON instead of a table")
     parser.add_argument("--no-picture", action="store_true", help="write no demo.png")
     parser.add_argument(
-        "--timeout", type=float, default=600.0, metavar="S", help="end the job after S seconds (default 600)"
+        "--timeout",
+        type=seconds_of,
+        default=600.0,
+        metavar="S",
+        help="end the job after S seconds (default 600)",
     )
     parser.set_defaults(func=run)
 
@@ -84,8 +90,6 @@ def run(args: argparse.Namespace) -> int:
         return _generate(args)
     if launched is not None and launched.size > 1:
         return _as_a_rank(args, launched.rank)
-    if args.ranks < 1:
-        raise LaunchError(f"--ranks is at least 1, got {args.ranks}")
     with tempfile.TemporaryDirectory(prefix="lowshard-demo-") as scratch:
         settings = _settings(args, args.ranks, Path(scratch))
         report = _on_own_ranks(args, settings, Path(scratch) / "report.json")
@@ -101,8 +105,8 @@ def _generate(args: argparse.Namespace) -> int:
     from lowshard.demo.progress_bar import Progress
     from lowshard.launch.job import python_command, run_ranks
 
-    if args.ranks < 1:
-        raise LaunchError(f"--ranks is at least 1, got {args.ranks}")
+    if args.tp is not None:
+        raise LaunchError("--model smollm2 is cut over all of its ranks; leave --tp out")
     if args.checkpoint is not None:
         raise LaunchError("--model smollm2 brings its own checkpoint; leave --checkpoint out")
     if args.report is not None:
@@ -146,13 +150,7 @@ def _settings(args: argparse.Namespace, world_size: int, scratch: Path) -> Setti
     if args.report is not None:
         from lowshard.report.page import require_report
 
-        require_report(args.report)
-    place = next(path for path in (args.out, *args.out.absolute().parents) if path.exists())
-    if not (
-        place.is_dir() and os.access(place, os.W_OK | os.X_OK)
-    ):  # told now, and made when there is a result
-        why = "is a file" if not place.is_dir() else "may not be written to"
-        raise LowshardError(f"--out takes a folder; {str(place)!r} {why}: give another")
+        require_report()
     return Settings(source, tp)
 
 
@@ -214,9 +212,8 @@ def _as_a_rank(args: argparse.Namespace, rank: int) -> int:
 
 def _show(report: DemoReport, args: argparse.Namespace) -> int:
     """Write the files, print the table or JSON, and return the exit code."""
-    from rich.console import Console
-
     from lowshard.demo.demo_report import render_table, write_json
+    from lowshard.plain_console import make_console
 
     args.out.mkdir(parents=True, exist_ok=True)
     write_json(report, args.out / "demo.json")
@@ -234,6 +231,6 @@ def _show(report: DemoReport, args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(report.to_json(), indent=2))
     else:
-        render_table(report, Console())
+        render_table(report, make_console(piped_width=80))
         print(f"written: {', '.join(written)}")
     return 0 if report.ok else VerificationError.exit_code

@@ -178,7 +178,14 @@ def write_json(report: DemoReport, path: str | os.PathLike[str]) -> None:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write a file beside its place and move it there, so that no half of it is ever seen."""
+    """Write a file beside its place and move it there, so that no half of it is ever seen.
+
+    A device or a pipe is written to as it is, and a link stays one.
+    """
+    if path.exists() and not path.is_file():  # /dev/null would be a file of ours from now on
+        path.write_bytes(data)
+        return
+    path = Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".write-", dir=path.parent) as tmp:
         part = Path(tmp) / path.name

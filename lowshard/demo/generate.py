@@ -135,10 +135,11 @@ def run_rank(settings: str, comm: Communicator) -> GenerateReport:
 
 def show(report: GenerateReport) -> None:
     """Print the report as a table."""
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console()
+    from lowshard.plain_console import make_console
+
+    console = make_console(piped_width=80)
     table = Table(title=f"{report.model} over {len(report.ranks)} ranks")
     for column in ("rank", "query heads", "key-value heads", "held MB", "read MB", "received MB"):
         table.add_column(column, justify="right")
@@ -147,17 +148,15 @@ def show(report: GenerateReport) -> None:
         sizes = [f"{n / 1e6:.1f}" for n in (row.held_bytes, row.read_bytes, row.received_bytes)]
         table.add_row(str(row.rank), *spans, *sizes)
     console.print(table)
-    console.print(f"Q: {QUESTION}\nA: {report.text}", highlight=False, markup=False)
+    console.print(f"Q: {QUESTION}\nA: {report.text}")
     same = "equal" if report.tokens == report.reference_tokens else "DIFFERENT"
     console.print(
         f"logits within {report.logits_difference:.1e} of the largest (bound {LOGITS_BOUND:g}), "
         f"{len(report.tokens)} greedy tokens {same} to one process",
-        highlight=False,
     )
     console.print(
         f"{report.tokens_per_s:.1f} tokens/s, one process {report.reference_tokens_per_s:.1f}; loaded in "
         f"{report.load_s:.2f} s",
-        highlight=False,
     )
 
 

@@ -72,7 +72,7 @@ class Progress:
         from rich import progress
 
         bar = progress.Progress(
-            progress.TextColumn("{task.description}"), progress.BarColumn(), progress.DownloadColumn(),
+            progress.TextColumn("{task.description}", markup=False), progress.BarColumn(), progress.DownloadColumn(),
             progress.TransferSpeedColumn(), progress.TimeRemainingColumn(), console=self._console(),
         )  # fmt: skip
         with bar:
@@ -100,7 +100,9 @@ class Progress:
         if not (self._shown and self._terminal):
             yield
             return
-        with self._console().status(label):
+        from rich.text import Text
+
+        with self._console().status(Text(label)):
             yield
 
     def _line(self, mark: str, text: str, style: str) -> None:

@@ -240,7 +240,7 @@ def redistribute_page(report: Mapping[str, Any]) -> Page:
             Card(f"{best:.2f}", "x least work, at best"),
         ),
         tuple(sections),
-        tuple((name, str(value)) for name, value in report["facts"].items()),
+        tuple((name, str(value)) for name, value in report["machine"].items()),
     )
 
 

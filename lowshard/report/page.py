@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from lowshard.demo.demo_report import write_whole
-from lowshard.errors import DependencyError, LowshardError
+from lowshard.errors import DependencyError
 
 PAGE_NAME = "index.html"
 Kind = Literal["plain", "good", "bad"]
@@ -118,23 +118,16 @@ def number(text: str, kind: Kind = "plain") -> Cell:
     return Cell(text, kind, is_number=True)
 
 
-def require_report(folder: Path) -> None:
-    """Check that a page can be written to a folder, before the work it is to show.
+def require_report() -> None:
+    """Check that a page can be made, before the work it is to show.
 
     Raises:
         DependencyError: jinja2 is missing.
-        LowshardError: a file is in the way, or the folder cannot be made.
     """
     try:
         import jinja2  # noqa: F401
     except ImportError as error:
         raise DependencyError("--report needs jinja2: pip install 'lowshard[plot]'") from error
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise LowshardError(
-            f"--report takes a folder, but {str(folder)!r} is none: {error.strerror}"
-        ) from error
 
 
 def render(page: Page) -> str:

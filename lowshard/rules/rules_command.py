@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lowshard.errors import RulesError
+from lowshard.flag_value import file_of, folder_of, target_of
+from lowshard.plain_console import busy, make_console
 from lowshard.rules.command_arguments import (
     FILES,
     add_json_argument,
@@ -109,7 +112,12 @@ def add_rules_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentPar
     add_tensor_arguments(dump, activations="dump this activation file with the specs the rules give")
     dump.add_argument("--werror", action="store_true", help="in strict mode, warnings fail too")
     dump.add_argument(
-        "-o", "--out", required=True, metavar="FILE", help="where to write; - for standard output"
+        "-o",
+        "--out",
+        type=target_of,
+        required=True,
+        metavar="FILE",
+        help="where to write; - for standard output",
     )
 
     compare = add(
@@ -179,7 +187,9 @@ def add_rules_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentPar
     add_json_argument(memory)
 
     example = add("example", "write small files to try these commands on", _EXAMPLE, run_example)
-    example.add_argument("folder", metavar="DIR", nargs="?", default=".", help="where to (default: here)")
+    example.add_argument(
+        "folder", type=folder_of, metavar="DIR", nargs="?", default=".", help="where to (default: here)"
+    )
 
     show = add(
         "show",
@@ -202,14 +212,14 @@ def add_rules_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentPar
         metavar="N",
         help="rows and columns beyond which the middle is left out (default 24)",
     )
-    show.add_argument("--picture", metavar="FILE", help="draw it too, into a .png or .svg")
+    show.add_argument("--picture", type=file_of, metavar="FILE", help="draw it too, into a .png or .svg")
     add_json_argument(show)
 
 
 def run_dump(args: argparse.Namespace) -> int:
     """Write a named (or activation) file and return the exit code."""
     from lowshard.rules.golden import activation_shardings, dump_text, named_shardings, read_dump
-    from lowshard.rules.rules_text import busy, make_console, print_warnings
+    from lowshard.rules.rules_text import print_warnings
 
     rules = load(args)
     bound, mesh = bind(rules, args)
@@ -219,7 +229,7 @@ def run_dump(args: argparse.Namespace) -> int:
         text = dump_text(activation_shardings(bound, mesh, read_dump(args.activations).activations()))
     else:
         tensors, findings = read_tensors(bound, args)
-        with busy("resolving"):
+        with busy("rules", "resolving"):
             if args.mode == "strict":
                 report = joined(rules.check(tensors, **sizes_of(args)), findings)
                 print_warnings(report, make_console(stderr=True))
@@ -235,7 +245,7 @@ def run_compare(args: argparse.Namespace) -> int:
     """Print what differs and return 0 (nothing), 1 (something)."""
     from lowshard.rules.comparison import compare_dumps
     from lowshard.rules.golden import read_dump
-    from lowshard.rules.rules_text import make_console, print_comparison
+    from lowshard.rules.rules_text import print_comparison
 
     if (args.b is None) != (args.rules is not None):
         raise RulesError("compare takes A and B, or A with --rules and --devices")
@@ -261,7 +271,7 @@ def run_compare(args: argparse.Namespace) -> int:
 def run_explain(args: argparse.Namespace) -> int:
     """Print why tensors are cut as they are and return the exit code."""
     from lowshard.rules.logical_tensor import short_name
-    from lowshard.rules.rules_text import make_console, print_explanation
+    from lowshard.rules.rules_text import print_explanation
 
     rules = load(args)
     bound, mesh = bind(rules, args) if args.devices is not None else (rules, None)
@@ -295,7 +305,7 @@ def run_check(args: argparse.Namespace) -> int:
     from lowshard.rules.finding import CheckReport
     from lowshard.rules.golden import read_dump
     from lowshard.rules.loading import read_rules_file
-    from lowshard.rules.rules_text import busy, make_console, print_check
+    from lowshard.rules.rules_text import print_check
 
     rules, report = read_rules_file(args.rules, mode=args.mode, base=args.base, merge=args.merge)
     if rules is not None:
@@ -305,7 +315,7 @@ def run_check(args: argparse.Namespace) -> int:
         if args.activations is not None:
             read = read_dump(args.activations).activations()
             activations = {a.key: (a.names, a.shape) for a in read if a.names is not None}
-        with busy("checking"):
+        with busy("rules", "checking"):
             checked = rules.check(tensors, activations=activations, dtype=args.dtype, **sizes_of(args))
         report = CheckReport.of([*report.findings, *checked.findings, *findings])
     if args.json:
@@ -319,9 +329,10 @@ def run_example(args: argparse.Namespace) -> int:
     """Write the example files and return the exit code."""
     from lowshard.rules.example_files import write_examples
 
-    for path in write_examples(Path(args.folder)):
+    for path in write_examples(args.folder):
         print(path)
-    print("Try: lowshard rules check --rules my.yml --devices 16 --logical logical_shardings.json")
+    rules, logical = (shlex.quote(str(args.folder / name)) for name in ("my.yml", "logical_shardings.json"))
+    print(f"Try: lowshard rules check --rules {rules} --devices 16 --logical {logical}")
     return 0
 
 
@@ -329,7 +340,7 @@ def run_memory(args: argparse.Namespace) -> int:
     """Print bytes a device and return 0, or 1 beyond the budget."""
     from dataclasses import replace
 
-    from lowshard.rules.rules_text import busy, make_console, print_memory
+    from lowshard.rules.rules_text import print_memory
 
     rules = load(args)
     if args.budget is not None:
@@ -339,7 +350,7 @@ def run_memory(args: argparse.Namespace) -> int:
         rules = replace(rules, extension=extension)
     bound, mesh = bind(rules, args)
     tensors, _ = read_tensors(bound, args)
-    with busy("adding up"):
+    with busy("rules", "adding up"):
         report = bound.memory(
             mesh, tensors, dtype=args.dtype, gradient_dtype=args.gradient_dtype, moment_dtype=args.moment_dtype,
             moments=args.moments,
@@ -356,7 +367,7 @@ def run_show(args: argparse.Namespace) -> int:
     from lowshard.layout import Layout
     from lowshard.rules.holding import find_holding
     from lowshard.rules.logical_tensor import short_name
-    from lowshard.rules.rules_text import make_console, print_holding
+    from lowshard.rules.rules_text import print_holding
 
     bound, mesh = bind(load(args), args)
     tensor = chosen_tensors(bound, args)[0]
@@ -407,7 +418,4 @@ def _write(out: str, text: str) -> None:
     if out == "-":
         sys.stdout.write(text)
         return
-    try:
-        write_whole(Path(out), text.encode())
-    except OSError as error:
-        raise RulesError(f"{out}: cannot be written: {error}", path=out) from error
+    write_whole(Path(out), text.encode())

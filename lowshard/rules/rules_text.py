@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from lowshard.rules.comparison import Comparison
@@ -19,29 +17,6 @@ if TYPE_CHECKING:
 
 _STYLES = {"error": "bold red", "warning": "yellow", "note": "dim"}
 _MOST_GROUPS = 30
-_PIPED_WIDTH = 200
-
-
-def make_console(stderr: bool = False) -> Console:
-    """Return a console; into a pipe it writes lines of 200 characters, without colours.
-
-    It prints brackets and colons as they stand: names of tensors and paths of files may have them.
-    """
-    from rich.console import Console
-
-    stream = sys.stderr if stderr else sys.stdout
-    width = None if stream.isatty() else _PIPED_WIDTH
-    return Console(stderr=stderr, highlight=False, markup=False, emoji=False, width=width)
-
-
-@contextmanager
-def busy(label: str) -> Iterator[None]:
-    """Show on a terminal that something runs."""
-    if not sys.stderr.isatty():
-        yield
-        return
-    with make_console(stderr=True).status(label):
-        yield
 
 
 def print_check(report: CheckReport, console: Console) -> None:

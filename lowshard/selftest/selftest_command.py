@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from lowshard._version import __version__
 from lowshard.errors import LaunchError
+from lowshard.flag_value import count_of, folder_of
 from lowshard.nearest import nearest
 from lowshard.selftest.step_list import NAMES, STEPS, SUITE
 from lowshard.settings import environment
@@ -49,10 +50,10 @@ def add_selftest_parser(subparsers: argparse._SubParsersAction[argparse.Argument
         help="where arrays lie; auto: a GPU where CuPy can use one (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
-        "-n", "--ranks", type=int, default=2, metavar="N", help="MPI ranks (default %(default)s)"
+        "-n", "--ranks", type=count_of, default=2, metavar="N", help="MPI ranks (default %(default)s)"
     )
     parser.add_argument(
-        "-o", "--out", type=Path, metavar="DIR",
+        "-o", "--out", type=folder_of, metavar="DIR",
         help="folder for logs and selftest.json (default: a new one here, ./lowshard-selftest-...)",
     )  # fmt: skip
     parser.add_argument("--only", metavar="A,B", help="these steps alone")
@@ -69,8 +70,6 @@ def run(args: argparse.Namespace) -> int:
     steps = [step for step in STEPS if step.name in _chosen(args.only)]
     if args.suite:
         steps.append(SUITE)
-    if args.ranks < 1:
-        raise LaunchError(f"-n is the number of MPI ranks, at least 1; got {args.ranks}")
     launched = find_rank(environment())
     if launched is not None and launched.size > 1:
         raise LaunchError("`lowshard selftest` starts its own ranks: run it without mpiexec, with -n")
@@ -112,10 +111,7 @@ def _chosen(only: str | None) -> Sequence[str]:
 def _folder(given: Path | None) -> Path:
     """Return the folder for logs, made: the given one, or a new one here, or where here cannot be written, in /tmp."""
     if given is not None:
-        try:
-            given.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise LaunchError(f"-o is a folder that can be made; {given}: {error.strerror}") from error
+        given.mkdir(parents=True, exist_ok=True)
         return given.absolute()
     prefix = f"lowshard-selftest-{time.strftime('%Y%m%d-%H%M%S')}-"
     here = Path.cwd() if os.access(Path.cwd(), os.W_OK) else None
@@ -150,7 +146,7 @@ def _write(
         "facts": data.get("facts", {}),
         "bandwidths": data.get("bandwidths", []),
     }
-    path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(report, indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def _show(outcomes: Sequence[Outcome], folder: Path, seconds: float) -> None:

@@ -20,6 +20,7 @@ from lowshard.selftest.device_arrays import settle
 from lowshard.selftest.over_mpi import run_over_mpi
 from lowshard.selftest.step_setting import Setting
 
+_TICK_S = 1e-9
 _ROUNDS = 5
 _SIZES_BYTES = {"cpu": (64 << 20,), "cuda": (64 << 20, 1 << 30)}
 _BOX_ROWS_BYTES = 4096
@@ -131,13 +132,14 @@ def measure_collectives(comm: Communicator, tally: Tally) -> None:
 
 def _row(name: str, moved_bytes: int, seconds: list[float], copies_s: list[float]) -> dict[str, Any]:
     """Return one figure: medians, GB/s of bytes read and written, and the share of the copy's speed."""
+    seconds = [max(s, _TICK_S) for s in seconds]  # else JSON would get an infinity
     middle_s, copy_s = statistics.median(seconds), statistics.median(copies_s)
-    share = statistics.median(c / s if s else math.inf for s, c in zip(seconds, copies_s, strict=True))
+    share = statistics.median(c / s for s, c in zip(seconds, copies_s, strict=True))
     return {
         "name": name,
         "moved_bytes": moved_bytes,
         "seconds": middle_s,
         "copy_s": copy_s,
-        "gb_per_s": moved_bytes / middle_s / 1e9 if middle_s else math.inf,
+        "gb_per_s": moved_bytes / middle_s / 1e9,
         "share": share,
     }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import sys
 from collections.abc import Sequence
 from math import prod
 from typing import Any
@@ -16,6 +15,7 @@ from lowshard.cost import ClusterProfile
 from lowshard.errors import LayoutError, MeshError, ShardingError, SolverError
 from lowshard.mesh import DeviceMesh
 from lowshard.placement import MOST_DIGITS
+from lowshard.plain_console import busy, make_console
 from lowshard.solver.graph.bound_graph import BoundGraph
 from lowshard.solver.graph.graph_file import examples, load_graph
 from lowshard.solver.graph.graph_plan import HEADS, GraphPlan, folded, moved_bytes, rows, summary
@@ -106,7 +106,20 @@ def run_solve(args: argparse.Namespace) -> int:
         raise ShardingError(str(error)) from None
     if args.run:
         _check_size(bound)
-    plan = _solve(solver, bound, mesh, args.rules)
+    with busy("solve", f"solving {len(bound.nodes)} ops on {mesh}"):
+        plan, greedy, errors = _plans(solver, bound, mesh, args)
+    if args.json:
+        print(json.dumps(_json(plan, greedy, errors), indent=1))
+    else:
+        _show(plan, greedy, errors, solver.profile is None)
+    return 0
+
+
+def _plans(
+    solver: GraphSolver, bound: BoundGraph, mesh: DeviceMesh, args: argparse.Namespace
+) -> tuple[GraphPlan, GraphPlan | None, dict[str, float]]:
+    """Return the plan, the greedy one if there is one, and with --run how far each is from the unsharded result."""
+    plan = solver.solve(bound, mesh, rules=args.rules)
     greedy: GraphPlan | None = None
     try:
         per_op = GreedyReshard(allow_partial_to_sharded=not args.no_partial_to_sharded)
@@ -120,11 +133,7 @@ def run_solve(args: argparse.Namespace) -> int:
         errors["graph"] = prove(plan)
         if greedy is not None:
             errors["greedy"] = prove(greedy)
-    if args.json:
-        print(json.dumps(_json(plan, greedy, errors), indent=1))
-    else:
-        _show(plan, greedy, errors, solver.profile is None)
-    return 0
+    return plan, greedy, errors
 
 
 def _solver(args: argparse.Namespace) -> GraphSolver:
@@ -141,15 +150,6 @@ def _solver(args: argparse.Namespace) -> GraphSolver:
         node_size=args.node_size,
         time_limit_s=args.time_limit,
     )
-
-
-def _solve(solver: GraphSolver, bound: BoundGraph, mesh: DeviceMesh, rules: Any) -> GraphPlan:
-    if not sys.stderr.isatty():
-        return solver.solve(bound, mesh, rules=rules)
-    from rich.console import Console
-
-    with Console(stderr=True).status(f"solving {len(bound.nodes)} ops on {mesh}"):
-        return solver.solve(bound, mesh, rules=rules)
 
 
 def parse_mesh(text: str) -> DeviceMesh:
@@ -227,11 +227,9 @@ def _one(plan: GraphPlan) -> dict[str, Any]:
 
 def _show(plan: GraphPlan, greedy: GraphPlan | None, errors: dict[str, float], is_guess: bool) -> None:
     from rich.box import SIMPLE_HEAD
-    from rich.console import Console
     from rich.table import Table
 
-    # In a pipe or file no terminal sets a width. Names of tensors may have brackets and colons.
-    console = Console(width=None if sys.stdout.isatty() else 160, markup=False, emoji=False)
+    console = make_console()
     table = Table(box=SIMPLE_HEAD, title=f"{plan.graph.name} on mesh {plan.mesh}", title_justify="left")
     for head in HEADS:
         table.add_column(head, overflow="fold")
@@ -247,7 +245,7 @@ def _show(plan: GraphPlan, greedy: GraphPlan | None, errors: dict[str, float], i
         beside.add_row(label, value, *other[i : i + 1])
     console.print(beside)
     for line in plan.why():
-        console.print(line, highlight=False)
+        console.print(line)
     if is_guess:
         console.print(
             "times are of the built-in profile, not of this machine: lowshard bench profile measures one"

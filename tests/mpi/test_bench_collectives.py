@@ -250,7 +250,7 @@ def test_every_refit_of_the_bench_runs(tmp_path: Path, options: list[str]) -> No
     report = tmp_path / "refit.json"
     ended = run("refit", "--size", "4", "--rounds", "1", "--json", str(report), *options)
     assert ended.returncode in ((0, 1) if options else (0,)), ended.stdout + ended.stderr
-    rows = json.loads(report.read_text())
+    rows = json.loads(report.read_text())["rows"]
     assert len({(row["name"], row["memory"]) for row in rows}) == len(rows)
     assert (ended.returncode == 1) == any(
         ": " in line and "over 1.6" in line for line in ended.stderr.splitlines()
@@ -278,7 +278,7 @@ def test_a_model_goes_in_every_way(tmp_path: Path) -> None:
     options = ["--rounds", "2", "--json", str(report), "--report", str(tmp_path / "page")]
     ended = run("refit", "--model", str(tmp_path / "model.json"), *grids, *options)
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    rows = {row["way"]: row for row in json.loads(report.read_text())}
+    rows = {row["way"]: row for row in json.loads(report.read_text())["rows"]}
     assert list(rows) == ["dense", "delta, 1 %", "delta, 100 %", "gather, broadcast", "tensor by tensor"]
     up, down, norm = 258 * 64 * 2, 258 * 64 * 4, 64 * 2
     # Serving ranks 0 to 3 hold what training ranks 0 and 1 hold, twice over: ranks 2 and 3 need it.

@@ -76,6 +76,16 @@ def test_the_bench_sends_what_the_formula_says(tmp_path: Path) -> None:
         assert row["sent_bytes"] == expected_bytes, row["mode"]
 
 
+@pytest.mark.full_only
+@pytest.mark.mpi
+@pytest.mark.one_mpi
+def test_a_bench_whose_ranks_fail_ends_with_their_exit_code() -> None:
+    command = [sys.executable, "-m", "lowshard", "bench", "fsdp", "--ranks", "1", "--width", "100000000"]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    assert ran.returncode == 1, ran.stderr  # 2 is wrong usage
+    assert "there is no memory for the model's buffer" in ran.stderr
+
+
 @pytest.mark.mpi
 def test_the_transformer_runs_as_a_program() -> None:
     ran = start_ranks("lowshard.demo.transformer", 2, ["--steps", "3", "--strategy", "hybrid"], timeout_s=100)

@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+from argparse import ArgumentTypeError
 from collections.abc import Sequence
 from math import nan
 from pathlib import Path
@@ -31,9 +32,10 @@ from lowshard.bench.listing import Listing
 from lowshard.bench.operation import OPERATIONS
 from lowshard.bench.plot import draw, lines
 from lowshard.bench.sweep import need_bytes, require_fits
-from lowshard.bench.sweep_setting import Settings, dtype_list, parse_bytes, redop_list, size_list
+from lowshard.bench.sweep_setting import Settings, dtype_list, redop_list, size_list
 from lowshard.bench.value_pattern import Pattern
 from lowshard.errors import BufferMismatchError, LowshardError
+from lowshard.flag_value import size_of
 
 ROOT = Path(__file__).resolve().parents[2]
 NO_GPU = why_no_gpu()
@@ -56,12 +58,12 @@ def measured(op: str, tmp_path: Path, *argv: str) -> CollectiveReport:
 
 
 def test_sizes_are_written_as_nccl_tests_takes_them() -> None:
-    assert [parse_bytes(text) for text in ("1", "1024", "1K", "1k", "64M", "1G", "1.5K", "2KB", "2KiB")] == [
+    assert [size_of(text) for text in ("1", "1024", "1K", "1k", "64M", "1G", "1.5K", "2KB", "2KiB")] == [
         1, 1024, 1024, 1024, 64 << 20, 1 << 30, 1536, 2048, 2048,
     ]  # fmt: skip
-    for text in ("", "K", "1X", "-1", "0", "1.3", "1 2", "1e3"):
-        with pytest.raises(LowshardError, match="a size is a number of bytes"):
-            parse_bytes(text)
+    for text in ("", "K", "1X", "-1", "0", "1.3", "1 2", "1e3", "٣", "9" * 400, "1025P"):
+        with pytest.raises(ArgumentTypeError, match="a size is a number of bytes"):
+            size_of(text)
 
 
 def test_sizes_go_from_one_to_another_by_a_factor_or_a_step() -> None:

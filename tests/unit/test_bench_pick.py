@@ -12,7 +12,10 @@ from lowshard.bench.bench_pick import MESHES, OPS, PickRow
 
 def test_every_op_on_every_mesh_has_a_row(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", "pick", "--rounds", "2", "--json", "-"]) == 0
-    rows = json.loads(capsys.readouterr().out)
+    report = json.loads(capsys.readouterr().out)
+    assert (report["format"], report["bench"]) == ("lowshard-bench-pick-1", "pick")
+    assert "cpu" in report["machine"]
+    rows = report["rows"]
     assert len(rows) == len(MESHES) * sum(len(ways) for _, ways in OPS)
     assert all(row["first_us"] > 0 for row in rows)
     assert {tuple(row["mesh"]) for row in rows} == set(MESHES)

@@ -182,11 +182,13 @@ def test_plain_progress_says_phase_time_and_note() -> None:
 def test_a_terminal_gets_bars() -> None:
     out = io.StringIO()
     progress = Progress(0, out, terminal=True)
-    with progress.transfer("fetch", 100) as update:
+    with progress.transfer("fetch a[b]", 100) as update:
         update(50)
     with progress.phase("move"):
         pass
-    assert "fetch" in out.getvalue()
+    with progress.phase("read c[/d]"):  # as markup it closes what was never opened
+        pass
+    assert "fetch a[b]" in out.getvalue()
     assert "\x1b[" in out.getvalue()
     assert "✓" in out.getvalue()
 

@@ -59,7 +59,7 @@ def a_redistribution() -> dict[str, Any]:
         "limit": 1.5, "private_limit": 2.5, "is_view": False,
     }  # fmt: skip
     other = {**row, "transition": "R->S0", "steps": [], "limit": None, "private_limit": None}
-    return {"facts": {"cpu": "a processor"}, "ranks": 4, "rounds": 7, "rows": [row, other], "peers": []}
+    return {"machine": {"cpu": "a processor"}, "ranks": 4, "rounds": 7, "rows": [row, other], "peers": []}
 
 
 A_REFIT = (
@@ -242,5 +242,10 @@ def test_a_report_that_cannot_be_written_is_refused_before_anything_runs(
         "pack",
     ]
     for command in (["demo", "--synthetic"], *(["bench", *run.split()] for run in runs)):
-        assert cli.main([*command, "--report", str(tmp_path / "file")]) == 2
-        assert "--report takes a folder" in capsys.readouterr().err
+        for place, told in (
+            (tmp_path / "file", "is a file: Not a directory"),
+            ("~/page", "a shell expands ~"),
+        ):
+            with pytest.raises(SystemExit, match="2"):
+                cli.main([*command, "--report", str(place)])
+            assert told in capsys.readouterr().err

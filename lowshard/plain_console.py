@@ -1,0 +1,56 @@
+"""The console that commands print tables and lines on: what they print stands as it is."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+__all__ = ["busy", "make_console", "print_table"]
+
+_QUIET_S = 2.0
+
+
+def make_console(stderr: bool = False, piped_width: int = 200) -> Console:
+    """Return a console; into a pipe it writes lines of up to so many characters, without colours.
+
+    It prints brackets and colons as they stand: names of tensors and paths of files may have them.
+    """
+    from rich.console import Console
+
+    stream = sys.stderr if stderr else sys.stdout
+    width = None if stream.isatty() else piped_width
+    return Console(stderr=stderr, highlight=False, markup=False, emoji=False, width=width)
+
+
+def print_table(console: Console, table: Table) -> None:
+    """Print a table whole: on a narrow terminal its lines go on in the next one, where rich would cut the figures."""
+    whole = console.measure(table, options=console.options.update(max_width=1000)).maximum
+    console.width = max(console.width, whole)
+    console.print(table)
+
+
+@contextmanager
+def busy(command: str, doing: str) -> Iterator[None]:
+    """Show on stderr that something runs: moving on a terminal, elsewhere a line once it has taken two seconds."""
+    if sys.stderr.isatty():
+        from rich.text import Text
+
+        with make_console(stderr=True).status(Text(doing)):
+            yield
+        return
+    line = threading.Timer(
+        _QUIET_S, lambda: print(f"lowshard {command}: {doing}", file=sys.stderr, flush=True)
+    )
+    line.daemon = True
+    line.start()
+    try:
+        yield
+    finally:
+        line.cancel()

@@ -1,0 +1,164 @@
+"""Flags of commands: what each kind takes, and what it says of everything else, before any work is done."""
+
+from __future__ import annotations
+
+import io
+import os
+import time
+from argparse import ArgumentTypeError
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from rich.table import Table
+
+from lowshard import cli, plain_console
+from lowshard.demo.demo_report import write_whole
+from lowshard.flag_value import (
+    bandwidth_of,
+    count_of,
+    counts_of,
+    file_of,
+    folder_of,
+    natural_of,
+    seconds_of,
+    size_of,
+    target_of,
+)
+from lowshard.plain_console import busy, print_table
+
+NO_NUMBERS = ("", " ", "x", "nan", "inf", "-inf", "1e400", "-1", "é")
+
+
+@pytest.mark.parametrize(
+    ("flag", "right", "wrong"),
+    [
+        (count_of, {"1": 1, "1000000000": 10**9}, ("0", "1.0", "٣", "²", "1000000001", "9" * 5000)),
+        (natural_of, {"0": 0, "007": 7}, ("1.0", "1e3", "٣", "9" * 5000)),
+        (counts_of, {"2": (2,), "4, 2,4": (4, 2)}, ("2,", ",", "0,1")),
+        (seconds_of, {"0.5": 0.5, "1e3": 1000.0}, ("0", "0.0")),
+        (bandwidth_of, {"0": 0.0, "1.5": 1.5}, ()),
+        (size_of, {"1": 1, "1.5K": 1536, "9007199254740993": 2**53 + 1}, ("0", "1.3", "9" * 400, "1048577T")),
+    ],
+)
+def test_numbers(flag: Callable[[str], object], right: dict[str, object], wrong: tuple[str, ...]) -> None:
+    assert {text: flag(text) for text in right} == right
+    for text in (*NO_NUMBERS, *wrong):
+        with pytest.raises(ArgumentTypeError, match="got ") as said:
+            flag(text)
+        assert len(str(said.value)) < 300
+
+
+def test_files_and_folders_are_asked_for_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("there").write_text("kept")
+    Path("folder").mkdir()
+    assert [target_of(text) for text in ("-", "there", "a/new", "/dev/null")] == [
+        "-",
+        "there",
+        "a/new",
+        "/dev/null",
+    ]
+    assert [folder_of(text) for text in (".", "folder", "a/b")] == [Path("."), Path("folder"), Path("a/b")]
+    assert sorted(os.listdir()) == ["folder", "there"]
+    assert Path("there").read_text() == "kept"
+    for flag, text, told in (
+        (file_of, "~/x.json", "a shell expands ~"),
+        (file_of, "", "expected a file"),
+        (file_of, "folder", "got the folder 'folder'"),
+        (file_of, "there/x", "there' is a file"),
+        (file_of, "/proc/x", "no file can be made in '/proc'"),
+        (folder_of, "~/x", "a shell expands ~"),
+        (folder_of, "", "expected a folder"),
+        (folder_of, "there/x", "there' is a file"),
+        (folder_of, "/proc/x", "no file can be made in '/proc'"),
+    ):
+        with pytest.raises(ArgumentTypeError, match=told):
+            flag(text)
+
+
+def test_a_device_stays_one_and_a_link_is_followed(tmp_path: Path) -> None:
+    pipe, link, file = tmp_path / "pipe", tmp_path / "link", tmp_path / "file"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_whole(pipe, b"text")
+    assert os.read(reader, 10) == b"text"
+    os.close(reader)
+    assert pipe.is_fifo()
+    link.symlink_to("file")
+    write_whole(link, b"more")
+    assert link.is_symlink()
+    assert file.read_bytes() == b"more"
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("bench all_reduce -i 1", "pass a larger -i"),
+        ("bench all_reduce -f 1.0000001", "pass a larger -f"),
+        ("bench fsdp --check", "pass --compare-torch with it"),
+        ("bench fsdp --mode hybrid --intra 3", "pass a divisor"),
+        ("bench refit --only nothing", "is in no row's name"),
+        ("bench refit --ranks 2 --check", "--check judges rows of 4 ranks"),
+        ("bench refit --ranks 5", "pass an even --ranks"),
+        ("bench refit --size 900000000", "pass a smaller --size"),
+        ("bench host -n 900000000", "pass a smaller -n"),
+        ("demo --model smollm2 --tp 2", "leave --tp out"),
+    ],
+)
+def test_what_measures_nothing_is_refused(line: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(line.split()) == 2
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *(
+            f"bench {name} --json=~/x.json"
+            for name in ["all_reduce", "fsdp", "plan", "refit", "publish", "pick", "host", "mxfp8"]
+        ),
+        "bench profile -o ~/x.json",
+        "bench all_reduce --csv ~/x",
+        "bench plan --plot ~/x.png",
+        "bench broadcast -r -1",
+        "bench fsdp --intra 0",
+        "bench fsdp --steps 0",
+        "bench refit --seed -1",
+        "demo -o ~/x",
+        "demo --timeout inf",
+        "selftest -o ~/x",
+        "rules example ~/x",
+        "rules dump --rules default --devices 1 -o ~/x",
+    ],
+)
+def test_what_cannot_be_is_wrong_usage(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(line.split())
+    assert ": error: argument " in capsys.readouterr().err
+
+
+def test_no_figure_of_a_table_is_cut_on_a_narrow_terminal() -> None:
+    out = io.StringIO()
+    console, table = (
+        Console(file=out, width=20, force_terminal=True, no_color=True),
+        Table("what", "seconds [s]"),
+    )
+    table.add_row("a name of some length", "123456.789")
+    print_table(console, table)
+    assert "a name of some length" in out.getvalue()
+    assert "123456.789" in out.getvalue()
+
+
+def test_what_takes_long_is_told_of_in_a_pipe_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with busy("solve", "solving 3 ops"):
+        pass
+    monkeypatch.setattr(plain_console, "_QUIET_S", 0.01)
+    with busy("solve", "solving 4 ops"):
+        time.sleep(0.2)
+    assert capsys.readouterr().err == "lowshard solve: solving 4 ops\n"
