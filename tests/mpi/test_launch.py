@@ -556,20 +556,25 @@ def test_doctor_says_what_to_do_without_an_mpi(launcher: Launcher) -> None:
 def test_sweep_removes_what_nobody_uses_and_nothing_else() -> None:
     before = stray_files()
     name = uuid.uuid4().hex
-    unused, mapped, foreign = (
-        Path("/dev/shm") / f"{kind}{name}" for kind in ("mpich_shm_", "mpich_shm_m", "other_")
+    unused, mapped, link, folder, other, results = (
+        Path("/dev/shm") / f"{kind}{name}"
+        for kind in ("mpich_shm_", "mpich_shm_m", "mpich_shm_l", "mpich_shm_f", "other_", "lowshard-results-")
     )
     try:
-        for path in (unused, mapped, foreign):
+        for path in (unused, mapped, other, results):
             path.write_bytes(bytes(4096))
+        link.symlink_to(other)  # as anybody may make one
+        folder.mkdir()
         with mapped.open("r+b") as file:
             memory = mmap.mmap(file.fileno(), 4096)
         with memory:
             removed = sweep_files(before | {path for path in stray_files() if name not in path.name})
             assert removed == [unused]
-            assert [path.exists() for path in (unused, mapped, foreign)] == [False, True, True]
+            assert not unused.exists()
+            assert all(path.exists() for path in (mapped, link, folder, other, results))
     finally:
-        for path in (unused, mapped, foreign):
+        folder.rmdir()
+        for path in (unused, mapped, link, other, results):
             path.unlink(missing_ok=True)
 
 

@@ -148,7 +148,7 @@ def test_output_record_and_exit_status_arrive_and_nothing_stays(link: Link, tmp_
 
 
 def test_a_killed_keepers_rank_is_not_forgotten(link: Link, tmp_path: Path) -> None:
-    shared = Path("/dev/shm") / f"lowshard-test-{uuid.uuid4().hex}"
+    shared = Path("/dev/shm") / f"mpich_shm_{uuid.uuid4().hex}"
     text = (
         "import os, signal, subprocess, time\n"
         "from pathlib import Path\n"
