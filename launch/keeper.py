@@ -16,7 +16,6 @@ import shutil
 import signal
 import tempfile
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import NoReturn
 
@@ -36,6 +35,7 @@ from lowshard.launch.uplink import (
     BEAT_S,
     LinkAddress,
     Uplink,
+    failure_fields,
     stopped_record,
 )
 from lowshard.settings import HEARTBEAT_S, JOB_DIR, LINK, START_S, change
@@ -119,7 +119,7 @@ class Keeper:
             self._report(_record_of_end(self._rank, status, job_over, self._killed_it))
         if launcher_lives:
             self._pass_failure_on()
-            self._send(ended=status)
+            self._send(ended=True, status=status)
             left_early = self._speaks and not self._is_over
             if (status or left_early) and self._size > 1:
                 self._hold(told)
@@ -177,7 +177,7 @@ class Keeper:
             if stopped_at_s is not None and time.time() - stopped_at_s > self._limit_s:
                 self._report(stopped_record(self._rank, stopped_at_s, time.time()))
             self._pass_failure_on()
-            self._send(stopped_at_s=stopped_at_s)
+            self._send(stopped_at_s=stopped_at_s or 0.0)
 
     def _take(self, words: bytes) -> bool:
         """Passes on what the rank has told; says whether it may tell more."""
@@ -199,7 +199,7 @@ class Keeper:
         if not self._passed_on and has_failure(self._folder, self._rank):
             for record in read_failures(self._folder):
                 if record.rank == self._rank:
-                    self._send(failure=asdict(record))
+                    self._send(failure=failure_fields(record))
                     self._passed_on = True
 
     def _send(self, **message: object) -> None:

@@ -69,7 +69,6 @@ ELSEWHERE = {
     "launch/check_library.py": "output of our own children",
     "launch/doctor_finding.py": "output of our own children",
     "launch/fake_hosts.py": "output of the system's `ip`",
-    "launch/link.py": "keepers that know the token",
     "launch/mpiexec.py": "output of our own child",
     "launch/uplink.py": "the launcher, which knows the token",
     "bench/bench_fsdp.py": "what our own ranks found",
