@@ -113,7 +113,7 @@ def test_three_ranks_say_hello_with_their_rank_in_front(launcher: Launcher) -> N
 def test_without_prefix_the_bytes_come_as_they_are(launcher: Launcher) -> None:
     script = launcher.script("import sys\nsys.stdout.buffer.write(b'a\\r\\n\\nb')\n")
     done = subprocess.run(
-        [sys.executable, "-m", "lowshard.launch", "run", "-n", "1", "--no-prefix", script],
+        [sys.executable, "-m", "lowshard", "run", "-n", "1", "--no-prefix", script],
         cwd=ROOT,
         env={**os.environ, "TMPDIR": str(launcher.tmp)},
         capture_output=True,
@@ -341,7 +341,7 @@ def test_output_that_cannot_be_written_is_told_and_ends_the_job(launcher: Launch
     for text in ("print('hello')\n", SPAM):
         with open("/dev/full", "w") as full:
             started = subprocess.Popen(
-                [sys.executable, "-m", "lowshard.launch", "run", "-n", "1", launcher.script(text)],
+                [sys.executable, "-m", "lowshard", "run", "-n", "1", launcher.script(text)],
                 cwd=ROOT,
                 env={**os.environ, "TMPDIR": str(launcher.tmp), MARK: launcher.mark},
                 stdout=full,

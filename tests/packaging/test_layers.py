@@ -36,6 +36,7 @@ FLOORS: dict[str, str] = {
     "lowshard.command_parser": "0",
     "lowshard.settings": "0",
     "lowshard.streams": "0",
+    "lowshard.interrupt": "0",
     "lowshard.gpu_stream": "0",
     "lowshard.foreign_array": "0",
     "lowshard.owned": "0",
