@@ -52,6 +52,7 @@ _LAST_WORDS_S = 0.5
 _DYING_S = 0.2
 _PAUSE_S = 1.0  # from one heartbeat to the next, in a process that nobody has stopped
 _ORPHAN_S = 0.5  # for what a rank left behind to end by itself
+_KILL_S = 1.0  # from SIGKILL to giving up on a process
 
 
 class Keeper:
@@ -109,8 +110,9 @@ class Keeper:
         # mpiexec signals the whole process group, so the rank has had these too: do not pass them on twice.
         for number in (*_ENDING, signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(number, lambda got, frame: told.append(got))
-        if not self._is_near:  # nobody else looks for what the rank leaves behind on this machine
-            ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        ctypes.CDLL(None).prctl(
+            _PR_SET_CHILD_SUBREAPER, 1
+        )  # what the rank leaves behind comes to this process
         self._speaks = self._is_over = False
         launcher_lives = self._watch(pid, told_fd, told)
         status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
@@ -123,8 +125,8 @@ class Keeper:
             left_early = self._speaks and not self._is_over
             if (status or left_early) and self._size > 1:
                 self._hold(told)
+        _end_orphans()
         if not self._is_near:
-            _end_orphans()
             shutil.rmtree(self._folder, ignore_errors=True)
         if not self._is_near or not launcher_lives:  # else the launcher does it
             sweep_files(self._files_before)
@@ -160,6 +162,7 @@ class Keeper:
                 watched.unregister(told_fd)
             if rank_fd in ready:
                 return True
+            _reap_orphans(pid)
             if self._uplink is not None:
                 for request in self._uplink.receive():
                     if request.get("do") == "stacks":
@@ -253,19 +256,28 @@ def _hangs_up(alive_fd: int) -> bool:
     return alive_fd >= 0 and bool(watched.poll(_DYING_S * 1000))
 
 
+def _reap_orphans(rank_pid: int) -> None:
+    """Lets go of what has ended while the rank lives."""
+    flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
+    while (ended := os.waitid(os.P_ALL, 0, flags)) is not None and ended.si_pid != rank_pid:
+        os.waitpid(ended.si_pid, 0)
+
+
 def _end_orphans() -> None:
     """Ends what the rank left behind: this process is its parent now."""
-    end_s = time.monotonic() + _ORPHAN_S
-    while True:
+    kill_s = time.monotonic() + _ORPHAN_S
+    children = Path(f"/proc/self/task/{os.getpid()}/children")
+    while time.monotonic() < kill_s + _KILL_S:
         try:
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
         except ChildProcessError:
             return
-        if time.monotonic() > end_s:
-            for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text(encoding="ascii").split():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(int(pid), signal.SIGKILL)
+        if time.monotonic() > kill_s:
+            with contextlib.suppress(OSError):  # a kernel that has no such list
+                for pid in children.read_text(encoding="ascii").split():
+                    with contextlib.suppress(OSError):  # it has ended, or runs as another user
+                        os.kill(int(pid), signal.SIGKILL)
         time.sleep(0.01)
 
 

@@ -270,7 +270,8 @@ def test_an_interrupted_launcher_leaves_no_process(launcher: Launcher, number: i
 
 
 def test_a_killed_launcher_takes_its_ranks_along(launcher: Launcher) -> None:
-    started = launcher.start("run", "-n", "2", launcher.script(SLEEPING), str(launcher.folder))
+    script = launcher.script("import subprocess\nsubprocess.Popen(['sleep', '60'])\n" + SLEEPING)
+    started = launcher.start("run", "-n", "2", script, str(launcher.folder))
     assert wait_until(lambda: all((launcher.folder / str(rank)).exists() for rank in range(2)), LIMIT_S)
     started.kill()
     started.communicate(timeout=LIMIT_S)
@@ -283,10 +284,13 @@ def test_a_daemon_that_a_rank_leaves_behind_is_ended(launcher: Launcher) -> None
     script = launcher.script(
         "import subprocess, sys\n"
         "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], start_new_session=True)\n"
+        "print(subprocess.Popen(['env', '-i', 'yes'], start_new_session=True, stderr=-3).pid)\n"
     )
-    done = launcher.run("-n", "1", script)
+    done = launcher.run("-n", "1", "--no-prefix", script)
     assert done.code == 0, done.err
     assert launcher.living() == []
+    (pid,) = (int(line) for line in done.out.splitlines() if line.isdecimal())
+    assert not Path(f"/proc/{pid}").exists()
 
 
 def test_a_reader_that_goes_away_ends_the_job(launcher: Launcher) -> None:
