@@ -150,14 +150,14 @@ class Keeper:
             watched.register(self._uplink.fileno(), select.POLLIN)
         self._send(rank_pid=pid)
         self._passed_on = self._killed_it = False
-        stopped_at_s: float | None = None
+        stopped_s: float | None = None  # since when the rank is; of a clock that does not jump
         turn_s = time.monotonic()
         while True:
             ready = [fd for fd, _ in watched.poll(BEAT_S * 1000)]
             turn_s, last_s = time.monotonic(), turn_s
-            if stopped_at_s is not None and turn_s - last_s > _PAUSE_S:
+            if stopped_s is not None and turn_s - last_s > _PAUSE_S:
                 # This process was stopped too: all of the job was, on purpose.
-                stopped_at_s += turn_s - last_s
+                stopped_s += turn_s - last_s
             if told_fd in ready and not self._take(os.read(told_fd, 16)):
                 watched.unregister(told_fd)
             if rank_fd in ready:
@@ -173,14 +173,15 @@ class Keeper:
                 if _hangs_up(alive_fd):
                     shutil.rmtree(self._folder, ignore_errors=True)  # whoever made it can no longer do so
                 return False
-            stopped_at_s = _stopped_since(pid, stopped_at_s)
-            if stopped_at_s is not None and any(number in _ENDING for number in told):
+            stopped_s = _stopped_since(pid, stopped_s)
+            if stopped_s is not None and any(number in _ENDING for number in told):
                 os.kill(pid, signal.SIGKILL)  # it was told too, and cannot hear
                 self._killed_it = True
-            if stopped_at_s is not None and time.time() - stopped_at_s > self._limit_s:
-                self._report(stopped_record(self._rank, stopped_at_s, time.time()))
+            now_s, for_s = time.time(), 0.0 if stopped_s is None else time.monotonic() - stopped_s
+            if for_s > self._limit_s:
+                self._report(stopped_record(self._rank, now_s - for_s, now_s))
             self._pass_failure_on()
-            self._send(stopped_at_s=stopped_at_s or 0.0)
+            self._send(stopped_at_s=0.0 if stopped_s is None else now_s - for_s)
 
     def _take(self, words: bytes) -> bool:
         """Passes on what the rank has told; says whether it may tell more."""
@@ -237,7 +238,7 @@ def _record_of_end(rank: int, status: int, job_over: bool, by_keeper: bool) -> F
 
 
 def _stopped_since(pid: int, before_s: float | None) -> float | None:
-    """Returns since when a child is stopped (wall clock), None if it runs; `before_s` is the last answer."""
+    """Returns since when a child is stopped (monotonic), None if it runs; `before_s` is the last answer."""
     while True:
         try:
             news = os.waitid(os.P_PID, pid, os.WSTOPPED | os.WCONTINUED | os.WNOHANG)
@@ -245,7 +246,7 @@ def _stopped_since(pid: int, before_s: float | None) -> float | None:
             return None
         if news is None:
             return before_s
-        before_s = time.time() if news.si_code in (os.CLD_STOPPED, os.CLD_TRAPPED) else None
+        before_s = time.monotonic() if news.si_code in (os.CLD_STOPPED, os.CLD_TRAPPED) else None
 
 
 def _hangs_up(alive_fd: int) -> bool:
