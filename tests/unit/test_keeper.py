@@ -179,7 +179,7 @@ def test_a_killed_keepers_rank_is_not_forgotten(link: Link, tmp_path: Path) -> N
 
 def test_a_launcher_that_goes_away_takes_the_rank_along(link: Link, tmp_path: Path) -> None:
     started = start(link, tmp_path, "--exec", "sh", "-c", f"echo $$ > {tmp_path}/pid; exec sleep 60")
-    wait_for((tmp_path / "pid").exists)
+    wait_for(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
     wait_for(lambda: link._state.peers)
     link.close()
     started.communicate(timeout=LIMIT_S)
