@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from pathlib import Path
@@ -20,6 +21,7 @@ from support.launching import ENDS_WITHIN_S, LIMIT_S, MARK, ROOT, Launcher, wait
 
 from lowshard.errors import LaunchError
 from lowshard.launch import find_mpi, python_command, run_ranks
+from lowshard.launch.job_dir import job_folder, make_job_dir
 from lowshard.launch.leftover import stray_files, sweep_files
 from lowshard.launch.mpiexec import rank_environment
 
@@ -595,6 +597,19 @@ def test_run_ranks_refuses_what_cannot_be(
 ) -> None:
     with pytest.raises(LaunchError, match=told):
         run_ranks(command, n, timeout_s=timeout_s)
+
+
+def test_a_job_without_room_for_its_pipes_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = "a job needs a folder for its pipes: .* write TMPDIR=FOLDER"
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
+    with pytest.raises(LaunchError, match=told), job_folder():
+        pass
+    (tmp_path / "stdout-0").touch()
+    opened: list[int] = []
+    with pytest.raises(LaunchError, match=told):
+        opened.extend(fd for fd, _, _ in make_job_dir(tmp_path, 1))
+    for fd in opened:
+        os.close(fd)
 
 
 def test_python_command_marks_modules() -> None:
