@@ -251,10 +251,11 @@ def _stopped_since(pid: int, before_s: float | None) -> float | None:
 
 def _hangs_up(alive_fd: int) -> bool:
     """Says whether the launcher is dead, and not merely out of reach; what it held open is closed one by one."""
+    if alive_fd < 0:
+        return False
     watched = select.poll()
-    if alive_fd >= 0:
-        watched.register(alive_fd, 0)
-    return alive_fd >= 0 and bool(watched.poll(_DYING_S * 1000))
+    watched.register(alive_fd, 0)
+    return bool(watched.poll(_DYING_S * 1000))
 
 
 def _reap_orphans(rank_pid: int) -> None:

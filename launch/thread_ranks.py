@@ -190,10 +190,8 @@ class _Ranks:
 
     def _start(self, wait_s: float) -> None:
         """Runs the ranks; what they raise is in their records, and how long they may run is not its business."""
-        try:
+        with contextlib.suppress(BaseException):
             run_loopback(self._n, self._run_rank, timeout_s=wait_s)
-        except BaseException as error:
-            del error
 
     def _run_rank(self, comm: Any) -> None:
         """One rank's thread."""
