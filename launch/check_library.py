@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from pathlib import Path
 
 from lowshard._version import __version__
-from lowshard.launch.doctor_finding import Check, last_object, run_python
+from lowshard.launch.doctor_finding import Check, answers, last_object, run_python
 
 __all__ = ["check_kernels", "check_libraries", "check_loaded", "check_lowshard"]
 
@@ -104,11 +103,11 @@ def check_lowshard() -> Check:
 def check_libraries() -> list[Check]:
     """Imports each library in a child."""
     names = [name for name, _, _ in _LIBRARIES]
-    answers: dict[str, tuple[str, str]] = {}
-    while left := [name for name in names if name not in answers]:
-        answers.update(_import_in_child(left))
+    found: dict[str, tuple[str, str]] = {}
+    while left := [name for name in names if name not in found]:
+        found.update(_import_in_child(left))
     return [
-        Check(name, answers[name][0], answers[name][1], "" if answers[name][0] == "ok" else advice, required)
+        Check(name, *found[name], "" if found[name][0] == "ok" else advice, required)
         for name, advice, required in _LIBRARIES
     ]
 
@@ -116,15 +115,14 @@ def check_libraries() -> list[Check]:
 def _import_in_child(names: list[str]) -> dict[str, tuple[str, str]]:
     """Returns (status, detail) of the libraries up to the first that ends the child, which is broken."""
     status, text = run_python(_IMPORT_PROGRAM, names)
-    answers: dict[str, tuple[str, str]] = {}
-    for line in text.splitlines():
-        if line.startswith("["):
-            name, state, detail = json.loads(line)
-            answers[name] = (state, detail)
-    for name, (state, _) in answers.items():
+    found: dict[str, tuple[str, str]] = {}
+    for answer in answers(text):
+        if isinstance(answer, list) and len(answer) == 3 and answer[0] in names:
+            found[answer[0]] = (answer[1], answer[2])
+    for name, (state, _) in found.items():
         if state == "begin":
-            answers[name] = ("broken", f"importing it ended Python: {status}")
-    return answers or {names[0]: ("broken", f"Python did not start: {status}")}
+            found[name] = ("broken", f"importing it ended Python: {status}")
+    return found or {names[0]: ("broken", f"Python did not start: {status}")}
 
 
 def check_loaded() -> list[Check]:

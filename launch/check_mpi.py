@@ -157,7 +157,7 @@ def _check_start(mpi: MpiInstall) -> Check:
             required=True,
         )
     lines = [line for line in out.getvalue().splitlines() if line.startswith("[")]
-    if lines == ["[2, [3.0, 3.0, 3.0]]"]:
+    if "[2, [3.0, 3.0, 3.0]]" in lines:
         return Check(
             "2 ranks", "ok", f"all_reduce right, {result.seconds:.2f} s from start to end", required=True
         )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Check", "last_object", "run_python"]
+__all__ = ["Check", "answers", "last_object", "run_python"]
 
 _PYTHON_LIMIT_S = 120.0
 
@@ -36,15 +37,22 @@ def run_python(program: str, args: list[str]) -> tuple[str, str]:
     """Runs a program in a child Python; returns how it ended and what it printed."""
     command = [sys.executable, "-P", "-c", program, *args]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_PYTHON_LIMIT_S, check=False)
+        done = subprocess.run(command, capture_output=True, timeout=_PYTHON_LIMIT_S, check=False)
     except subprocess.TimeoutExpired as error:
-        text = error.stdout or b""
-        return f"no end within {_PYTHON_LIMIT_S:.0f} s", text.decode() if isinstance(text, bytes) else text
-    last = done.stderr.strip().splitlines()[-1:] or [""]
-    return f"status {done.returncode} {last[0]}".strip(), done.stdout
+        return f"no end within {_PYTHON_LIMIT_S:.0f} s", (error.stdout or b"").decode(errors="replace")
+    last = done.stderr.decode(errors="replace").strip().splitlines()[-1:] or [""]
+    return f"status {done.returncode} {last[0]}".strip(), done.stdout.decode(errors="replace")
 
 
 def last_object(text: str) -> dict[str, Any] | None:
-    """Returns the last JSON object among the lines that a program printed; None where there is none."""
-    lines = [line for line in text.splitlines() if line.startswith("{")]
-    return json.loads(lines[-1]) if lines else None
+    """Returns the last JSON object with keys among the lines that a program printed; None where there is none."""
+    return next((value for value in reversed(answers(text)) if isinstance(value, dict) and value), None)
+
+
+def answers(text: str) -> list[Any]:
+    """Returns the lines of JSON among those that a program printed; libraries print others."""
+    found = []
+    for line in text.splitlines():
+        with contextlib.suppress(ValueError, RecursionError):
+            found.append(json.loads(line))
+    return found

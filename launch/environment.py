@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from lowshard.argument import mapping
-from lowshard.comm.world import LAUNCHERS
+from lowshard.argument import brief, mapping
+from lowshard.comm.world import LAUNCHERS, count_in
 from lowshard.errors import LaunchError
 
 __all__ = ["LaunchedRank", "allocated_nodes", "find_rank", "passed_names", "without_rank"]
@@ -98,13 +98,13 @@ def without_rank(env: Mapping[str, str]) -> dict[str, str]:
 def allocated_nodes(env: Mapping[str, str]) -> int:
     """Returns on how many hosts mpiexec puts ranks of itself, because a batch system gave it them; 1 for this one."""
     for name in ("SLURM_JOB_NUM_NODES", "SLURM_NNODES"):
-        if env.get("SLURM_JOB_ID") and env.get(name, "").isdecimal():
-            return max(1, int(env[name]))
+        if env.get("SLURM_JOB_ID") and (nodes := count_in(env.get(name, ""))) is not None:
+            return max(1, nodes)
     if env.get("LSB_JOBID"):
         return max(1, len(set(env.get("LSB_MCPU_HOSTS", "").split()[::2])))
     if env.get("PBS_NODEFILE"):
         try:
-            lines = Path(env["PBS_NODEFILE"]).read_text(encoding="utf-8").split()
+            lines = Path(env["PBS_NODEFILE"]).read_text(encoding="utf-8", errors="replace").split()
         except OSError:
             return 1
         return max(1, len(set(lines)))
@@ -122,10 +122,11 @@ def _number(env: Mapping[str, str], names: tuple[str, ...]) -> int | None:
         text = env.get(name)
         if text is None:
             continue
-        if not text.strip().isdecimal():
+        count = count_in(text)
+        if count is None:
             raise LaunchError(
-                f"{name} must hold a number (0, 1, ...) because a launcher sets it so, but holds {text!r}; unset "
+                f"{name} must hold a number (0, 1, ...) because a launcher sets it so, but holds {brief(text)}; unset "
                 f"it, or start the program with its launcher"
             )
-        return int(text)
+        return count
     return None

@@ -24,7 +24,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -309,12 +309,11 @@ def _locked(name: str) -> socket.socket | None:
     return lock
 
 
-def _uninterrupted(function: object, *args: object) -> None:
+def _uninterrupted(function: Callable[..., object], *args: object) -> None:
     """Calls a function with the signals that end a process held back: half of a clean-up leaves more than none."""
     ending = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ending)
     try:
-        assert callable(function)
         function(*args)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)

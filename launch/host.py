@@ -11,14 +11,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lowshard.argument import choice, instance, items, whole
-from lowshard.argument import path as check_path
+from lowshard.argument import brief, choice, instance, items, whole
+from lowshard.comm.world import count_in
 from lowshard.errors import LaunchError
+from lowshard.reading import read_text
 
 __all__ = ["Host", "Spread", "assign", "parse_hosts", "read_hostfile", "spread_over"]
 
 _SLOT_KEYS = ("slots", "max_slots", "max-slots")
-_NAME = re.compile(r"^([A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+\])$")
+_NAME = re.compile(r"[A-Za-z0-9_.][A-Za-z0-9_.-]*|\[[0-9A-Fa-f:.]+\]")
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,10 @@ class Host:
 
     def __post_init__(self) -> None:
         instance(self.name, str, "a host's name is text", LaunchError)
+        if not _NAME.fullmatch(self.name):
+            raise LaunchError(
+                f"a host's name is a name or an address, in brackets one of IPv6; got {brief(self.name)}"
+            )
         if self.slots is not None:
             whole(self.slots, f"host {self.name} runs 1 rank or more, or None", LaunchError, 1)
 
@@ -96,13 +101,8 @@ def read_hostfile(path: str | Path) -> tuple[Host, ...]:
     Raises:
         LaunchError: the file cannot be read, or a line is neither.
     """
-    path = check_path(path, "a hostfile is read from the path of a file", LaunchError)
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise LaunchError(f"the hostfile {path} cannot be read: {error}") from error
     hosts: list[Host] = []
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(read_text(path, "hostfile", LaunchError).splitlines(), start=1):
         where = f"{path}, line {number}"
         first, *rest = line.partition("#")[0].split() or [""]
         if not first:
@@ -114,9 +114,10 @@ def read_hostfile(path: str | Path) -> tuple[Host, ...]:
             if not equals or not value or not key:
                 raise _bad_entry(line.strip(), where)
             if key in _SLOT_KEYS:  # other settings (binding=...) say nothing about where ranks go
-                if not value.isdecimal() or int(value) < 1:
+                count = count_in(value)
+                if not count:
                     raise _bad_entry(line.strip(), where)
-                slots = int(value) if key == "slots" or slots is None else slots
+                slots = count if key == "slots" or slots is None else slots
         hosts.append(Host(host.name, slots))
     if not hosts:
         raise LaunchError(f"the hostfile {path} names no host; write one line for each: host slots=4")
@@ -184,13 +185,14 @@ def _checked(hosts: object) -> tuple[Host, ...]:
 def _with_colon(entry: str, where: str) -> Host:
     """Reads `host` or `host:4`; an IPv6 address stands in brackets."""
     name, colon, slots = entry.rpartition(":") if not entry.endswith("]") else (entry, "", "")
+    count = count_in(slots) if colon else None
     if not colon:
         name = entry
-    elif not slots.isdecimal() or int(slots) < 1:
+    elif not count:
         raise _bad_entry(entry, where)
-    if not _NAME.match(name) or name.startswith("-"):
+    if not _NAME.fullmatch(name):
         raise _bad_entry(entry, where)
-    return Host(name, int(slots) if colon else None)
+    return Host(name, count)
 
 
 def _merged(hosts: Sequence[Host]) -> tuple[Host, ...]:
@@ -206,6 +208,6 @@ def _merged(hosts: Sequence[Host]) -> tuple[Host, ...]:
 
 def _bad_entry(entry: str, where: str) -> LaunchError:
     return LaunchError(
-        f"{where}: {entry!r} is not a host; write a name or address, and how many ranks it may run: host:4 "
+        f"{where}: {brief(entry)} is not a host; write a name or address, and how many ranks it may run: host:4 "
         f"(in a hostfile also: host slots=4)"
     )

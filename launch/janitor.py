@@ -14,11 +14,11 @@ import shutil
 import signal
 import time
 from collections.abc import Collection
-from dataclasses import asdict
 from pathlib import Path
 
 from lowshard.comm.abort import read_failures
 from lowshard.launch.leftover import processes_of, signal_process, sweep_files
+from lowshard.launch.uplink import failure_fields
 
 __all__ = ["dismiss_janitor", "start_janitor"]
 
@@ -71,11 +71,11 @@ def _clean(connection_fd: int, rank: int, folder: Path, files_before: Collection
     # The keeper may have been in the middle of a line: start a new one.
     lines = [b""]
     lines += [
-        json.dumps({"failure": asdict(record)}).encode()
+        json.dumps({"failure": failure_fields(record)}).encode()
         for record in read_failures(folder)
         if record.rank == rank
     ]
-    _send(connection_fd, b"\n".join([*lines, json.dumps({"ended": None}).encode(), b""]))
+    _send(connection_fd, b"\n".join([*lines, json.dumps({"ended": True}).encode(), b""]))
     sweep_files(files_before)
     shutil.rmtree(folder, ignore_errors=True)
 

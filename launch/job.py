@@ -14,7 +14,6 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,7 +28,7 @@ from lowshard.comm.abort import FailureRecord, read_failures
 from lowshard.errors import LaunchError
 from lowshard.launch.environment import allocated_nodes, find_rank, passed_names, without_rank
 from lowshard.launch.host import Spread
-from lowshard.launch.job_dir import HOSTFILE_NAME, TMP_NAME, make_job_dir
+from lowshard.launch.job_dir import HOSTFILE_NAME, TMP_NAME, job_folder, make_job_dir
 from lowshard.launch.leftover import processes_of, signal_group, signal_process, stray_files, sweep_files
 from lowshard.launch.link import Link
 from lowshard.launch.loopback_sockets import move_to_loopback
@@ -173,7 +172,7 @@ def run_ranks(
     environment = rank_environment(mpi, n, base, spread=spread)
     everywhere = spread is not None or allocated_nodes(base) > 1
     with (
-        tempfile.TemporaryDirectory(prefix="lowshard-job-", ignore_cleanup_errors=True) as folder,
+        job_folder() as folder,
         contextlib.closing(Link(n, environment, None if everywhere else Path(folder), spread)) as link,
     ):
         environment[settings.JOB_DIR.name] = folder

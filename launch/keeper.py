@@ -16,7 +16,6 @@ import shutil
 import signal
 import tempfile
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import NoReturn
 
@@ -36,6 +35,7 @@ from lowshard.launch.uplink import (
     BEAT_S,
     LinkAddress,
     Uplink,
+    failure_fields,
     stopped_record,
 )
 from lowshard.settings import HEARTBEAT_S, JOB_DIR, LINK, START_S, change
@@ -52,6 +52,7 @@ _LAST_WORDS_S = 0.5
 _DYING_S = 0.2
 _PAUSE_S = 1.0  # from one heartbeat to the next, in a process that nobody has stopped
 _ORPHAN_S = 0.5  # for what a rank left behind to end by itself
+_KILL_S = 1.0  # from SIGKILL to giving up on a process
 
 
 class Keeper:
@@ -109,8 +110,9 @@ class Keeper:
         # mpiexec signals the whole process group, so the rank has had these too: do not pass them on twice.
         for number in (*_ENDING, signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(number, lambda got, frame: told.append(got))
-        if not self._is_near:  # nobody else looks for what the rank leaves behind on this machine
-            ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        ctypes.CDLL(None).prctl(
+            _PR_SET_CHILD_SUBREAPER, 1
+        )  # what the rank leaves behind comes to this process
         self._speaks = self._is_over = False
         launcher_lives = self._watch(pid, told_fd, told)
         status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
@@ -119,12 +121,12 @@ class Keeper:
             self._report(_record_of_end(self._rank, status, job_over, self._killed_it))
         if launcher_lives:
             self._pass_failure_on()
-            self._send(ended=status)
+            self._send(ended=True, status=status)
             left_early = self._speaks and not self._is_over
             if (status or left_early) and self._size > 1:
                 self._hold(told)
+        _end_orphans()
         if not self._is_near:
-            _end_orphans()
             shutil.rmtree(self._folder, ignore_errors=True)
         if not self._is_near or not launcher_lives:  # else the launcher does it
             sweep_files(self._files_before)
@@ -148,18 +150,19 @@ class Keeper:
             watched.register(self._uplink.fileno(), select.POLLIN)
         self._send(rank_pid=pid)
         self._passed_on = self._killed_it = False
-        stopped_at_s: float | None = None
+        stopped_s: float | None = None  # since when the rank is; of a clock that does not jump
         turn_s = time.monotonic()
         while True:
             ready = [fd for fd, _ in watched.poll(BEAT_S * 1000)]
             turn_s, last_s = time.monotonic(), turn_s
-            if stopped_at_s is not None and turn_s - last_s > _PAUSE_S:
+            if stopped_s is not None and turn_s - last_s > _PAUSE_S:
                 # This process was stopped too: all of the job was, on purpose.
-                stopped_at_s += turn_s - last_s
+                stopped_s += turn_s - last_s
             if told_fd in ready and not self._take(os.read(told_fd, 16)):
                 watched.unregister(told_fd)
             if rank_fd in ready:
                 return True
+            _reap_orphans(pid)
             if self._uplink is not None:
                 for request in self._uplink.receive():
                     if request.get("do") == "stacks":
@@ -170,14 +173,15 @@ class Keeper:
                 if _hangs_up(alive_fd):
                     shutil.rmtree(self._folder, ignore_errors=True)  # whoever made it can no longer do so
                 return False
-            stopped_at_s = _stopped_since(pid, stopped_at_s)
-            if stopped_at_s is not None and any(number in _ENDING for number in told):
+            stopped_s = _stopped_since(pid, stopped_s)
+            if stopped_s is not None and any(number in _ENDING for number in told):
                 os.kill(pid, signal.SIGKILL)  # it was told too, and cannot hear
                 self._killed_it = True
-            if stopped_at_s is not None and time.time() - stopped_at_s > self._limit_s:
-                self._report(stopped_record(self._rank, stopped_at_s, time.time()))
+            now_s, for_s = time.time(), 0.0 if stopped_s is None else time.monotonic() - stopped_s
+            if for_s > self._limit_s:
+                self._report(stopped_record(self._rank, now_s - for_s, now_s))
             self._pass_failure_on()
-            self._send(stopped_at_s=stopped_at_s)
+            self._send(stopped_at_s=0.0 if stopped_s is None else now_s - for_s)
 
     def _take(self, words: bytes) -> bool:
         """Passes on what the rank has told; says whether it may tell more."""
@@ -199,7 +203,7 @@ class Keeper:
         if not self._passed_on and has_failure(self._folder, self._rank):
             for record in read_failures(self._folder):
                 if record.rank == self._rank:
-                    self._send(failure=asdict(record))
+                    self._send(failure=failure_fields(record))
                     self._passed_on = True
 
     def _send(self, **message: object) -> None:
@@ -234,7 +238,7 @@ def _record_of_end(rank: int, status: int, job_over: bool, by_keeper: bool) -> F
 
 
 def _stopped_since(pid: int, before_s: float | None) -> float | None:
-    """Returns since when a child is stopped (wall clock), None if it runs; `before_s` is the last answer."""
+    """Returns since when a child is stopped (monotonic), None if it runs; `before_s` is the last answer."""
     while True:
         try:
             news = os.waitid(os.P_PID, pid, os.WSTOPPED | os.WCONTINUED | os.WNOHANG)
@@ -242,30 +246,40 @@ def _stopped_since(pid: int, before_s: float | None) -> float | None:
             return None
         if news is None:
             return before_s
-        before_s = time.time() if news.si_code in (os.CLD_STOPPED, os.CLD_TRAPPED) else None
+        before_s = time.monotonic() if news.si_code in (os.CLD_STOPPED, os.CLD_TRAPPED) else None
 
 
 def _hangs_up(alive_fd: int) -> bool:
     """Says whether the launcher is dead, and not merely out of reach; what it held open is closed one by one."""
+    if alive_fd < 0:
+        return False
     watched = select.poll()
-    if alive_fd >= 0:
-        watched.register(alive_fd, 0)
-    return alive_fd >= 0 and bool(watched.poll(_DYING_S * 1000))
+    watched.register(alive_fd, 0)
+    return bool(watched.poll(_DYING_S * 1000))
+
+
+def _reap_orphans(rank_pid: int) -> None:
+    """Lets go of what has ended while the rank lives."""
+    flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
+    while (ended := os.waitid(os.P_ALL, 0, flags)) is not None and ended.si_pid != rank_pid:
+        os.waitpid(ended.si_pid, 0)
 
 
 def _end_orphans() -> None:
     """Ends what the rank left behind: this process is its parent now."""
-    end_s = time.monotonic() + _ORPHAN_S
-    while True:
+    kill_s = time.monotonic() + _ORPHAN_S
+    children = Path(f"/proc/self/task/{os.getpid()}/children")
+    while time.monotonic() < kill_s + _KILL_S:
         try:
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
         except ChildProcessError:
             return
-        if time.monotonic() > end_s:
-            for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text(encoding="ascii").split():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(int(pid), signal.SIGKILL)
+        if time.monotonic() > kill_s:
+            with contextlib.suppress(OSError):  # a kernel that has no such list
+                for pid in children.read_text(encoding="ascii").split():
+                    with contextlib.suppress(OSError):  # it has ended, or runs as another user
+                        os.kill(int(pid), signal.SIGKILL)
         time.sleep(0.01)
 
 

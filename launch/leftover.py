@@ -10,6 +10,7 @@ import contextlib
 import os
 import re
 import signal
+import stat
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
@@ -21,9 +22,9 @@ _PROC = Path("/proc")
 _SHM = Path("/dev/shm")
 _TMP = Path("/tmp")  # whatever TMPDIR says: Hydra has it built in
 
-# What MPI libraries and this package put into /dev/shm, and leave there when a rank is killed. Other names are
-# left alone: a file that no process has open may still be in use, between two users.
-_SHM_NAMES = re.compile(r"^(mpich_shm_|sm_segment\.|vader_segment\.|osc_|ucx_shm_|psm[23]?_shm|lowshard)")
+# What MPI libraries put into /dev/shm, and leave there when a rank is killed. Other names are left alone: a file that
+# no process has open may still be in use, between two users, or be what the job was run for.
+_SHM_NAMES = re.compile(r"^(mpich_shm_|sm_segment\.|vader_segment\.|osc_(sm|rdma)\.|ucx_shm_|psm[23]?_shm)")
 
 # Hydra's proxy writes one for its ranks to read as they start, and forgets it when it is killed.
 _HYDRA_NAMES = re.compile(r"^hydra_hwloc_xmlfile_")
@@ -62,7 +63,7 @@ def signal_group(pgid: int, number: int) -> None:
 
 
 def stray_files() -> frozenset[Path]:
-    """Returns the files outside the job directory that an MPI library or this package may have made."""
+    """Returns the files outside the job directory that an MPI library may have made."""
     found = [path for path in _listing(_SHM) if _SHM_NAMES.match(path.name)]
     found += [path for path in _listing(_TMP) if _HYDRA_NAMES.match(path.name)]
     return frozenset(found)
@@ -100,10 +101,10 @@ def _pids() -> Iterator[int]:
 def _runs(pid: int, name: str) -> bool:
     """Says whether a process runs a program of this name (at most 15 characters); not so a zombie."""
     try:
-        stat = (_PROC / str(pid) / "stat").read_text(errors="replace")  # 4711 (name) S ...
+        text = (_PROC / str(pid) / "stat").read_text(errors="replace")  # 4711 (name) S ...
     except _NOT_OURS:
         return False
-    head, _, tail = stat.rpartition(")")
+    head, _, tail = text.rpartition(")")
     return head.partition("(")[2] == name and tail.split()[0] != "Z"
 
 
@@ -117,11 +118,12 @@ def _belongs(pid: int, job_dir: Path) -> bool:
 
 
 def _is_own(path: Path) -> bool:
-    """Says whether a file is there and is this user's."""
+    """Says whether a regular file is there and is this user's; a link may be a stranger's, to whatever file."""
     try:
-        return path.stat().st_uid == os.geteuid()
+        about = path.lstat()
     except FileNotFoundError:
         return False
+    return stat.S_ISREG(about.st_mode) and about.st_uid == os.geteuid()
 
 
 def _used_paths() -> set[str]:

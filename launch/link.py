@@ -9,7 +9,6 @@ must not take that for the silence of all others. The keepers come in by a door 
 from __future__ import annotations
 
 import contextlib
-import json
 import selectors
 import socket
 import threading
@@ -17,7 +16,6 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from lowshard.comm.abort import FailureRecord
 from lowshard.comm.door import Door, Guest
@@ -27,7 +25,9 @@ from lowshard.launch.host import Spread
 from lowshard.launch.uplink import (
     BEAT_S,
     PURPOSES,
+    KeeperMessage,
     LinkAddress,
+    read_message,
     stopped_record,
 )
 from lowshard.launch.verdict import Leaver
@@ -272,31 +272,28 @@ class Link:
                 self._selector.unregister(peer.connection)
                 peer.connection.close()
             for line in lines:
-                with contextlib.suppress(ValueError, TypeError, RecursionError):  # no keeper wrote that
-                    message = json.loads(line)
-                    if isinstance(message, dict):
-                        self._take(peer, message)
+                with contextlib.suppress(LaunchError):  # a line that a killed keeper has not finished
+                    self._take(peer, read_message.text(line.decode(errors="replace")))
 
-    def _take(self, peer: _Peer, message: Mapping[str, Any]) -> None:
+    def _take(self, peer: _Peer, message: KeeperMessage) -> None:
         """Takes in one message."""
-        if "host" in message:
-            peer.host, peer.keeper_pid = str(message["host"]), int(message.get("pid", 0))
-            if message.get("boot") != self.address.boot:
-                peer.behind_s = time.time() - float(message.get("time_s", 0.0))
-        if "stopped_at_s" in message:
-            if message["stopped_at_s"] is not None:
-                peer.stopped_at_s, peer.continued_at_s = message["stopped_at_s"] + peer.behind_s, None
-            elif peer.continued_at_s is None:
-                peer.continued_at_s = time.time()
-        peer.rank_pid = message.get("rank_pid", peer.rank_pid)
-        peer.takes_stack_signal = message.get("takes_stack_signal", peer.takes_stack_signal)
-        peer.ended = peer.ended or "ended" in message
-        peer.is_over = peer.is_over or "is_over" in message
-        if peer.left_at_s is None and (peer.is_over or message.get("ended") == 0):
+        if message.host is not None:
+            peer.host, peer.keeper_pid = message.host, message.pid
+            if message.boot != self.address.boot:
+                peer.behind_s = time.time() - message.time_s
+        if message.stopped_at_s:
+            peer.stopped_at_s, peer.continued_at_s = message.stopped_at_s + peer.behind_s, None
+        elif message.stopped_at_s is not None and peer.continued_at_s is None:
+            peer.continued_at_s = time.time()
+        peer.rank_pid = message.rank_pid or peer.rank_pid
+        peer.takes_stack_signal |= message.takes_stack_signal
+        peer.ended |= message.ended
+        peer.is_over |= message.is_over
+        if peer.left_at_s is None and (peer.is_over or (message.ended and message.status == 0)):
             peer.left_at_s = time.time()
-        if "failure" in message:
-            record = FailureRecord.from_fields(message["failure"])
-            record = replace(record, time_s=record.time_s + peer.behind_s)
+        if message.failure is not None:
+            record = message.failure
+            record = replace(record, rank=peer.rank, time_s=record.time_s + peer.behind_s)
             self._state.reported.setdefault(peer.rank, record)
 
     def _judge(self, now_s: float) -> None:

@@ -8,7 +8,6 @@ that had loaded MPI could not start ranks with every library.
 from __future__ import annotations
 
 import functools
-import json
 import os
 import shutil
 import subprocess
@@ -20,6 +19,7 @@ from pathlib import Path
 from lowshard.argument import choice
 from lowshard.errors import DependencyError, LaunchError
 from lowshard.launch.allocator import allocator_environment
+from lowshard.launch.doctor_finding import last_object
 from lowshard.launch.environment import allocated_nodes
 from lowshard.launch.host import Spread
 from lowshard.launch.loopback_sockets import LOOPBACK_INTERFACE
@@ -244,15 +244,20 @@ def _probe_library(python: str, environment: tuple[tuple[str, str], ...]) -> dic
     """Asks a child Python which library mpi4py loads."""
     try:
         done = subprocess.run(
-            [python, "-P", "-c", _PROBE], capture_output=True, text=True, timeout=_PROBE_LIMIT_S, check=False
+            [python, "-P", "-c", _PROBE],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_PROBE_LIMIT_S,
+            check=False,
         )
     except subprocess.TimeoutExpired as error:
         raise LaunchError(
             f"loading mpi4py must take well under {_PROBE_LIMIT_S:.0f} s but did not end; try: "
             f"{python} -c 'from mpi4py import MPI'"
         ) from error
-    if done.returncode == 0:
-        answer: dict[str, str] = json.loads(done.stdout.strip().splitlines()[-1])
+    answer = last_object(done.stdout)
+    if done.returncode == 0 and answer is not None:
         return answer
     said = done.stderr.strip().splitlines()
     last = said[-1] if said else f"it ended with status {done.returncode}"
@@ -306,6 +311,7 @@ def _probe_mpiexec(path: str) -> tuple[str, str]:
             [path, "--version"],
             capture_output=True,
             text=True,
+            errors="replace",
             timeout=_PROBE_LIMIT_S,
             check=False,
             stdin=subprocess.DEVNULL,

@@ -13,6 +13,8 @@ __all__ = ["Output"]
 _READ_BYTES = 1 << 16
 _LINE_BYTES = 1 << 20
 """What is kept of a line whose end has not come."""
+_MOST_LEFT_BYTES = 16 << 20
+"""More than the kernel holds of what has ended; what has escaped the job may write for ever."""
 
 
 class Output:
@@ -89,8 +91,9 @@ class Output:
 
     def close(self) -> None:
         """Passes on what is left; to be called when no process of the job lives."""
-        while self.pump(0):
-            pass
+        for _ in range(_MOST_LEFT_BYTES // _READ_BYTES):
+            if not self.pump(0):
+                break
         for key in list(self._selector.get_map().values()):
             self._pass_on(key.fd, b"")
         self._selector.close()

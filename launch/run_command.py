@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -186,7 +186,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 @contextlib.contextmanager
-def _spread_of(args: argparse.Namespace) -> Any:
+def _spread_of(args: argparse.Namespace) -> Iterator[Spread | None]:
     """Yields the spread that the arguments ask for, with fake hosts that live as long as the block."""
     spread: Spread | None = None
     with contextlib.ExitStack() as stack:

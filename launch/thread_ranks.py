@@ -25,6 +25,7 @@ from lowshard.comm import run_loopback
 from lowshard.comm.abort import FailureRecord, exit_code_of
 from lowshard.comm.call import stack_of
 from lowshard.errors import CommError, LaunchError, PeerFailed
+from lowshard.interrupt import signal_of
 from lowshard.launch.exit_code import code_of
 from lowshard.launch.job import as_words, checked_size
 from lowshard.launch.verdict import JobResult, Leaver, failure_text, judge
@@ -81,7 +82,7 @@ def _run(target: str, n: int, module: bool, timeout_s: float | None, prefix_outp
     start_s = time.monotonic()
     try:
         main = _load_main(target, module)
-    except LaunchError:
+    except (LaunchError, KeyboardInterrupt):
         raise
     except BaseException as error:  # the script's own
         return _failed_to_load(target, error, time.monotonic() - start_s)
@@ -176,8 +177,8 @@ class _Ranks:
                     break
                 if failed_s is None and until_s is not None and now_s > until_s:
                     return None, True
-        except KeyboardInterrupt:
-            return 2, False
+        except KeyboardInterrupt as end:
+            return signal_of(end), False
         return None, False
 
     def show_stacks(self, stream: TextIO) -> None:
@@ -189,10 +190,8 @@ class _Ranks:
 
     def _start(self, wait_s: float) -> None:
         """Runs the ranks; what they raise is in their records, and how long they may run is not its business."""
-        try:
+        with contextlib.suppress(BaseException):
             run_loopback(self._n, self._run_rank, timeout_s=wait_s)
-        except BaseException as error:
-            del error
 
     def _run_rank(self, comm: Any) -> None:
         """One rank's thread."""

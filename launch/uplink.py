@@ -13,20 +13,24 @@ import socket
 import string
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from lowshard.comm.abort import FailureRecord
 from lowshard.comm.door import TOKEN_BYTES, enter, tune
 from lowshard.comm.interface import boot_id
 from lowshard.errors import LaunchError, PeerFailed
+from lowshard.reading import reader
 from lowshard.settings import HEARTBEAT_S, LINK
 
 __all__ = [
     "BEAT_S",
     "PURPOSES",
+    "KeeperMessage",
     "LinkAddress",
     "Uplink",
+    "failure_fields",
+    "read_message",
     "stopped_record",
 ]
 
@@ -44,6 +48,48 @@ def stopped_record(rank: int, stopped_at_s: float, now_s: float) -> FailureRecor
         f"{HEARTBEAT_S.name}"
     )
     return FailureRecord(rank, stopped_at_s, "stopped", PeerFailed.exit_code, text)
+
+
+@dataclass(frozen=True)
+class KeeperMessage:
+    """What a keeper says at a time, an object of JSON on a line; a key that is left out says nothing.
+
+    Attributes:
+        host: name of its host, said once, with `pid`, `boot` and `time_s`.
+        pid: its process.
+        boot: its machine (`boot_id`).
+        time_s: what its clock shows, seconds since the epoch.
+        rank_pid: the rank's process.
+        takes_stack_signal: the rank can show its stacks.
+        stopped_at_s: since when the rank is stopped (wall clock); 0 where it runs.
+        is_over: the rank's program has come to its end in order.
+        failure: the rank's record.
+        ended: the rank has ended, and the keeper will.
+        status: exit code of the rank, negative for a signal.
+    """
+
+    host: str | None = None
+    pid: int = 0
+    boot: str = ""
+    time_s: float = 0.0
+    rank_pid: int | None = None
+    takes_stack_signal: bool = False
+    stopped_at_s: float | None = None
+    is_over: bool = False
+    failure: FailureRecord | None = None
+    ended: bool = False
+    status: int | None = None
+
+
+read_message = reader("message of a keeper", LaunchError)(KeeperMessage)
+
+
+def failure_fields(record: FailureRecord) -> dict[str, Any]:
+    """Returns a record as data of a message; what has no UTF-8 form in its texts, as names of files, is escaped."""
+    return {
+        key: value.encode(errors="backslashreplace").decode() if isinstance(value, str) else value
+        for key, value in asdict(record).items()
+    }
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,7 @@ import errno
 import os
 import signal
 import sys
-import threading
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from importlib import import_module
 from io import TextIOWrapper
 
@@ -17,12 +15,13 @@ from lowshard._version import __version__
 from lowshard.argument import printable
 from lowshard.command_parser import CommandParser
 from lowshard.errors import LowshardError
+from lowshard.interrupt import ended_by_signals, signal_of
 from lowshard.streams import drop_stdout, open_closed_streams
 
 DESCRIPTION = "Place, move and quantise raw array buffers over many processes."
 EPILOG = (
     "Exit codes: 0 done, 1 failed, 2 wrong usage, 70 a rank died (signal, lost host), 71 timed out, "
-    "72 ranks disagreed, 130 Ctrl-C, 141 nobody reads the output any more, 143 SIGTERM."
+    "72 ranks disagreed, 129 SIGHUP, 130 Ctrl-C, 141 nobody reads the output any more, 143 SIGTERM."
 )
 
 
@@ -65,28 +64,6 @@ def _has_lost_its_folder() -> bool:
     return False
 
 
-class _Terminated(KeyboardInterrupt):
-    """SIGTERM has come."""
-
-
-def _terminate(number: int, frame: object) -> None:
-    raise _Terminated
-
-
-@contextmanager
-def _ended_as_by_ctrl_c() -> Iterator[None]:
-    """Have SIGTERM, which batch systems send, end a command as Ctrl-C does: nothing that it made is left behind."""
-    is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:  # the program has its own way
-        yield
-        return
-    signal.signal(signal.SIGTERM, _terminate)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     open_closed_streams()
@@ -96,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         try:
             words = sys.argv[1:] if argv is None else list(argv)
-            with _ended_as_by_ctrl_c():
+            with ended_by_signals():
                 args = build_parser(_named(words)).parse_args(words)
                 return int(args.func(args))
         finally:
@@ -123,6 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"lowshard: error: what this prints cannot be written: {error.strerror}", file=sys.stderr)
         return 1
     except KeyboardInterrupt as end:
-        is_term = isinstance(end, _Terminated)
-        print("lowshard: ended by SIGTERM" if is_term else "lowshard: interrupted", file=sys.stderr)
-        return 128 + (signal.SIGTERM if is_term else signal.SIGINT)
+        number = signal_of(end)
+        how = "interrupted" if number == signal.SIGINT else f"ended by {number.name}"
+        print(f"lowshard: {how}", file=sys.stderr)
+        return 128 + number

@@ -54,6 +54,7 @@ _FULL_PAUSE_S = 0.005
 _ROUNDS_S = (0.5, 1.0, 2.0, 4.0)  # how long an address may take to answer, round by round; the last one stays
 _PAUSE_S = 0.1  # between two rounds over the addresses
 _PORT_TRIES = 20
+_MOST_UNCONFIRMED_S = 32767.0  # the kernel's own limit, nine hours
 _OTHER = "another program listens there, or one that was given another token"
 _PEER_CREDENTIALS = struct.Struct("iII")  # struct ucred: pid, uid, gid
 
@@ -302,6 +303,7 @@ def tune(connection: socket.socket, unconfirmed_s: float) -> None:
     if connection.family == socket.AF_UNIX:
         return
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    unconfirmed_s = min(unconfirmed_s, _MOST_UNCONFIRMED_S)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * unconfirmed_s))
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, int(unconfirmed_s)))

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["LAUNCHERS", "LauncherRow", "world_mismatch"]
+__all__ = ["LAUNCHERS", "LauncherRow", "count_in", "world_mismatch"]
 
 Names = tuple[str, ...]
+_MOST_DIGITS = 9  # of a number of ranks, hosts or slots
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,12 @@ was started in, because both are there when `mpiexec` runs inside an allocation 
 the shell, not the rank."""
 
 
+def count_in(text: str) -> int | None:
+    """Returns the number, 0 or more, that a text is; None where it is none, or too large to count anything."""
+    text = text.strip()
+    return int(text) if text.isascii() and text.isdecimal() and len(text) <= _MOST_DIGITS else None
+
+
 def world_mismatch(environ: Mapping[str, str], world_size: int) -> str | None:
     """Returns what is wrong, and what to do, if the launcher started more processes than MPI's world has; else None.
 
@@ -112,9 +119,10 @@ def world_mismatch(environ: Mapping[str, str], world_size: int) -> str | None:
             continue
         for variable in launcher.size:
             text = environ.get(variable, "").strip()
-            if not text.isdecimal():
+            size = count_in(text)
+            if size is None:
                 continue
-            if int(text) <= 1:
+            if size <= 1:
                 return None
             return (
                 f"ranks must be in one MPI world, but {launcher.name} says that it started {text} processes "

@@ -131,6 +131,17 @@ def test_mpi_sees_two_hosts_with_two_ranks_each(launcher: Launcher) -> None:
     assert wait_until(lambda: not any(hosts[0] in name for name in traces()), 1.0)
 
 
+def test_a_terminal_that_goes_while_hosts_are_made_leaves_none(launcher: Launcher) -> None:
+    started = launcher.start(
+        "run", "-n", "2", "--fake-hosts", "2", launcher.script("import time\ntime.sleep(60)\n")
+    )
+    mine = f"lowshard-{started.pid}-"
+    assert wait_until(lambda: any(name.startswith(mine) for name in traces()), LIMIT_S)
+    started.send_signal(signal.SIGHUP)
+    assert launcher.finish(started).code == 128 + signal.SIGHUP
+    assert not [name for name in traces() if name.startswith(mine)]
+
+
 WAITING = """
 import os, sys, time
 from pathlib import Path

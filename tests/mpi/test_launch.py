@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from pathlib import Path
@@ -20,6 +21,7 @@ from support.launching import ENDS_WITHIN_S, LIMIT_S, MARK, ROOT, Launcher, wait
 
 from lowshard.errors import LaunchError
 from lowshard.launch import find_mpi, python_command, run_ranks
+from lowshard.launch.job_dir import job_folder, make_job_dir
 from lowshard.launch.leftover import stray_files, sweep_files
 from lowshard.launch.mpiexec import rank_environment
 
@@ -113,7 +115,7 @@ def test_three_ranks_say_hello_with_their_rank_in_front(launcher: Launcher) -> N
 def test_without_prefix_the_bytes_come_as_they_are(launcher: Launcher) -> None:
     script = launcher.script("import sys\nsys.stdout.buffer.write(b'a\\r\\n\\nb')\n")
     done = subprocess.run(
-        [sys.executable, "-m", "lowshard.launch", "run", "-n", "1", "--no-prefix", script],
+        [sys.executable, "-m", "lowshard", "run", "-n", "1", "--no-prefix", script],
         cwd=ROOT,
         env={**os.environ, "TMPDIR": str(launcher.tmp)},
         capture_output=True,
@@ -270,7 +272,8 @@ def test_an_interrupted_launcher_leaves_no_process(launcher: Launcher, number: i
 
 
 def test_a_killed_launcher_takes_its_ranks_along(launcher: Launcher) -> None:
-    started = launcher.start("run", "-n", "2", launcher.script(SLEEPING), str(launcher.folder))
+    script = launcher.script("import subprocess\nsubprocess.Popen(['sleep', '60'])\n" + SLEEPING)
+    started = launcher.start("run", "-n", "2", script, str(launcher.folder))
     assert wait_until(lambda: all((launcher.folder / str(rank)).exists() for rank in range(2)), LIMIT_S)
     started.kill()
     started.communicate(timeout=LIMIT_S)
@@ -283,10 +286,13 @@ def test_a_daemon_that_a_rank_leaves_behind_is_ended(launcher: Launcher) -> None
     script = launcher.script(
         "import subprocess, sys\n"
         "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], start_new_session=True)\n"
+        "print(subprocess.Popen(['env', '-i', 'yes'], start_new_session=True, stderr=-3).pid)\n"
     )
-    done = launcher.run("-n", "1", script)
+    done = launcher.run("-n", "1", "--no-prefix", script)
     assert done.code == 0, done.err
     assert launcher.living() == []
+    (pid,) = (int(line) for line in done.out.splitlines() if line.isdecimal())
+    assert not Path(f"/proc/{pid}").exists()
 
 
 def test_a_reader_that_goes_away_ends_the_job(launcher: Launcher) -> None:
@@ -341,7 +347,7 @@ def test_output_that_cannot_be_written_is_told_and_ends_the_job(launcher: Launch
     for text in ("print('hello')\n", SPAM):
         with open("/dev/full", "w") as full:
             started = subprocess.Popen(
-                [sys.executable, "-m", "lowshard.launch", "run", "-n", "1", launcher.script(text)],
+                [sys.executable, "-m", "lowshard", "run", "-n", "1", launcher.script(text)],
                 cwd=ROOT,
                 env={**os.environ, "TMPDIR": str(launcher.tmp), MARK: launcher.mark},
                 stdout=full,
@@ -556,20 +562,25 @@ def test_doctor_says_what_to_do_without_an_mpi(launcher: Launcher) -> None:
 def test_sweep_removes_what_nobody_uses_and_nothing_else() -> None:
     before = stray_files()
     name = uuid.uuid4().hex
-    unused, mapped, foreign = (
-        Path("/dev/shm") / f"{kind}{name}" for kind in ("mpich_shm_", "mpich_shm_m", "other_")
+    unused, mapped, link, folder, other, results = (
+        Path("/dev/shm") / f"{kind}{name}"
+        for kind in ("mpich_shm_", "mpich_shm_m", "mpich_shm_l", "mpich_shm_f", "other_", "lowshard-results-")
     )
     try:
-        for path in (unused, mapped, foreign):
+        for path in (unused, mapped, other, results):
             path.write_bytes(bytes(4096))
+        link.symlink_to(other)  # as anybody may make one
+        folder.mkdir()
         with mapped.open("r+b") as file:
             memory = mmap.mmap(file.fileno(), 4096)
         with memory:
             removed = sweep_files(before | {path for path in stray_files() if name not in path.name})
             assert removed == [unused]
-            assert [path.exists() for path in (unused, mapped, foreign)] == [False, True, True]
+            assert not unused.exists()
+            assert all(path.exists() for path in (mapped, link, folder, other, results))
     finally:
-        for path in (unused, mapped, foreign):
+        folder.rmdir()
+        for path in (unused, mapped, link, other, results):
             path.unlink(missing_ok=True)
 
 
@@ -586,6 +597,19 @@ def test_run_ranks_refuses_what_cannot_be(
 ) -> None:
     with pytest.raises(LaunchError, match=told):
         run_ranks(command, n, timeout_s=timeout_s)
+
+
+def test_a_job_without_room_for_its_pipes_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = "a job needs a folder for its pipes: .* write TMPDIR=FOLDER"
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
+    with pytest.raises(LaunchError, match=told), job_folder():
+        pass
+    (tmp_path / "stdout-0").touch()
+    opened: list[int] = []
+    with pytest.raises(LaunchError, match=told):
+        opened.extend(fd for fd, _, _ in make_job_dir(tmp_path, 1))
+    for fd in opened:
+        os.close(fd)
 
 
 def test_python_command_marks_modules() -> None:

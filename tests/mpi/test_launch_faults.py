@@ -209,7 +209,10 @@ def test_this_host_may_be_named_like_any_other(launcher: Launcher) -> None:
     [
         (["-n", "3", "--hosts", "a:1,b:1", __file__], "-n 3 is more than the 2"),
         (["-n", "1", "--hosts", "a b", __file__], "is not a host"),
-        (["-n", "1", "--hostfile", "/no/such/file", __file__], "/no/such/file cannot be read"),
+        (
+            ["-n", "1", "--hostfile", "/no/such/file", __file__],
+            "/no/such/file is not a valid hostfile",
+        ),
         (["-n", "1", "--fake-hosts", "0", __file__], "fake hosts"),
     ],
 )

@@ -72,7 +72,7 @@ class World:
     def _command(self, ranks: int) -> list[str]:
         if ranks == 1:
             return [sys.executable]
-        return [sys.executable, "-m", "lowshard.launch", "run", "-n", str(ranks)]
+        return [sys.executable, "-m", "lowshard", "run", "-n", str(ranks)]
 
     def lines(self, name: str, rank: int = 0) -> list[str]:
         """Return what a subscriber's rank has noted."""

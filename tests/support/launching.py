@@ -35,7 +35,7 @@ class Ended:
 
 @dataclass
 class Launcher:
-    """Starts `python -m lowshard.launch` with a temporary directory and a mark of its own."""
+    """Starts `python -m lowshard` with a temporary directory and a mark of its own."""
 
     folder: Path
     mark: str
@@ -52,7 +52,7 @@ class Launcher:
 
     def start(self, *args: str, **env: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            [sys.executable, "-m", "lowshard.launch", *args],
+            [sys.executable, "-m", "lowshard", *args],
             cwd=ROOT,
             env={**os.environ, "TMPDIR": str(self.tmp), MARK: self.mark, **env},
             stdin=subprocess.DEVNULL,

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
-from lowshard.launch.check_library import check_loaded, check_lowshard
+from lowshard.launch import find_mpi, mpiexec
+from lowshard.launch.check_library import _import_in_child, check_loaded, check_lowshard
 from lowshard.launch.check_machine import nccl_advice
 from lowshard.launch.check_mpi import check_autogroup, check_sharing, plain_start_finding, sharing_finding
 from lowshard.launch.doctor_command import print_table
-from lowshard.launch.doctor_finding import Check, run_python
+from lowshard.launch.doctor_finding import Check, last_object, run_python
 from lowshard.launch.mpiexec import MpiInstall
 
 
@@ -129,6 +131,25 @@ def test_the_libraries_that_the_linker_chose_are_named_with_version_and_path() -
 )
 def test_one_gpu_and_several_ranks(version: int, gpus: int, told: str) -> None:
     assert nccl_advice(version, gpus).startswith(told) if not told else told in nccl_advice(version, gpus)
+
+
+def test_what_libraries_print_is_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    noise = (
+        "import atexit, sys\n"
+        "def say():\n"
+        "    print('[isal] hello', '[]', '{', '{}', '[[], 1, 2]', sep='\\n', flush=True)\n"
+        "    sys.stdout.buffer.write(b'caf\\xe9\\n')\n"
+        "say()\n"
+        "atexit.register(say)\n"
+    )
+    (tmp_path / "sitecustomize.py").write_text(noise)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    status, text = run_python("print('{\"a\": 1}')", [])
+    assert (status, last_object(text)) == ("status 0", {"a": 1})
+    found = _import_in_child(["json", "no_such"])
+    assert {name: state for name, (state, _) in found.items()} == {"json": "ok", "no_such": "missing"}
+    mpiexec._probe_library.cache_clear()
+    assert find_mpi().version
 
 
 def test_a_child_that_fails_is_told_by_its_last_line() -> None:

@@ -266,6 +266,8 @@ def test_one_port_at_several_addresses() -> None:
                 tune(mine, 4.0)
                 assert mine.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
                 assert mine.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 4000
+                tune(mine, 1e9)  # to debug at leisure
+                assert mine.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) > 3600
         assert made.ranks(2) == [0, 1]
     finally:
         made.close()

@@ -77,9 +77,11 @@ def test_the_launcher_that_started_the_rank_is_found(name: str) -> None:
     assert find_rank(env) == expected
 
 
-def test_a_variable_that_is_no_number_is_named() -> None:
-    with pytest.raises(LaunchError, match=r"OMPI_COMM_WORLD_RANK must hold a number.*'x'"):
-        find_rank({**OPENMPI, "OMPI_COMM_WORLD_RANK": "x"})
+@pytest.mark.parametrize("text", ["x", "²", "9" * 5000])
+def test_a_variable_that_is_no_number_is_named(text: str) -> None:
+    with pytest.raises(LaunchError, match=rf"OMPI_COMM_WORLD_RANK must hold a number.*'{text[:20]}"):
+        find_rank({**OPENMPI, "OMPI_COMM_WORLD_RANK": text})
+    assert allocated_nodes({**SALLOC, "SLURM_NNODES": text}) == 1
 
 
 def test_a_negative_rank_is_refused() -> None:
@@ -120,7 +122,7 @@ def test_the_nodes_of_a_batch_job_are_counted(env: dict[str, str], nodes: int) -
 
 def test_a_pbs_node_file_counts_each_node_once(tmp_path: Path) -> None:
     path = tmp_path / "nodes"
-    path.write_text("a\na\nb\nb\n")
+    path.write_bytes(b"a\na\nb\xff\nb\xff\n")
     assert allocated_nodes({"PBS_NODEFILE": str(path)}) == 2
 
 

@@ -43,11 +43,18 @@ def test_more_ranks_than_slots_are_refused_with_what_to_write() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", ",", "a:0", "a:-1", "a:x", "a:", ":2", "a b", "a;reboot", "-o:2", "fe80::x"]
+    "text",
+    ["", ",", "a:0", "a:-1", "a:x", "a:", ":2", "a b", "a;reboot", "-o:2", "fe80::x", "a:" + "9" * 5000],
 )
 def test_what_is_no_host_is_refused(text: str) -> None:
     with pytest.raises(LaunchError, match="host"):
         parse_hosts(text)
+
+
+@pytest.mark.parametrize("name", ["", "a b", "a\n", "a slots=9", "-oProxyCommand=x", "a;b", "ä"])
+def test_a_host_has_the_name_of_one(name: str) -> None:
+    with pytest.raises(LaunchError, match="a host's name is a name or an address"):
+        Host(name, 1)
 
 
 @pytest.mark.parametrize(
@@ -73,6 +80,7 @@ def test_a_hostfile_may_have_either_syntax(tmp_path: Path, text: str, expected: 
         ("a\nb slots=x\n", "line 2: 'b slots=x'"),
         ("a slots=0", "line 1"),
         ("a 4", "line 1: 'a 4'"),
+        ("a slots=" + "9" * 5000, "line 1"),
         ("a slots", "line 1"),
         ("a:x", "line 1"),
         ("# none\n", "names no host"),
@@ -86,7 +94,7 @@ def test_a_wrong_line_of_a_hostfile_is_named(tmp_path: Path, text: str, told: st
 
 
 def test_a_hostfile_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    with pytest.raises(LaunchError, match="none cannot be read"):
+    with pytest.raises(LaunchError, match="none is not a valid hostfile: it cannot be read"):
         read_hostfile(tmp_path / "none")
 
 

@@ -19,7 +19,7 @@ from lowshard.comm.interface import boot_id
 from lowshard.errors import InternalError, LaunchError
 from lowshard.launch.host import Host, Spread
 from lowshard.launch.link import Link
-from lowshard.launch.uplink import LinkAddress, Uplink
+from lowshard.launch.uplink import LinkAddress, Uplink, failure_fields, read_message
 
 pytestmark = pytest.mark.time_limit(30)
 
@@ -91,7 +91,7 @@ def beating(*uplinks: Uplink) -> Iterator[None]:
     def beat() -> None:
         while not over.wait(0.1):
             for uplink in uplinks:
-                uplink.send(stopped_at_s=None)
+                uplink.send(stopped_at_s=0.0)
 
     thread = threading.Thread(target=beat)
     thread.start()
@@ -106,7 +106,7 @@ def test_a_failure_arrives_whole(link: Link) -> None:
     record = FailureRecord(1, time.time(), "exception", 1, "ValueError: ü", "Traceback\n…", "ValueError")
     uplink = sign_in(link, 1)
     uplink.send(failure=asdict(record))
-    uplink.send(ended=1)
+    uplink.send(ended=True, status=1)
     wait_for(link.failures)
     assert link.failures() == [record]
     uplink.close()
@@ -141,15 +141,31 @@ def test_an_address_that_does_not_answer_is_passed_over(link: Link) -> None:
         Uplink(LinkAddress(address.token, "", ("unix:/no/such/door",)), 0, LIMIT_S, start_s=0.1)
 
 
-@pytest.mark.parametrize(
-    "line", [b"[" * 5000, b"{", b"[]", b"7", b'{"host": {}, "pid": []}', b'{"failure": 7}', b"\xff\0"]
-)
+LIES = [
+    b"[" * 5000, b"{", b"[]", b"7", b"\xff\0", b'{"host": {}, "pid": []}', b'{"failure": 7}', b'{"failure": {}}',
+    *(b'{"host": "a", "pid": ' + lie + b"}" for lie in (b"Infinity", b"1e400", b"-1e400", b"9" * 5000, b"true")),
+    *(b'{"stopped_at_s": ' + lie + b"}" for lie in (b"NaN", b"1e400", b'"a"')),
+    b'{"failure": {"rank": 0, "time_s": 1.0, "kind": "exit", "exit_code": "x", "message": "m"}}',
+    b'{"failure": {"rank": 0, "time_s": 1.0, "kind": "exit", "exit_code": 1, "message": "m", "traceback": []}}',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("line", LIES, ids=range(len(LIES)))
 def test_what_no_keeper_would_say_is_passed_over(link: Link, line: bytes) -> None:
     uplink = sign_in(link, 0)
     uplink._socket.sendall(line + b"\n")
     uplink.send(failure=asdict(FailureRecord(0, 1.0, "exit", 3, "sys.exit(3)")))
+    wait_for(lambda: link.failures() or link.check())
+    assert [(record.exit_code, record.message) for record in link.failures()] == [(3, "sys.exit(3)")]
+    with pytest.raises(LaunchError, match="is not a valid message of a keeper"):
+        read_message.text(line.decode(errors="replace"))
+
+
+def test_a_keeper_speaks_of_its_own_rank_alone(link: Link) -> None:
+    uplink = sign_in(link, 1)
+    uplink.send(failure=failure_fields(FailureRecord(1 << 40, 1.0, "exit", 3, "no file '\udcff'")))
     wait_for(link.failures)
-    link.check()
+    assert [(record.rank, record.message) for record in link.failures()] == [(1, r"no file '\udcff'")]
 
 
 def test_a_message_without_end_ends_its_connection(link: Link) -> None:
@@ -163,7 +179,7 @@ def test_a_message_without_end_ends_its_connection(link: Link) -> None:
 
 def test_one_silent_rank_is_lost_one_that_speaks_or_has_said_goodbye_is_not(link: Link) -> None:
     silent, alive, gone = (sign_in(link, rank) for rank in (2, 0, 1))
-    gone.send(ended=0)
+    gone.send(ended=True, status=0)
     gone.close()
     wait_for(lambda: 1 in link._state.peers and link._state.peers[1].ended)
     age(link, 1, 120.0)
@@ -248,7 +264,7 @@ def test_a_stopped_rank_and_a_silent_one_are_suspects_at_once(link: Link) -> Non
     assert found[1].kind == "lost"
     assert link.suspects(at_s - 5.0) == []  # what others said before has another cause
     complaint_s = time.time()
-    stopped.send(stopped_at_s=None)
+    stopped.send(stopped_at_s=0.0)
     wait_for(lambda: 0 not in {record.rank for record in link.suspects(time.time())})
     # mpiexec continues what it ends: the rank was stopped when the others complained, and that counts.
     assert 0 in {record.rank for record in link.suspects(complaint_s)}
@@ -314,7 +330,7 @@ def test_a_keeper_sees_the_end_of_the_launcher(link: Link) -> None:
     assert not uplink.lost
     link.close()
     wait_for(lambda: uplink.receive() or uplink.lost)
-    uplink.send(stopped_at_s=None)  # says nothing to nobody, and does not raise
+    uplink.send(stopped_at_s=0.0)  # says nothing to nobody, and does not raise
     uplink.close()
 
 
@@ -325,7 +341,7 @@ def test_closing_waits_for_last_words_but_not_for_ever(link: Link) -> None:
     def speak() -> None:
         time.sleep(0.2)
         talker.send(failure=asdict(record))
-        talker.send(ended=3)
+        talker.send(ended=True, status=3)
 
     thread = threading.Thread(target=speak)
     thread.start()

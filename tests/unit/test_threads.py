@@ -69,7 +69,7 @@ def written(folder: Path, text: str = SCRIPT) -> str:
 def run(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
     """Runs the command, for ranks that do not end by themselves."""
     return subprocess.run(
-        [sys.executable, "-m", "lowshard.launch", "run", "--threads", *words],
+        [sys.executable, "-m", "lowshard", "run", "--threads", *words],
         cwd=ROOT,
         env={**os.environ, **env},
         capture_output=True,
@@ -166,7 +166,7 @@ def test_a_reader_that_has_stopped_does_not_keep_it_from_ending(
     script = written(tmp_path, "def main(comm):\n    while True:\n        print('x' * 1000)\n")
     limit = ["--timeout", "1"] if signal_number is None else []
     started = subprocess.Popen(
-        [sys.executable, "-m", "lowshard.launch", "run", "--threads", "-n", "2", *limit, script],
+        [sys.executable, "-m", "lowshard", "run", "--threads", "-n", "2", *limit, script],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -186,9 +186,10 @@ def test_a_reader_that_has_stopped_does_not_keep_it_from_ending(
     assert "have been ended" in err.splitlines()[-1]
 
 
-def test_ctrl_c_ends_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_the_signals_that_end_a_program_end_it(tmp_path: Path, number: signal.Signals) -> None:
     started = subprocess.Popen(
-        [sys.executable, "-m", "lowshard.launch", "run", "--threads", "-n", "3", written(tmp_path), "hang"],
+        [sys.executable, "-m", "lowshard", "run", "--threads", "-n", "3", written(tmp_path), "hang"],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -197,10 +198,11 @@ def test_ctrl_c_ends_it(tmp_path: Path) -> None:
     assert started.stdout is not None
     for _ in range(3):
         started.stdout.readline()
-    started.send_signal(signal.SIGINT)
+    started.send_signal(number)
     _, err = started.communicate(timeout=LIMIT_S)
-    assert started.returncode == 130
-    assert err == "lowshard run: ended by SIGINT; all ranks have been ended (exit code 130)\n"
+    code = 128 + number
+    assert started.returncode == code
+    assert err == f"lowshard run: ended by {number.name}; all ranks have been ended (exit code {code})\n"
 
 
 @pytest.mark.parametrize(
