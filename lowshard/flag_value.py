@@ -13,7 +13,8 @@ from lowshard import argument
 from lowshard.errors import LowshardError
 
 __all__ = [
-    "bandwidth_of", "count_of", "counts_of", "file_of", "folder_of", "natural_of", "seconds_of", "size_of", "target_of",
+    "bandwidth_of", "count_of", "counts_of", "file_of", "folder_of", "made_target_of", "natural_of", "seconds_of",
+    "size_of", "target_of",
 ]  # fmt: skip
 
 _MOST_COUNT = 10**9
@@ -67,24 +68,37 @@ def size_of(text: str) -> int:
 
 
 def file_of(text: str) -> Path:
-    """Return the path of a file that can be written, in a folder that may have to be made."""
-    path = _path(text, "a file")
-    if path.is_dir():
-        raise argparse.ArgumentTypeError(f"expected a file, got the folder {text!r}: name a file in it")
-    if not path.exists() or path.is_file():  # else a device or a pipe
-        _require_writable(path.absolute().parent)
+    """Return the path of a file that can be written, in a folder that is there."""
+    path = _file(text)
+    folder = path.absolute().parent
+    if not folder.exists():
+        raise argparse.ArgumentTypeError(f"there is no folder {str(folder)!r}: make it first")
     return path
 
 
 def target_of(text: str) -> str:
-    """Return the path of a file that can be written, or -, which is stdout."""
+    """Return the path of a file as `file_of` does, or -, which is stdout."""
     return text if text == "-" else str(file_of(text))
+
+
+def made_target_of(text: str) -> str:
+    """Return the path of a file whose folder may have to be made, or -, which is stdout."""
+    return text if text == "-" else str(_file(text))
 
 
 def folder_of(text: str) -> Path:
     """Return the path of a folder that can be written, or made."""
     path = _path(text, "a folder")
     _require_writable(path.absolute())
+    return path
+
+
+def _file(text: str) -> Path:
+    path = _path(text, "a file")
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"expected a file, got the folder {text!r}: name a file in it")
+    if not path.exists() or path.is_file():  # else a device or a pipe
+        _require_writable(path.absolute().parent)
     return path
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lowshard.errors import RulesError
-from lowshard.flag_value import file_of, folder_of, target_of
+from lowshard.flag_value import file_of, folder_of, made_target_of
 from lowshard.plain_console import busy, make_console
 from lowshard.rules.command_arguments import (
     FILES,
@@ -114,7 +114,7 @@ def add_rules_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentPar
     dump.add_argument(
         "-o",
         "--out",
-        type=target_of,
+        type=made_target_of,
         required=True,
         metavar="FILE",
         help="where to write; - for standard output",

@@ -21,6 +21,7 @@ from lowshard.flag_value import (
     counts_of,
     file_of,
     folder_of,
+    made_target_of,
     natural_of,
     seconds_of,
     size_of,
@@ -56,12 +57,8 @@ def test_files_and_folders_are_asked_for_before_the_work(
     monkeypatch.chdir(tmp_path)
     Path("there").write_text("kept")
     Path("folder").mkdir()
-    assert [target_of(text) for text in ("-", "there", "a/new", "/dev/null")] == [
-        "-",
-        "there",
-        "a/new",
-        "/dev/null",
-    ]
+    for target, at in ((target_of, "folder/new"), (made_target_of, "a/new")):
+        assert [target(text) for text in ("-", "there", at, "/dev/null")] == ["-", "there", at, "/dev/null"]
     assert [folder_of(text) for text in (".", "folder", "a/b")] == [Path("."), Path("folder"), Path("a/b")]
     assert sorted(os.listdir()) == ["folder", "there"]
     assert Path("there").read_text() == "kept"
@@ -70,6 +67,7 @@ def test_files_and_folders_are_asked_for_before_the_work(
         (file_of, "", "expected a file"),
         (file_of, "folder", "got the folder 'folder'"),
         (file_of, "there/x", "there' is a file"),
+        (file_of, "a/new", "there is no folder '.*/a': make it first"),
         (file_of, "/proc/x", "no file can be made in '/proc'"),
         (folder_of, "~/x", "a shell expands ~"),
         (folder_of, "", "expected a folder"),
