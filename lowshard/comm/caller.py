@@ -197,10 +197,11 @@ class Caller:
             raise CommError(f"this {self.transport.name} communicator is closed; make a new one")
 
     def settle_all(self) -> None:
-        """Wait for all that threads of this communicator run."""
+        """Wait for all that was started."""
         for worker in (self._worker, *self._lines.values()):
             if worker is not None:
                 worker.settle()
+        self.transport.settle()
 
     def turn(self, what: str) -> AbstractContextManager[None]:
         """Take the turn of this thread for a `with` block; see `Communicator.turn`."""

@@ -432,6 +432,7 @@ class HierarchicalTransport(ByMailbox, Transport):
         return flat
 
     def end(self) -> None:
+        super().end()
         self.failed = self.failed or self.node.failed
         self.node.close()
         if self._lends and self.mailbox._comm is self.flat._comm:

@@ -67,11 +67,16 @@ class Post:
             self._advance_all()
         return False
 
-    def drop(self, owner: object, why: str) -> None:
-        """End the messages under way of a communicator that is closed."""
+    def of(self, mailbox: Mailbox) -> list[MessageWork]:
+        """Return the messages under way of one mailbox."""
+        with self._lock:
+            return [work for work in self._works if work.mailbox is mailbox]
+
+    def drop(self, mailbox: Mailbox, why: str) -> None:
+        """End the messages under way of a mailbox."""
         with self._lock:
             for work in self._works:
-                if work.owner is owner:
+                if work.mailbox is mailbox:
                     work._ended, work._error = True, CommError(why)
             self._works = [work for work in self._works if not work._ended]
 
@@ -94,9 +99,10 @@ class MessageWork:
     """A send or recv under way."""
 
     def __init__(
-        self, post: Post, advance: Callable[[], bool], finish: Callable[[Callable[[], bool], float | None], None]
+        self, post: Post, mailbox: Mailbox, advance: Callable[[], bool],
+        finish: Callable[[Callable[[], bool], float | None], None],
     ) -> None:  # fmt: skip
-        self._post, self._advance, self._finish = post, advance, finish
+        self._post, self.mailbox, self._advance, self._finish = post, mailbox, advance, finish
         self._ended = False
         self._error: LowshardError | None = None
         self.owner: object = None
@@ -203,7 +209,9 @@ class Mailbox:
     def start_send(self, buf: Array, dst: int) -> MessageWork:
         """Start a send."""
         request = self._comm.Isend(self._bytes(buf), self._ranks[dst], self._tag)
-        return MessageWork(self._post, request.Test, self._finisher(f"recv from rank {self._rank}", dst))
+        return MessageWork(
+            self._post, self, request.Test, self._finisher(f"recv from rank {self._rank}", dst)
+        )
 
     def start_recv(self, buf: Array, src: int) -> MessageWork:
         """Start a recv; the message is looked at before it is received.
@@ -228,7 +236,7 @@ class Mailbox:
                 request.append(self._matched(message, buf, src))
             return bool(request[0].Test())
 
-        return MessageWork(self._post, advance, self._finisher(f"send to rank {self._rank}", src))
+        return MessageWork(self._post, self, advance, self._finisher(f"send to rank {self._rank}", src))
 
     def send(self, buf: Array, dst: int) -> None:
         """Send and wait."""
@@ -283,6 +291,20 @@ class Mailbox:
         """See to it that a message goes on while the caller does something else."""
         self._post.add(work)
         return work
+
+    def settle(self) -> None:
+        """Wait for the messages that were started; how they end is told by their works."""
+        for work in self._post.of(self):
+            try:
+                work.wait()
+            except CommError:  # no rank is waited for any more
+                return
+            except LowshardError:
+                continue
+
+    def drop(self) -> None:
+        """End what is under way: what it needs is given back."""
+        self._post.drop(self, "the communicator of this message is closed; wait for its messages before")
 
     def run_all(self, messages: Sequence[tuple[bool, Array, int]]) -> None:
         """Start messages, (sends, buffer, peer) each, and wait for all of them."""

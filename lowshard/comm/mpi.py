@@ -58,6 +58,14 @@ class ByMailbox:
         """Start all sends and recvs of a group, then wait for them."""
         self.mailbox.run_all([(call.name == "send", buf, peer) for call, buf, peer in batch])
 
+    def settle(self) -> None:
+        """Wait for the messages that were started."""
+        self.mailbox.settle()
+
+    def end(self) -> None:
+        """Give the resources back."""
+        self.mailbox.drop()
+
 
 class MPITransport(ByMailbox, Transport):
     """A duplicate of an mpi4py communicator, so that our messages meet no one else's."""
@@ -235,6 +243,7 @@ class MPITransport(ByMailbox, Transport):
         )  # fmt: skip
 
     def end(self) -> None:
+        super().end()
         # Free is collective: it may wait for a rank that never comes.
         if not self.failed and not self._lookout.failed() and not self._mpi.Is_finalized():
             self._comm.Free()

@@ -332,6 +332,9 @@ class Transport(ABC):
         """Start a send or a recv; by default a thread makes it: it waits for one rank only."""
         return front.in_line(name, peer, lambda: front.message(name, buf, peer))
 
+    def settle(self) -> None:  # noqa: B027  # most have the communicator's threads wait for them
+        """Wait for the messages that were started, where no thread of the communicator does."""
+
     def run_batch(self, front: Front, batch: Sequence[tuple[Call, Array, int]]) -> None:
         """Run sends and recvs together; by default sends never wait, so they go first."""
         for call, _, peer in batch:

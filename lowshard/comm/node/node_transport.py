@@ -452,8 +452,7 @@ class NodeTransport(ByMailbox, Transport):
         return self.mailbox.mpi_comm
 
     def end(self) -> None:
-        if isinstance(self.mailbox, NodeMailbox):
-            self.mailbox.drop_all(self)
+        super().end()
         self._let_go()
         if self.group == "0" and not self.failed:
             self.mailbox.free()
