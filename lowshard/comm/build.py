@@ -13,10 +13,12 @@ from lowshard._version import __version__
 from lowshard.argument import brief
 from lowshard.calibration import setting_fault
 from lowshard.comm.call import Activity
+from lowshard.comm.caller import end_with_mpi
 from lowshard.comm.communicator import Communicator
 from lowshard.comm.mailbox import Mailbox
 from lowshard.comm.mpi import MPITransport, load_mpi, world_ranks
 from lowshard.comm.node_map import Seating
+from lowshard.comm.progress import stop
 from lowshard.comm.start_barrier import await_all
 from lowshard.comm.transport import Transport
 from lowshard.comm.wait_guard import Lookout
@@ -39,6 +41,17 @@ def activity() -> Activity:
     return Activity()
 
 
+@cache
+def _heed_finalize(mpi: Any) -> None:
+    """Have `MPI.Finalize()` end all communicators over MPI first: MPI forgets what is noted of COMM_SELF then."""
+
+    def end(*noted: Any) -> None:
+        stop()
+        end_with_mpi()
+
+    mpi.COMM_SELF.Set_attr(mpi.Comm.Create_keyval(delete_fn=end), True)
+
+
 def build_host(mpi_comm: Any, timeout_s: float | None = None, fault: str = "") -> Communicator:
     """Return a communicator over host memory for the ranks of an mpi4py communicator, which it duplicates.
 
@@ -48,13 +61,19 @@ def build_host(mpi_comm: Any, timeout_s: float | None = None, fault: str = "") -
 
     Raises:
         LaunchError: a launcher of another MPI started the ranks, so that each is a world of its own.
-        CommError: mpi_comm is not a communicator of mpi4py; a rank has a fault, what is wrong with its other arguments;
+        CommError: MPI is not running; mpi_comm is not a communicator of mpi4py; a rank has a fault, what is wrong with
+            its other arguments;
             LOWSHARD_CPU_PATH, LOWSHARD_NODE_SIZE, LOWSHARD_CHECK or LOWSHARD_WATCH is none of its values or not
             equal on all ranks; another setting is none of its values, or shared memory is insisted on and cannot be
             had.
         TimedOut: not all ranks came; it names those that did not.
     """
     mpi = load_mpi()
+    if not mpi.Is_initialized() or mpi.Is_finalized():
+        raise CommError(
+            "a communicator over MPI is made between MPI.Init(), which mpi4py calls, and MPI.Finalize()"
+        )
+    _heed_finalize(mpi)
     split_world = world_mismatch(settings.environment(), mpi.COMM_WORLD.Get_size())
     if split_world is not None:
         raise LaunchError(split_world)

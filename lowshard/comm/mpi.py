@@ -34,6 +34,8 @@ class ByMailbox:
     """How a transport that has a mailbox moves the messages of its user."""
 
     mailbox: Mailbox
+    closed: bool
+    ended: bool
 
     def send(self, buf: Array, dst: int) -> None:
         """Send a message."""
@@ -65,6 +67,12 @@ class ByMailbox:
     def end(self) -> None:
         """Give the resources back."""
         self.mailbox.drop()
+
+    def end_with_mpi(self) -> bool:
+        """Take no more calls: MPI, which is being finalized, would end the process."""
+        self.closed = self.ended = True
+        self.mailbox.drop()
+        return True
 
 
 class MPITransport(ByMailbox, Transport):

@@ -219,6 +219,10 @@ class Transport(ABC):
     def end(self) -> None:  # noqa: B027  # many have none
         """Give the resources back."""
 
+    def end_with_mpi(self) -> bool:
+        """Take no more calls if they go over MPI, which is being finalized; return whether they do."""
+        return False
+
     # ---- what it may declare beside
 
     def way_between(self, one: int, other: int) -> tuple[str, str]:
