@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+from bisect import bisect_left
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import accumulate
 from math import prod
 from operator import index
 from types import ModuleType
@@ -17,6 +19,7 @@ from lowshard.argument import MOST_DIMS, brief, number, real
 from lowshard.errors import BufferMismatchError, CommError, DTypeError, LowshardError
 from lowshard.foreign_array import READ_ONLY, view_in_call
 from lowshard.gpu_stream import Stream
+from lowshard.kernels.buffer import address
 from lowshard.nearest import nearest
 from lowshard.settings import MOST_S
 
@@ -110,6 +113,25 @@ def apart(send: Array, recv: Array, own: Array | None = None) -> Array:
     if own is not None and own.size == shorter.size and own.ctypes.data == shorter.ctypes.data:
         return send
     return send.copy()
+
+
+def sent_apart(batch: Sequence[tuple[Any, Array, int]]) -> list[tuple[Any, Array, int]]:
+    """Return messages that go together (call, buffer, peer); what is sent is copied where one is received over it."""
+    received = sorted(
+        (address(buf), address(buf) + buf.nbytes)
+        for call, buf, _ in batch
+        if call.name == "recv" and buf.nbytes
+    )
+    begins = [begin for begin, _ in received]
+    ends = list(accumulate((end for _, end in received), max))  # the furthest of it and those before it
+
+    def is_hit(buf: Array) -> bool:
+        before = bisect_left(begins, address(buf) + buf.nbytes)
+        return before > 0 and ends[before - 1] > address(buf)
+
+    return [
+        (call, buf.copy() if call.name == "send" and is_hit(buf) else buf, peer) for call, buf, peer in batch
+    ]
 
 
 def same_dtype(send: Array, recv: Array) -> None:

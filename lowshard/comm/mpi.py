@@ -58,6 +58,7 @@ class ByMailbox:
 
     def run_batch(self, front: Front, batch: Sequence[tuple[Call, Array, int]]) -> None:
         """Start all sends and recvs of a group, then wait for them."""
+        batch = check.sent_apart(batch)
         self.mailbox.run_all([(call.name == "send", buf, peer) for call, buf, peer in batch])
 
     def settle(self) -> None:
