@@ -81,7 +81,10 @@ def build_host(mpi_comm: Any, timeout_s: float | None = None, fault: str = "") -
         raise CommError(
             f"mpi_comm is a communicator of mpi4py, such as MPI.COMM_WORLD, got {brief(mpi_comm)}"
         )
-    seconds = settings.TIMEOUT_S.seconds() if timeout_s is None else timeout_s
+    try:
+        seconds = settings.TIMEOUT_S.seconds() if timeout_s is None else timeout_s
+    except LowshardError as error:  # the others are told where all have come
+        fault, seconds = fault or str(error), settings.TIMEOUT_S.seconds({})
     await_all(mpi_comm, seconds)
     own = mpi_comm.Dup()
     wish, size = settings.CPU_PATH.text(), settings.NODE_SIZE.text()

@@ -6,7 +6,7 @@ import sys
 from bisect import bisect_left
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import prod
 from operator import index
 from types import ModuleType
@@ -171,6 +171,19 @@ def spans(
                 f"{buf.size} elements"
             )
     return c, [x if n else 0 for n, x in zip(c, d, strict=True)]
+
+
+def apart_in_recv(counts: Sequence[int], displs: Sequence[int]) -> None:
+    """Raise BufferMismatchError where two ranks' parts of what is received overlap: one would be written over."""
+    parts = sorted(
+        (displ, count, rank) for rank, (count, displ) in enumerate(zip(counts, displs, strict=True)) if count
+    )
+    for (at, count, rank), (next_at, _, other) in pairwise(parts):
+        if at + count > next_at:
+            raise BufferMismatchError(
+                f"parts of recv do not overlap, got recv_counts[{rank}]={count} at recv_displs[{rank}]={at}, and "
+                f"recv_displs[{other}]={next_at}"
+            )
 
 
 def counts_text(counts: object) -> str:

@@ -216,7 +216,7 @@ class Communicator:
         at `recv_displs[i]`. In place: pass this rank's own part of recv as send.
 
         Raises:
-            BufferMismatchError: counts do not fit the buffers, or the buffers are not as required.
+            BufferMismatchError: counts do not fit the buffers, parts of recv overlap, or as for all_gather.
             MismatchError: ranks ask for different things.
             CommError: the communicator is closed.
         """
@@ -249,7 +249,7 @@ class Communicator:
         may overlap, receive parts must not.
 
         Raises:
-            BufferMismatchError: a count or displacement leaves its buffer, or as for all_gather.
+            BufferMismatchError: a count or displacement leaves its buffer, parts of recv overlap, or as for all_gather.
             MismatchError: ranks ask for different things, or one expects another count than is sent to it.
             CommError: the communicator is closed.
         """
