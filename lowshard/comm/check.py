@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from lowshard import dtypes
-from lowshard.argument import MOST_DIMS, brief, number, real
+from lowshard.argument import MOST_DIMS, brief, number, real, wholes
 from lowshard.errors import BufferMismatchError, CommError, DTypeError, LowshardError
 from lowshard.foreign_array import READ_ONLY, view_in_call
 from lowshard.gpu_stream import Stream
@@ -83,19 +83,11 @@ def flat(buf: Array, name: str, xp: ModuleType, transport: str, writes: bool) ->
 
 def extents(shape: object, itemsize: int) -> tuple[int, ...]:
     """Return a shape, or one extent, as a tuple, or raise BufferMismatchError."""
-    try:
-        try:
-            found = tuple(map(index, shape))  # type: ignore[call-overload]  # what is not a sequence raises
-        except TypeError:
-            found = (index(shape),)  # type: ignore[arg-type]  # likewise
-    except TypeError:
-        found = (-1,)
-    past = prod(filter(None, found)) * itemsize > sys.maxsize
-    if len(found) > MOST_DIMS or any(n < 0 for n in found) or past:
-        raise BufferMismatchError(
-            f"a shape is an extent or a sequence of up to {MOST_DIMS} extents, 0 or more, of an array below 2^63 "
-            f"bytes, got {brief(shape)}"
-        )
+    rule = f"a shape is an extent or a sequence of up to {MOST_DIMS} extents, 0 or more, of an array below 2^63 bytes"
+    is_extent = hasattr(shape, "__index__") and getattr(shape, "ndim", 0) == 0
+    found = wholes((shape,) if is_extent else shape, rule, BufferMismatchError, 0)
+    if len(found) > MOST_DIMS or prod(filter(None, found)) * itemsize > sys.maxsize:
+        raise BufferMismatchError(f"{rule}, got {brief(shape)}")
     return found
 
 
