@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from lowshard.comm.check import wait_s
+from lowshard.comm.large_count import byte_message
 from lowshard.comm.wait_guard import Lookout
 from lowshard.errors import BufferMismatchError, CommError, LowshardError, TimedOut
 
@@ -203,12 +204,9 @@ class Mailbox:
             [self.watched[r] for r in ranks],
         )
 
-    def _bytes(self, buf: Array) -> list[Any]:
-        return [buf.view(np.uint8), self._mpi.BYTE]
-
     def start_send(self, buf: Array, dst: int) -> MessageWork:
         """Start a send."""
-        request = self._comm.Isend(self._bytes(buf), self._ranks[dst], self._tag)
+        request = self._comm.Isend(byte_message(self._mpi, buf), self._ranks[dst], self._tag)
         return MessageWork(
             self._post, self, request.Test, self._finisher(f"recv from rank {self._rank}", dst)
         )
@@ -240,7 +238,7 @@ class Mailbox:
 
     def send(self, buf: Array, dst: int) -> None:
         """Send and wait."""
-        request = self._comm.Isend([buf.view(np.uint8), self._mpi.BYTE], self._ranks[dst], self._tag)
+        request = self._comm.Isend(byte_message(self._mpi, buf), self._ranks[dst], self._tag)
         if not request.Test():
             self._wait(request.Test, f"recv from rank {self._rank}", dst)
 
@@ -262,8 +260,8 @@ class Mailbox:
 
             self._wait(look, f"send to rank {self._rank}", src)
             message = found[0]
-        if self._status.Get_count(self._mpi.BYTE) == buf.nbytes <= _EAGER_BYTES:
-            message.Recv([buf.view(np.uint8), self._mpi.BYTE])
+        if self._status.Get_elements(self._mpi.BYTE) == buf.nbytes <= _EAGER_BYTES:
+            message.Recv(byte_message(self._mpi, buf))
             return
         request = self._matched(message, buf, src)
         if not request.Test():
@@ -271,11 +269,11 @@ class Mailbox:
 
     def _matched(self, message: Any, buf: Array, src: int) -> Any:
         """Start to receive a message that has been looked at; one of another length is thrown away."""
-        came = self._status.Get_count(self._mpi.BYTE)
+        came = self._status.Get_elements(self._mpi.BYTE)
         if came != buf.nbytes:
-            message.Recv([np.empty(came, np.uint8), self._mpi.BYTE])
+            message.Recv(byte_message(self._mpi, np.empty(came, np.uint8)))
             raise BufferMismatchError(f"recv: rank {src} sent {came} bytes, this rank expects {buf.nbytes}")
-        return message.Irecv([buf.view(np.uint8), self._mpi.BYTE])
+        return message.Irecv(byte_message(self._mpi, buf))
 
     def _wait(self, test: Callable[[], Any], what: str, peer: int) -> None:
         """Wait, and let started messages go on meanwhile."""

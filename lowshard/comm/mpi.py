@@ -14,6 +14,7 @@ import numpy as np
 from lowshard import dtypes
 from lowshard.comm import check
 from lowshard.comm.call import Activity, Call
+from lowshard.comm.large_count import byte_message, fits
 from lowshard.comm.mailbox import Mailbox
 from lowshard.comm.transport import Front, Transport
 from lowshard.comm.wait_guard import Lookout
@@ -141,6 +142,9 @@ class MPITransport(ByMailbox, Transport):
 
     def all_gather_v(self, send: Array, recv: Array, counts: Sequence[int], displs: Sequence[int]) -> None:
         # Displacements are each rank's own affair, so the choice of the MPI call must rest on counts alone.
+        if not fits(sum(counts)):
+            self.all_to_all_v(send, [send.size] * self.size, [0] * self.size, recv, counts, displs)
+            return
         even = len(set(counts)) == 1
         if even and any(d != i * counts[0] for i, d in enumerate(displs)):
             whole = np.empty((self.size, counts[0]), recv.dtype)
@@ -179,11 +183,11 @@ class MPITransport(ByMailbox, Transport):
                 part[...] = send[send_displs[dst] : send_displs[dst] + send_counts[dst]]
                 continue
             if part.size:
-                requests.append(self._comm.Irecv(self._wire(part), src, EXCHANGE_TAG))
+                requests.append(self._comm.Irecv(byte_message(self._mpi, part), src, EXCHANGE_TAG))
                 peers.append(src)
             if send_counts[dst]:
                 part = send[send_displs[dst] : send_displs[dst] + send_counts[dst]]
-                requests.append(self._comm.Isend(self._wire(part), dst, EXCHANGE_TAG))
+                requests.append(self._comm.Isend(byte_message(self._mpi, part), dst, EXCHANGE_TAG))
                 peers.append(dst)
         if requests:
             testall, test = self._mpi.Request.Testall, self._mpi.Request.Get_status
@@ -198,9 +202,15 @@ class MPITransport(ByMailbox, Transport):
             )
 
     def broadcast(self, buf: Array, root: int) -> None:
+        if not fits(buf.size):
+            super().broadcast(buf, root)
+            return
         self._finish(self._comm.Ibcast(self._wire(buf), root), "broadcast")
 
     def gather(self, send: Array, recv: Array | None, root: int) -> None:
+        if not fits(send.size * self.size):
+            super().gather(send, recv, root)
+            return
         if recv is None:
             self._finish(self._comm.Igather(self._wire(send), None, root), "gather")
             return
@@ -211,6 +221,9 @@ class MPITransport(ByMailbox, Transport):
         self._finish(self._comm.Igather(source, self._wire(recv), root), "gather")
 
     def scatter(self, send: Array | None, recv: Array, root: int) -> None:
+        if not fits(recv.size * self.size):
+            super().scatter(send, recv, root)
+            return
         if send is None:
             self._finish(self._comm.Iscatter(None, self._wire(recv), root), "scatter")
             return
@@ -224,7 +237,7 @@ class MPITransport(ByMailbox, Transport):
         self._meet(self._comm.Ibarrier(), "barrier")
 
     def native_all_reduce(self, send: Array, recv: Array, op: str) -> bool:
-        if not _is_native(send.dtype, op):
+        if not (_is_native(send.dtype, op) and fits(send.size)):
             return False
         # Never MPI's in place: all ranks would have to say so, and which callers do is each rank's own affair.
         send = check.apart(send, recv)
@@ -233,7 +246,7 @@ class MPITransport(ByMailbox, Transport):
         return True
 
     def native_reduce_scatter(self, send: Array, recv: Array, op: str) -> bool:
-        if not _is_native(send.dtype, op):
+        if not (_is_native(send.dtype, op) and fits(send.size)):
             return False
         send = check.apart(send, recv)
         request = self._comm.Ireduce_scatter_block(send, recv, self._ops[op])

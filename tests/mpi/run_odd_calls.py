@@ -8,9 +8,11 @@ import time
 import numpy as np
 import pytest
 from mpi4py import MPI
+from support.comm_cases import run_case
 from support.odd_calls import ODD_CALLS
 
 from lowshard import comm as lc
+from lowshard.comm import large_count
 from lowshard.errors import CommError
 
 with lc.from_mpi(MPI.COMM_WORLD, device="cpu", timeout_s=30) as comm:
@@ -19,6 +21,14 @@ with lc.from_mpi(MPI.COMM_WORLD, device="cpu", timeout_s=30) as comm:
     ways = sorted({pair["way"] for pair in comm.explain(json=True)["pairs"]})
     if comm.rank == 0:
         sys.stdout.write(f"{ways}\n{comm.explain()}\n")
+    large_count.MOST_ELEMS, large_count.BLOCK_BYTES = 100, 64  # these are messages of gigabytes from here on
+    for name in (
+        "every_collective_may_be_started",
+        "a_group_exchanges_with_all_at_once_and_keeps_the_order_of_each_pair",
+        "a_message_of_another_length_in_a_group_is_refused_and_leaves_nothing_behind",
+    ):
+        run_case(name, comm)
+    ODD_CALLS["overlapping"](comm)
 
 # A rank ends while a thread of it still waits for the others, and by itself or by MPI.Finalize.
 whole = lc.from_mpi(MPI.COMM_WORLD, device="cpu", timeout_s=30)
