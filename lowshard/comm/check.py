@@ -17,7 +17,7 @@ import numpy as np
 from lowshard import dtypes
 from lowshard.argument import MOST_DIMS, brief, number, real, wholes
 from lowshard.errors import BufferMismatchError, CommError, DTypeError, LowshardError
-from lowshard.foreign_array import READ_ONLY, view_in_call
+from lowshard.foreign_array import READ_ONLY, base_view, view_in_call
 from lowshard.gpu_stream import Stream
 from lowshard.kernels.buffer import address
 from lowshard.nearest import nearest
@@ -50,14 +50,14 @@ def flat(buf: Array, name: str, xp: ModuleType, transport: str, writes: bool) ->
     """Return a buffer as a flat view, or raise what is wrong with it.
 
     Raises:
-        BufferMismatchError: no array that can be seen as one of `xp`, not C-contiguous, not in the machine's byte
-            order, or read-only where it is written.
+        BufferMismatchError: no array that can be seen as one of `xp`, one with a mask, not C-contiguous, not in the
+            machine's byte order, or read-only where it is written.
         DTypeError: a dtype outside the table.
     """
     if not isinstance(buf, xp.ndarray):
         buf = view_in_call(buf, name)
-    elif xp is np and type(buf) is not np.ndarray:  # a subclass may reshape in ways of its own
-        buf = buf.view(np.ndarray)
+    elif xp is np and type(buf) is not np.ndarray:
+        buf = base_view(buf, name)
     if not isinstance(buf, xp.ndarray):
         place = "in host memory" if xp is np else "on a GPU"
         kind = type(buf)
