@@ -24,8 +24,11 @@ from lowshard.errors import DependencyError, LowshardError
 Array = Any
 
 # MPI's own reductions take these; the rest goes through the table's exchange, in float32.
-_NATIVE = frozenset(("float32", "float64", "int32", "int64", "uint32", "uint64"))
-"""Dtypes that MPI reduces: sums of shorter integers saturate in Open MPI, where they wrap elsewhere."""
+_NATIVE = {
+    "float32": "FLOAT", "float64": "DOUBLE", "int32": "INT32_T", "int64": "INT64_T", "uint32": "UINT32_T",
+    "uint64": "UINT64_T",
+}  # fmt: skip
+"""Dtypes that MPI reduces, by its names: sums of shorter integers saturate in Open MPI, where they wrap elsewhere."""
 
 EXCHANGE_TAG = 1
 """Of messages within a collective; 0 is that of send and recv."""
@@ -236,12 +239,16 @@ class MPITransport(ByMailbox, Transport):
     def barrier(self) -> None:
         self._meet(self._comm.Ibarrier(), "barrier")
 
+    def _summand(self, buf: Array) -> list[Any]:
+        # With the type: mpi4py finds none for an array that begins amid an element.
+        return [buf, getattr(self._mpi, _NATIVE[dtypes.get(buf.dtype).name])]
+
     def native_all_reduce(self, send: Array, recv: Array, op: str) -> bool:
         if not (_is_native(send.dtype, op) and fits(send.size)):
             return False
         # Never MPI's in place: all ranks would have to say so, and which callers do is each rank's own affair.
         send = check.apart(send, recv)
-        request = self._comm.Iallreduce(send, recv, self._ops[op])
+        request = self._comm.Iallreduce(self._summand(send), self._summand(recv), self._ops[op])
         self._finish(request, "all_reduce")
         return True
 
@@ -249,7 +256,7 @@ class MPITransport(ByMailbox, Transport):
         if not (_is_native(send.dtype, op) and fits(send.size)):
             return False
         send = check.apart(send, recv)
-        request = self._comm.Ireduce_scatter_block(send, recv, self._ops[op])
+        request = self._comm.Ireduce_scatter_block(self._summand(send), self._summand(recv), self._ops[op])
         self._finish(request, "reduce_scatter")
         return True
 
