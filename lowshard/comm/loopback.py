@@ -349,8 +349,8 @@ def run_loopback(size: int, function: Callable[[Communicator], T], timeout_s: fl
                 failed_s = time.monotonic()
             if failed_s is not None and time.monotonic() > failed_s + timeout_s + _AFTER_FAILURE_S:
                 break
-    except BaseException as error:  # Ctrl-C
-        board.fail(f"run_loopback was left by {type(error).__name__}")
+    except BaseException as left:  # Ctrl-C
+        board.fail(f"run_loopback was left by {type(left).__name__}")
         raise
     if failures:
         # What a rank raises because another failed is not the cause: prefer the others.
