@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
+import numpy as np
+
 from lowshard import settings
 from lowshard._version import __version__
 from lowshard.argument import brief
@@ -202,6 +204,7 @@ def _meeting_place(mpi: Any, own: Any, node: Any) -> tuple[Any, int, list[str]]:
     """
     from lowshard.comm.node.group_block import lend_group
     from lowshard.comm.node.node_memory import NodeMemory
+    from lowshard.comm.node.node_transport import Lent
 
     ranks, problem, at = world_ranks(mpi, node), "", 0
     memory = _memories.get(ranks)
@@ -209,11 +212,10 @@ def _meeting_place(mpi: Any, own: Any, node: Any) -> tuple[Any, int, list[str]]:
         if memory is None:
             memory = NodeMemory(node.Get_rank(), node.allgather)
             _memories[ranks] = memory
-        mine = None
-        if node.Get_rank() == 0:
-            block = lend_group(memory, node.Get_size())
-            mine = (block.segment, block.offset)
-        at = memory.address(0, *node.bcast(mine, 0))
+        lent = Lent(lambda: lend_group(memory, node.Get_size())) if node.Get_rank() == 0 else Lent(None)
+        rows = np.array([node.bcast(lent.facts.tolist(), 0)])
+        lent.check(rows, memory)
+        at = memory.address(0, *rows[0].tolist())
     except CommError as error:  # on all ranks of the node alike
         problem = str(error)
     node.Free()

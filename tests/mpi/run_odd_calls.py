@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import sys
 import time
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -21,6 +24,29 @@ with lc.from_mpi(MPI.COMM_WORLD, device="cpu", timeout_s=30) as comm:
     ways = sorted({pair["way"] for pair in comm.explain(json=True)["pairs"]})
     if comm.rank == 0:
         sys.stdout.write(f"{ways}\n{comm.explain()}\n")
+    if len(comm.reach.peers) == comm.size:  # all that rank 0 may share with the others is in use
+        gc.collect()
+        comm.barrier()
+        comm.all_gather(np.ones(1), shared=True)  # takes back what the groups before had
+        sizes, kept = (256 << 20, 16 << 20, 1 << 20, 64 << 10, 4 << 10), []
+        for size_bytes in sizes if comm.rank == 0 else ():
+            with contextlib.suppress(CommError):
+                while True:
+                    kept.append(comm.empty(size_bytes, np.uint8))
+        parts = np.ones(1 << 18)
+        calls: list[Callable[[], object]] = [
+            lambda: comm.split(0),
+            lambda: comm.all_gather(parts, shared=True),
+            lambda: comm.all_reduce(parts, shared=True),
+            lambda: comm.broadcast(parts if comm.rank == 0 else None, shared=True),
+        ]
+        for attempt in calls:
+            with pytest.raises(CommError, match="rank 0 can share no more memory"):
+                attempt()
+        kept.clear()
+        for attempt in calls:
+            attempt()
+
     large_count.MOST_ELEMS, large_count.BLOCK_BYTES = 100, 64  # these are messages of gigabytes from here on
     for name in (
         "every_collective_may_be_started",

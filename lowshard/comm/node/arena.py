@@ -213,10 +213,17 @@ class PeerMemory:
         return self._segments[segment].bytes
 
     def addresses(self) -> list[int]:
-        """Return where this process sees each segment, all mapped now."""
+        """Return where this process sees each segment, all mapped now.
+
+        Raises:
+            CommError: one cannot be mapped: there is no memory, or the other process is gone.
+        """
         for number in range(len(self._segments), int(self._words[0])):
             fd, size = self._words[1 + number * _ENTRY_WORDS : 1 + (number + 1) * _ENTRY_WORDS]
-            self._segments.append(self._map(int(fd), int(size)))
+            try:
+                self._segments.append(self._map(int(fd), int(size)))
+            except OSError as error:
+                raise CommError(f"the memory of process {self._pid} cannot be mapped: {error}") from error
         return [segment.address for segment in self._segments]
 
     def _map(self, descriptor: int, size_bytes: int) -> _Mapping:
