@@ -119,10 +119,8 @@ class Arena:
 
     def array(self, shape: int | Sequence[int], dtype: np.dtype[Any]) -> np.ndarray:
         """Return an array in this memory; its block comes back when nothing refers to it any more."""
-        dims = (int(shape),) if isinstance(shape, (int, np.integer)) else tuple(shape)
-        if any(dim < 0 for dim in dims):
-            raise ValueError(f"an array has no negative dims, got shape {dims}")
-        count = math.prod(int(dim) for dim in dims)
+        dims = (int(shape),) if isinstance(shape, (int, np.integer)) else tuple(map(int, shape))
+        count = math.prod(dims)
         block = self.allocate(count * dtype.itemsize)
         owner = (ctypes.c_uint8 * block.size_bytes).from_address(block.address)
         weakref.finalize(owner, self.free, block).atexit = False
