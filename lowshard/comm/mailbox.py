@@ -73,12 +73,12 @@ class Post:
         with self._lock:
             return [work for work in self._works if work.mailbox is mailbox]
 
-    def drop(self, mailbox: Mailbox, why: str) -> None:
+    def drop(self, mailbox: Mailbox, error: CommError) -> None:
         """End the messages under way of a mailbox."""
         with self._lock:
             for work in self._works:
                 if work.mailbox is mailbox:
-                    work._ended, work._error = True, CommError(why)
+                    work._ended, work._error = True, error
             self._works = [work for work in self._works if not work._ended]
 
     def _advance_all(self) -> None:
@@ -295,14 +295,16 @@ class Mailbox:
         for work in self._post.of(self):
             try:
                 work.wait()
-            except CommError:  # no rank is waited for any more
+            except CommError as error:  # no rank is waited for any more
+                self._post.drop(self, error)
                 return
             except LowshardError:
                 continue
 
     def drop(self) -> None:
         """End what is under way: what it needs is given back."""
-        self._post.drop(self, "the communicator of this message is closed; wait for its messages before")
+        why = "the communicator of this message is closed; wait for its messages before"
+        self._post.drop(self, CommError(why))
 
     def run_all(self, messages: Sequence[tuple[bool, Array, int]]) -> None:
         """Start messages, (sends, buffer, peer) each, and wait for all of them."""
