@@ -15,7 +15,7 @@ import numpy as np
 
 from lowshard import warm_memory
 from lowshard.errors import BufferMismatchError, KernelError
-from lowshard.foreign_array import READ_ONLY, is_cupy, view_of
+from lowshard.foreign_array import READ_ONLY, base_view, is_cupy, view_of
 
 # Large results begin on a cache line, which lets kernels write whole lines past the caches.
 _LINE_BYTES = 64
@@ -35,10 +35,11 @@ def require_array(array: object, name: str, writes: bool = False) -> Array:
 
     Raises:
         KernelError: no array.
-        BufferMismatchError: an array of another library that cannot be seen as one; `view_of` has more.
+        BufferMismatchError: an array with a mask, or one of another library that cannot be seen as one; `view_of` has
+            more.
     """
     if isinstance(array, np.ndarray):
-        return array.view(np.ndarray)
+        return base_view(array, name)
     if is_gpu(array):
         return array
     seen = view_of(array, name, writes)

@@ -81,9 +81,8 @@ def view_in_call(value: object, name: str, writes: bool = False) -> Array:
 
 def _seen_by(see: Seen, value: Any, name: str, writes: bool) -> Array:
     if see is _as_it_is or (see is _buffer_view and not _has_buffer(value)):
-        # A subclass, such as matrix, may slice and reshape in ways of its own.
         is_sub = type(value) is not np.ndarray and isinstance(value, np.ndarray)
-        return value.view(np.ndarray) if is_sub else value
+        return base_view(value, name) if is_sub else value
     try:
         seen = see(value, name)
         if writes and not isinstance(seen, np.ndarray):
@@ -98,6 +97,19 @@ def _seen_by(see: Seen, value: Any, name: str, writes: bool) -> Array:
             f"{name} cannot be seen as an array ({_kind(value)}): {type(error).__name__}: {brief(str(error))}; pass a "
             "NumPy array, or one of a library whose arrays have DLPack"
         ) from error
+
+
+def base_view(array: np.ndarray, name: str) -> np.ndarray:
+    """Return NumPy's array as a plain one: a subclass, such as matrix, may slice and reshape in ways of its own.
+
+    Raises:
+        BufferMismatchError: it has a mask, which would be lost.
+    """
+    if type(array) is not np.ndarray and isinstance(array, np.ma.MaskedArray):
+        raise BufferMismatchError(
+            f"{name} is an array without a mask, which would be lost; pass {name}.data, or {name}.filled(value)"
+        )
+    return array.view(np.ndarray)
 
 
 def view_or_same(value: object, writes: bool = False) -> Any:

@@ -60,7 +60,8 @@ def from_mpi(
             GPUs of a node.
         DependencyError: CuPy or a GPU is missing where "cuda" was asked for; with "nccl", NCCL.
         MismatchError: ranks ask for different transports or loaded different versions of NCCL.
-        TimedOut: a rank did not call this, which is named, or did not come to the connecting of NCCL.
+        TimedOut: a rank did not call this, which is named, or did not come to the connecting of NCCL. No call of MPI's
+            can be taken back: use `mpi_comm` no more, but to end the job.
     """
     from lowshard.comm.abort import install_abort_hook
     from lowshard.comm.build import build_host

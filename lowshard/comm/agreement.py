@@ -11,7 +11,7 @@ import numpy as np
 
 from lowshard import errors
 from lowshard.argument import brief, instance
-from lowshard.comm.call_comparison import AGREED, NO_ARRAY
+from lowshard.comm.call_comparison import AGREED, NO_ARRAY, share_texts
 from lowshard.comm.communicator import Communicator
 from lowshard.errors import CommError, LowshardError, MismatchError, cause_of
 
@@ -217,12 +217,11 @@ def share_text(control: Communicator, text: str) -> list[str]:
     """
     control_of(control)
     try:
-        data = instance(text, str, "what is shared is a text", CommError).encode()
+        instance(text, str, "what is shared is a text", CommError).encode()
     except UnicodeEncodeError as error:
         raise CommError(f"what is shared is a text that UTF-8 can hold, got {brief(text)}") from error
-    longest = max(int(row[0]) for row in share(control, np.array([len(data)], np.int64)))
-    padded = np.frombuffer(data.ljust(longest, b"\0"), np.uint8).copy()
-    return [row.tobytes().rstrip(b"\0").decode() for row in share(control, padded)]
+    with control.turn("an exchange of texts"):
+        return share_texts(control._transport, text)
 
 
 def refuse(comm: Communicator, error: LowshardError, what: str) -> None:

@@ -8,15 +8,19 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
+import numpy as np
+
 from lowshard import settings
 from lowshard._version import __version__
 from lowshard.argument import brief
 from lowshard.calibration import setting_fault
 from lowshard.comm.call import Activity
+from lowshard.comm.caller import end_with_mpi
 from lowshard.comm.communicator import Communicator
 from lowshard.comm.mailbox import Mailbox
 from lowshard.comm.mpi import MPITransport, load_mpi, world_ranks
 from lowshard.comm.node_map import Seating
+from lowshard.comm.progress import stop
 from lowshard.comm.start_barrier import await_all
 from lowshard.comm.transport import Transport
 from lowshard.comm.wait_guard import Lookout
@@ -39,6 +43,17 @@ def activity() -> Activity:
     return Activity()
 
 
+@cache
+def _heed_finalize(mpi: Any) -> None:
+    """Have `MPI.Finalize()` end all communicators over MPI first: MPI forgets what is noted of COMM_SELF then."""
+
+    def end(*noted: Any) -> None:
+        stop()
+        end_with_mpi()
+
+    mpi.COMM_SELF.Set_attr(mpi.Comm.Create_keyval(delete_fn=end), True)
+
+
 def build_host(mpi_comm: Any, timeout_s: float | None = None, fault: str = "") -> Communicator:
     """Return a communicator over host memory for the ranks of an mpi4py communicator, which it duplicates.
 
@@ -48,13 +63,19 @@ def build_host(mpi_comm: Any, timeout_s: float | None = None, fault: str = "") -
 
     Raises:
         LaunchError: a launcher of another MPI started the ranks, so that each is a world of its own.
-        CommError: mpi_comm is not a communicator of mpi4py; a rank has a fault, what is wrong with its other arguments;
+        CommError: MPI is not running; mpi_comm is not a communicator of mpi4py; a rank has a fault, what is wrong with
+            its other arguments;
             LOWSHARD_CPU_PATH, LOWSHARD_NODE_SIZE, LOWSHARD_CHECK or LOWSHARD_WATCH is none of its values or not
             equal on all ranks; another setting is none of its values, or shared memory is insisted on and cannot be
             had.
         TimedOut: not all ranks came; it names those that did not.
     """
     mpi = load_mpi()
+    if not mpi.Is_initialized() or mpi.Is_finalized():
+        raise CommError(
+            "a communicator over MPI is made between MPI.Init(), which mpi4py calls, and MPI.Finalize()"
+        )
+    _heed_finalize(mpi)
     split_world = world_mismatch(settings.environment(), mpi.COMM_WORLD.Get_size())
     if split_world is not None:
         raise LaunchError(split_world)
@@ -62,7 +83,10 @@ def build_host(mpi_comm: Any, timeout_s: float | None = None, fault: str = "") -
         raise CommError(
             f"mpi_comm is a communicator of mpi4py, such as MPI.COMM_WORLD, got {brief(mpi_comm)}"
         )
-    seconds = settings.TIMEOUT_S.seconds() if timeout_s is None else timeout_s
+    try:
+        seconds = settings.TIMEOUT_S.seconds() if timeout_s is None else timeout_s
+    except LowshardError as error:  # the others are told where all have come
+        fault, seconds = fault or str(error), settings.TIMEOUT_S.seconds({})
     await_all(mpi_comm, seconds)
     own = mpi_comm.Dup()
     wish, size = settings.CPU_PATH.text(), settings.NODE_SIZE.text()
@@ -180,6 +204,7 @@ def _meeting_place(mpi: Any, own: Any, node: Any) -> tuple[Any, int, list[str]]:
     """
     from lowshard.comm.node.group_block import lend_group
     from lowshard.comm.node.node_memory import NodeMemory
+    from lowshard.comm.node.node_transport import Lent
 
     ranks, problem, at = world_ranks(mpi, node), "", 0
     memory = _memories.get(ranks)
@@ -187,11 +212,10 @@ def _meeting_place(mpi: Any, own: Any, node: Any) -> tuple[Any, int, list[str]]:
         if memory is None:
             memory = NodeMemory(node.Get_rank(), node.allgather)
             _memories[ranks] = memory
-        mine = None
-        if node.Get_rank() == 0:
-            block = lend_group(memory, node.Get_size())
-            mine = (block.segment, block.offset)
-        at = memory.address(0, *node.bcast(mine, 0))
+        lent = Lent(lambda: lend_group(memory, node.Get_size())) if node.Get_rank() == 0 else Lent(None)
+        rows = np.array([node.bcast(lent.facts.tolist(), 0)])
+        lent.check(rows, memory)
+        at = memory.address(0, *rows[0].tolist())
     except CommError as error:  # on all ranks of the node alike
         problem = str(error)
     node.Free()

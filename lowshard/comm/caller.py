@@ -152,11 +152,11 @@ class Caller:
         self._lines: dict[tuple[str, int], Worker] = {}
         self._quick = quick = transport.quick
         self._acts: Any = {}
+        self._ended_with_mpi = False
         if quick is not None:
             self._acts, self._run_quick, self._head = quick.acts, quick.run, quick.head
             self.traffic.sources.append(quick.take_uses)
-        if size > 1:
-            _callers.add(self)
+        _callers.add(self)
 
     def leave_to_parent(self) -> None:
         """Refuse all calls in a forked child: made there they would be taken for calls of its parent."""
@@ -165,6 +165,11 @@ class Caller:
         self.lock = threading.RLock()  # a thread that is not here may have held it
         self._end_of_turn = _EndOfTurn(self.lock)
         self._worker, self._lines, self.batch = None, {}, None
+
+    def end_with_mpi(self) -> None:
+        """Refuse all calls that go over MPI, which is being finalized."""
+        if not self.transport.closed and self.transport.end_with_mpi():
+            self._ended_with_mpi, self._acts = True, {}
 
     def close(self) -> None:
         """Close the transport, once what was started has ended; see `Communicator.close`."""
@@ -194,13 +199,18 @@ class Caller:
                 "are left to that; here a run_loopback makes ranks of its own"
             )
         if self.transport.closed:
-            raise CommError(f"this {self.transport.name} communicator is closed; make a new one")
+            raise CommError(
+                f"this {self.transport.name} communicator ended with MPI; call MPI.Finalize() after its last call"
+                if self._ended_with_mpi
+                else f"this {self.transport.name} communicator is closed; make a new one"
+            )
 
     def settle_all(self) -> None:
-        """Wait for all that threads of this communicator run."""
+        """Wait for all that was started."""
         for worker in (self._worker, *self._lines.values()):
             if worker is not None:
                 worker.settle()
+        self.transport.settle()
 
     def turn(self, what: str) -> AbstractContextManager[None]:
         """Take the turn of this thread for a `with` block; see `Communicator.turn`."""
@@ -653,13 +663,19 @@ def _nothing() -> None:
 
 
 _callers: weakref.WeakSet[Caller] = weakref.WeakSet()
-"""Of this process, of several ranks."""
+"""Of this process."""
+
+
+def end_with_mpi() -> None:
+    """Refuse all calls that go over MPI, which is being finalized: it would end the process."""
+    for caller in list(_callers):
+        caller.end_with_mpi()
 
 
 def _leave_to_parent() -> None:
     for caller in list(_callers):
-        caller.leave_to_parent()
-    _callers.clear()
+        if caller.transport.size > 1:
+            caller.leave_to_parent()
 
 
 os.register_at_fork(after_in_child=_leave_to_parent)

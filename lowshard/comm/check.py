@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+from bisect import bisect_left
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import accumulate, pairwise
 from math import prod
 from operator import index
 from types import ModuleType
@@ -13,10 +15,11 @@ from typing import Any
 import numpy as np
 
 from lowshard import dtypes
-from lowshard.argument import MOST_DIMS, brief, number, real
+from lowshard.argument import MOST_DIMS, brief, number, real, wholes
 from lowshard.errors import BufferMismatchError, CommError, DTypeError, LowshardError
-from lowshard.foreign_array import READ_ONLY, view_in_call
+from lowshard.foreign_array import READ_ONLY, base_view, view_in_call
 from lowshard.gpu_stream import Stream
+from lowshard.kernels.buffer import address
 from lowshard.nearest import nearest
 from lowshard.settings import MOST_S
 
@@ -47,14 +50,14 @@ def flat(buf: Array, name: str, xp: ModuleType, transport: str, writes: bool) ->
     """Return a buffer as a flat view, or raise what is wrong with it.
 
     Raises:
-        BufferMismatchError: no array that can be seen as one of `xp`, not C-contiguous, not in the machine's byte
-            order, or read-only where it is written.
+        BufferMismatchError: no array that can be seen as one of `xp`, one with a mask, not C-contiguous, not in the
+            machine's byte order, or read-only where it is written.
         DTypeError: a dtype outside the table.
     """
     if not isinstance(buf, xp.ndarray):
         buf = view_in_call(buf, name)
-    elif xp is np and type(buf) is not np.ndarray:  # a subclass may reshape in ways of its own
-        buf = buf.view(np.ndarray)
+    elif xp is np and type(buf) is not np.ndarray:
+        buf = base_view(buf, name)
     if not isinstance(buf, xp.ndarray):
         place = "in host memory" if xp is np else "on a GPU"
         kind = type(buf)
@@ -80,19 +83,11 @@ def flat(buf: Array, name: str, xp: ModuleType, transport: str, writes: bool) ->
 
 def extents(shape: object, itemsize: int) -> tuple[int, ...]:
     """Return a shape, or one extent, as a tuple, or raise BufferMismatchError."""
-    try:
-        try:
-            found = tuple(map(index, shape))  # type: ignore[call-overload]  # what is not a sequence raises
-        except TypeError:
-            found = (index(shape),)  # type: ignore[arg-type]  # likewise
-    except TypeError:
-        found = (-1,)
-    past = prod(filter(None, found)) * itemsize > sys.maxsize
-    if len(found) > MOST_DIMS or any(n < 0 for n in found) or past:
-        raise BufferMismatchError(
-            f"a shape is an extent or a sequence of up to {MOST_DIMS} extents, 0 or more, of an array below 2^63 "
-            f"bytes, got {brief(shape)}"
-        )
+    rule = f"a shape is an extent or a sequence of up to {MOST_DIMS} extents, 0 or more, of an array below 2^63 bytes"
+    is_extent = hasattr(shape, "__index__") and getattr(shape, "ndim", 0) == 0
+    found = wholes((shape,) if is_extent else shape, rule, BufferMismatchError, 0)
+    if len(found) > MOST_DIMS or prod(filter(None, found)) * itemsize > sys.maxsize:
+        raise BufferMismatchError(f"{rule}, got {brief(shape)}")
     return found
 
 
@@ -110,6 +105,25 @@ def apart(send: Array, recv: Array, own: Array | None = None) -> Array:
     if own is not None and own.size == shorter.size and own.ctypes.data == shorter.ctypes.data:
         return send
     return send.copy()
+
+
+def sent_apart(batch: Sequence[tuple[Any, Array, int]]) -> list[tuple[Any, Array, int]]:
+    """Return messages that go together (call, buffer, peer); what is sent is copied where one is received over it."""
+    received = sorted(
+        (address(buf), address(buf) + buf.nbytes)
+        for call, buf, _ in batch
+        if call.name == "recv" and buf.nbytes
+    )
+    begins = [begin for begin, _ in received]
+    ends = list(accumulate((end for _, end in received), max))  # the furthest of it and those before it
+
+    def is_hit(buf: Array) -> bool:
+        before = bisect_left(begins, address(buf) + buf.nbytes)
+        return before > 0 and ends[before - 1] > address(buf)
+
+    return [
+        (call, buf.copy() if call.name == "send" and is_hit(buf) else buf, peer) for call, buf, peer in batch
+    ]
 
 
 def same_dtype(send: Array, recv: Array) -> None:
@@ -149,6 +163,19 @@ def spans(
                 f"{buf.size} elements"
             )
     return c, [x if n else 0 for n, x in zip(c, d, strict=True)]
+
+
+def apart_in_recv(counts: Sequence[int], displs: Sequence[int]) -> None:
+    """Raise BufferMismatchError where two ranks' parts of what is received overlap: one would be written over."""
+    parts = sorted(
+        (displ, count, rank) for rank, (count, displ) in enumerate(zip(counts, displs, strict=True)) if count
+    )
+    for (at, count, rank), (next_at, _, other) in pairwise(parts):
+        if at + count > next_at:
+            raise BufferMismatchError(
+                f"parts of recv do not overlap, got recv_counts[{rank}]={count} at recv_displs[{rank}]={at}, and "
+                f"recv_displs[{other}]={next_at}"
+            )
 
 
 def counts_text(counts: object) -> str:

@@ -162,6 +162,7 @@ def _check_all_gather_v(
     counts, displs = check.spans("recv", t.size, r, recv_counts, recv_displs)
     own, rule = counts[t.rank], "send holds its own recv_counts entry"
     check.need(s.size == own, "all_gather_v", rule, own, s.size)
+    check.apart_in_recv(counts, displs)
     moved = (sum(counts) - s.size) * s.itemsize
     return Asked(s.dtype, s.size, r.size, s.nbytes * (t.size - 1), moved, (counts, displs))
 
@@ -187,6 +188,7 @@ def _check_all_to_all_v(
     rc, rd = check.spans("recv", t.size, r, recv_counts, recv_displs)
     rule = "a rank sends itself what it receives from itself"
     check.need(sc[t.rank] == rc[t.rank], "all_to_all_v", rule, sc[t.rank], rc[t.rank])
+    check.apart_in_recv(rc, rd)
     own = sc[t.rank]
     sent, received = (sum(sc) - own) * s.itemsize, (sum(rc) - own) * r.itemsize
     return Asked(s.dtype, s.size, r.size, sent, received, (sc, sd, rc, rd))

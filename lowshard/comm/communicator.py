@@ -216,7 +216,7 @@ class Communicator:
         at `recv_displs[i]`. In place: pass this rank's own part of recv as send.
 
         Raises:
-            BufferMismatchError: counts do not fit the buffers, or the buffers are not as required.
+            BufferMismatchError: counts do not fit the buffers, parts of recv overlap, or as for all_gather.
             MismatchError: ranks ask for different things.
             CommError: the communicator is closed.
         """
@@ -249,7 +249,7 @@ class Communicator:
         may overlap, receive parts must not.
 
         Raises:
-            BufferMismatchError: a count or displacement leaves its buffer, or as for all_gather.
+            BufferMismatchError: a count or displacement leaves its buffer, parts of recv overlap, or as for all_gather.
             MismatchError: ranks ask for different things, or one expects another count than is sent to it.
             CommError: the communicator is closed.
         """
@@ -442,7 +442,7 @@ class Communicator:
     def send_recv(self, send: Array, dst: int, recv: Array, src: int, *, stream: Stream = None) -> None:
         """Send to rank `dst` and receive from rank `src` at once: a step of a ring, or an exchange of two ranks.
 
-        The buffers must not overlap. Two or more messages each way: `grouped`.
+        The buffers may overlap. Two or more messages each way: `grouped`.
 
         Raises:
             BufferMismatchError: as for `recv`.
@@ -458,7 +458,7 @@ class Communicator:
         """Start every send and recv called inside at once, when the block ends, and wait for all.
 
         So ranks that send to each other in a ring cannot block each other. Nothing has moved before the end of the
-        block; only send and recv are allowed in it.
+        block, and what is sent is what was there then, whatever is received over it; only send and recv are allowed.
 
         Raises:
             CommError: a group within a group.

@@ -23,7 +23,7 @@ from lowshard.comm.mpi import EXCHANGE_TAG, ByMailbox, MPITransport
 from lowshard.comm.node.group_block import Place, lend_group
 from lowshard.comm.node.node_memory import NodeMemory
 from lowshard.comm.node.node_reach import NodeReach
-from lowshard.comm.node.node_transport import NodeTransport, members_of
+from lowshard.comm.node.node_transport import Lent, NodeTransport, members_of
 from lowshard.comm.node_map import Seating
 from lowshard.comm.reduction import fold
 from lowshard.comm.transport import Planner, Run, Transport
@@ -397,11 +397,9 @@ class HierarchicalTransport(ByMailbox, Transport):
         # The first of a group's ranks on a node lends what they meet in.
         ranks = groups.get(-1 if color is None else color, [])
         local = [r for r in ranks if self.seating.home(r) == self._home]
-        facts = np.zeros(2, np.int64)
-        if local[:1] == [self.rank]:
-            block = lend_group(self._memory, len(local))
-            facts[:] = block.segment, block.offset
-        places = self.gather_facts(facts)
+        lent = Lent(lambda: lend_group(self._memory, len(local))) if local[:1] == [self.rank] else Lent(None)
+        places = self.gather_facts(lent.facts)
+        lent.check(places, self._memory)
         spans = {c for c, seating in seatings.items() if len(seating.nodes) > 1}
         comm = None
         if spans:
@@ -432,6 +430,7 @@ class HierarchicalTransport(ByMailbox, Transport):
         return flat
 
     def end(self) -> None:
+        super().end()
         self.failed = self.failed or self.node.failed
         self.node.close()
         if self._lends and self.mailbox._comm is self.flat._comm:

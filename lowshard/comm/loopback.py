@@ -305,7 +305,8 @@ def loopback(size: int, timeout_s: float = 60.0) -> list[Communicator]:
 def run_loopback(size: int, function: Callable[[Communicator], T], timeout_s: float = 60.0) -> list[T]:
     """Run `function(comm)` in `size` threads and return the results in rank order.
 
-    The first rank that raises ends the others' waits; its error is raised here, with the rank noted.
+    The first rank that raises ends the others' waits; its error is raised here, with the rank noted. Ctrl-C here ends
+    their waits too.
 
     Args:
         size: number of ranks.
@@ -336,17 +337,21 @@ def run_loopback(size: int, function: Callable[[Communicator], T], timeout_s: fl
 
     threads = [threading.Thread(target=work, args=(c,), daemon=True, name=f"rank {c.rank}") for c in comms]
     board.programs.threads = threads
-    for thread in threads:
-        thread.start()
     # A rank may compute for as long as it likes. Once one has failed the others' waits end, so they have little left.
     failed_s: float | None = None
-    while any(thread.is_alive() for thread in threads):
+    try:
         for thread in threads:
-            thread.join(_JOIN_S)
-        if failures and failed_s is None:
-            failed_s = time.monotonic()
-        if failed_s is not None and time.monotonic() > failed_s + timeout_s + _AFTER_FAILURE_S:
-            break
+            thread.start()
+        while any(thread.is_alive() for thread in threads):
+            for thread in threads:
+                thread.join(_JOIN_S)
+            if failures and failed_s is None:
+                failed_s = time.monotonic()
+            if failed_s is not None and time.monotonic() > failed_s + timeout_s + _AFTER_FAILURE_S:
+                break
+    except BaseException as left:  # Ctrl-C
+        board.fail(f"run_loopback was left by {type(left).__name__}")
+        raise
     if failures:
         # What a rank raises because another failed is not the cause: prefer the others.
         first = [f for f in failures if not isinstance(f[1], PeerFailed)] or failures

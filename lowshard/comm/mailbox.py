@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from lowshard.comm.check import wait_s
+from lowshard.comm.large_count import byte_message
 from lowshard.comm.wait_guard import Lookout
 from lowshard.errors import BufferMismatchError, CommError, LowshardError, TimedOut
 
@@ -67,12 +68,17 @@ class Post:
             self._advance_all()
         return False
 
-    def drop(self, owner: object, why: str) -> None:
-        """End the messages under way of a communicator that is closed."""
+    def of(self, mailbox: Mailbox) -> list[MessageWork]:
+        """Return the messages under way of one mailbox."""
+        with self._lock:
+            return [work for work in self._works if work.mailbox is mailbox]
+
+    def drop(self, mailbox: Mailbox, error: CommError) -> None:
+        """End the messages under way of a mailbox."""
         with self._lock:
             for work in self._works:
-                if work.owner is owner:
-                    work._ended, work._error = True, CommError(why)
+                if work.mailbox is mailbox:
+                    work._ended, work._error = True, error
             self._works = [work for work in self._works if not work._ended]
 
     def _advance_all(self) -> None:
@@ -94,9 +100,10 @@ class MessageWork:
     """A send or recv under way."""
 
     def __init__(
-        self, post: Post, advance: Callable[[], bool], finish: Callable[[Callable[[], bool], float | None], None]
+        self, post: Post, mailbox: Mailbox, advance: Callable[[], bool],
+        finish: Callable[[Callable[[], bool], float | None], None],
     ) -> None:  # fmt: skip
-        self._post, self._advance, self._finish = post, advance, finish
+        self._post, self.mailbox, self._advance, self._finish = post, mailbox, advance, finish
         self._ended = False
         self._error: LowshardError | None = None
         self.owner: object = None
@@ -197,13 +204,12 @@ class Mailbox:
             [self.watched[r] for r in ranks],
         )
 
-    def _bytes(self, buf: Array) -> list[Any]:
-        return [buf.view(np.uint8), self._mpi.BYTE]
-
     def start_send(self, buf: Array, dst: int) -> MessageWork:
         """Start a send."""
-        request = self._comm.Isend(self._bytes(buf), self._ranks[dst], self._tag)
-        return MessageWork(self._post, request.Test, self._finisher(f"recv from rank {self._rank}", dst))
+        request = self._comm.Isend(byte_message(self._mpi, buf), self._ranks[dst], self._tag)
+        return MessageWork(
+            self._post, self, request.Test, self._finisher(f"recv from rank {self._rank}", dst)
+        )
 
     def start_recv(self, buf: Array, src: int) -> MessageWork:
         """Start a recv; the message is looked at before it is received.
@@ -228,11 +234,11 @@ class Mailbox:
                 request.append(self._matched(message, buf, src))
             return bool(request[0].Test())
 
-        return MessageWork(self._post, advance, self._finisher(f"send to rank {self._rank}", src))
+        return MessageWork(self._post, self, advance, self._finisher(f"send to rank {self._rank}", src))
 
     def send(self, buf: Array, dst: int) -> None:
         """Send and wait."""
-        request = self._comm.Isend([buf.view(np.uint8), self._mpi.BYTE], self._ranks[dst], self._tag)
+        request = self._comm.Isend(byte_message(self._mpi, buf), self._ranks[dst], self._tag)
         if not request.Test():
             self._wait(request.Test, f"recv from rank {self._rank}", dst)
 
@@ -254,8 +260,8 @@ class Mailbox:
 
             self._wait(look, f"send to rank {self._rank}", src)
             message = found[0]
-        if self._status.Get_count(self._mpi.BYTE) == buf.nbytes <= _EAGER_BYTES:
-            message.Recv([buf.view(np.uint8), self._mpi.BYTE])
+        if self._status.Get_elements(self._mpi.BYTE) == buf.nbytes <= _EAGER_BYTES:
+            message.Recv(byte_message(self._mpi, buf))
             return
         request = self._matched(message, buf, src)
         if not request.Test():
@@ -263,11 +269,11 @@ class Mailbox:
 
     def _matched(self, message: Any, buf: Array, src: int) -> Any:
         """Start to receive a message that has been looked at; one of another length is thrown away."""
-        came = self._status.Get_count(self._mpi.BYTE)
+        came = self._status.Get_elements(self._mpi.BYTE)
         if came != buf.nbytes:
-            message.Recv([np.empty(came, np.uint8), self._mpi.BYTE])
+            message.Recv(byte_message(self._mpi, np.empty(came, np.uint8)))
             raise BufferMismatchError(f"recv: rank {src} sent {came} bytes, this rank expects {buf.nbytes}")
-        return message.Irecv([buf.view(np.uint8), self._mpi.BYTE])
+        return message.Irecv(byte_message(self._mpi, buf))
 
     def _wait(self, test: Callable[[], Any], what: str, peer: int) -> None:
         """Wait, and let started messages go on meanwhile."""
@@ -283,6 +289,22 @@ class Mailbox:
         """See to it that a message goes on while the caller does something else."""
         self._post.add(work)
         return work
+
+    def settle(self) -> None:
+        """Wait for the messages that were started; how they end is told by their works."""
+        for work in self._post.of(self):
+            try:
+                work.wait()
+            except CommError as error:  # no rank is waited for any more
+                self._post.drop(self, error)
+                return
+            except LowshardError:
+                continue
+
+    def drop(self) -> None:
+        """End what is under way: what it needs is given back."""
+        why = "the communicator of this message is closed; wait for its messages before"
+        self._post.drop(self, CommError(why))
 
     def run_all(self, messages: Sequence[tuple[bool, Array, int]]) -> None:
         """Start messages, (sends, buffer, peer) each, and wait for all of them."""

@@ -14,6 +14,7 @@ import numpy as np
 from lowshard import dtypes
 from lowshard.comm import check
 from lowshard.comm.call import Activity, Call
+from lowshard.comm.large_count import byte_message, fits
 from lowshard.comm.mailbox import Mailbox
 from lowshard.comm.transport import Front, Transport
 from lowshard.comm.wait_guard import Lookout
@@ -23,8 +24,11 @@ from lowshard.errors import DependencyError, LowshardError
 Array = Any
 
 # MPI's own reductions take these; the rest goes through the table's exchange, in float32.
-_NATIVE = frozenset(("float32", "float64", "int32", "int64", "uint32", "uint64"))
-"""Dtypes that MPI reduces: sums of shorter integers saturate in Open MPI, where they wrap elsewhere."""
+_NATIVE = {
+    "float32": "FLOAT", "float64": "DOUBLE", "int32": "INT32_T", "int64": "INT64_T", "uint32": "UINT32_T",
+    "uint64": "UINT64_T",
+}  # fmt: skip
+"""Dtypes that MPI reduces, by its names: sums of shorter integers saturate in Open MPI, where they wrap elsewhere."""
 
 EXCHANGE_TAG = 1
 """Of messages within a collective; 0 is that of send and recv."""
@@ -34,6 +38,8 @@ class ByMailbox:
     """How a transport that has a mailbox moves the messages of its user."""
 
     mailbox: Mailbox
+    closed: bool
+    ended: bool
 
     def send(self, buf: Array, dst: int) -> None:
         """Send a message."""
@@ -56,7 +62,22 @@ class ByMailbox:
 
     def run_batch(self, front: Front, batch: Sequence[tuple[Call, Array, int]]) -> None:
         """Start all sends and recvs of a group, then wait for them."""
+        batch = check.sent_apart(batch)
         self.mailbox.run_all([(call.name == "send", buf, peer) for call, buf, peer in batch])
+
+    def settle(self) -> None:
+        """Wait for the messages that were started."""
+        self.mailbox.settle()
+
+    def end(self) -> None:
+        """Give the resources back."""
+        self.mailbox.drop()
+
+    def end_with_mpi(self) -> bool:
+        """Take no more calls: MPI, which is being finalized, would end the process."""
+        self.closed = self.ended = True
+        self.mailbox.drop()
+        return True
 
 
 class MPITransport(ByMailbox, Transport):
@@ -124,6 +145,9 @@ class MPITransport(ByMailbox, Transport):
 
     def all_gather_v(self, send: Array, recv: Array, counts: Sequence[int], displs: Sequence[int]) -> None:
         # Displacements are each rank's own affair, so the choice of the MPI call must rest on counts alone.
+        if not fits(sum(counts)):
+            self.all_to_all_v(send, [send.size] * self.size, [0] * self.size, recv, counts, displs)
+            return
         even = len(set(counts)) == 1
         if even and any(d != i * counts[0] for i, d in enumerate(displs)):
             whole = np.empty((self.size, counts[0]), recv.dtype)
@@ -162,11 +186,11 @@ class MPITransport(ByMailbox, Transport):
                 part[...] = send[send_displs[dst] : send_displs[dst] + send_counts[dst]]
                 continue
             if part.size:
-                requests.append(self._comm.Irecv(self._wire(part), src, EXCHANGE_TAG))
+                requests.append(self._comm.Irecv(byte_message(self._mpi, part), src, EXCHANGE_TAG))
                 peers.append(src)
             if send_counts[dst]:
                 part = send[send_displs[dst] : send_displs[dst] + send_counts[dst]]
-                requests.append(self._comm.Isend(self._wire(part), dst, EXCHANGE_TAG))
+                requests.append(self._comm.Isend(byte_message(self._mpi, part), dst, EXCHANGE_TAG))
                 peers.append(dst)
         if requests:
             testall, test = self._mpi.Request.Testall, self._mpi.Request.Get_status
@@ -181,9 +205,15 @@ class MPITransport(ByMailbox, Transport):
             )
 
     def broadcast(self, buf: Array, root: int) -> None:
+        if not fits(buf.size):
+            super().broadcast(buf, root)
+            return
         self._finish(self._comm.Ibcast(self._wire(buf), root), "broadcast")
 
     def gather(self, send: Array, recv: Array | None, root: int) -> None:
+        if not fits(send.size * self.size):
+            super().gather(send, recv, root)
+            return
         if recv is None:
             self._finish(self._comm.Igather(self._wire(send), None, root), "gather")
             return
@@ -194,6 +224,9 @@ class MPITransport(ByMailbox, Transport):
         self._finish(self._comm.Igather(source, self._wire(recv), root), "gather")
 
     def scatter(self, send: Array | None, recv: Array, root: int) -> None:
+        if not fits(recv.size * self.size):
+            super().scatter(send, recv, root)
+            return
         if send is None:
             self._finish(self._comm.Iscatter(None, self._wire(recv), root), "scatter")
             return
@@ -206,20 +239,24 @@ class MPITransport(ByMailbox, Transport):
     def barrier(self) -> None:
         self._meet(self._comm.Ibarrier(), "barrier")
 
+    def _summand(self, buf: Array) -> list[Any]:
+        # With the type: mpi4py finds none for an array that begins amid an element.
+        return [buf, getattr(self._mpi, _NATIVE[dtypes.get(buf.dtype).name])]
+
     def native_all_reduce(self, send: Array, recv: Array, op: str) -> bool:
-        if not _is_native(send.dtype, op):
+        if not (_is_native(send.dtype, op) and fits(send.size)):
             return False
         # Never MPI's in place: all ranks would have to say so, and which callers do is each rank's own affair.
         send = check.apart(send, recv)
-        request = self._comm.Iallreduce(send, recv, self._ops[op])
+        request = self._comm.Iallreduce(self._summand(send), self._summand(recv), self._ops[op])
         self._finish(request, "all_reduce")
         return True
 
     def native_reduce_scatter(self, send: Array, recv: Array, op: str) -> bool:
-        if not _is_native(send.dtype, op):
+        if not (_is_native(send.dtype, op) and fits(send.size)):
             return False
         send = check.apart(send, recv)
-        request = self._comm.Ireduce_scatter_block(send, recv, self._ops[op])
+        request = self._comm.Ireduce_scatter_block(self._summand(send), self._summand(recv), self._ops[op])
         self._finish(request, "reduce_scatter")
         return True
 
@@ -235,6 +272,7 @@ class MPITransport(ByMailbox, Transport):
         )  # fmt: skip
 
     def end(self) -> None:
+        super().end()
         # Free is collective: it may wait for a rank that never comes.
         if not self.failed and not self._lookout.failed() and not self._mpi.Is_finalized():
             self._comm.Free()

@@ -39,6 +39,7 @@ from typing import Any, ClassVar, NoReturn, Self
 
 import numpy as np
 
+from lowshard.comm import check
 from lowshard.comm.call import Call
 from lowshard.comm.call_comparison import only_agreements, verdict_of, verify_counts
 from lowshard.comm.collectives import ALL_REDUCE, REDUCE_SCATTER
@@ -235,7 +236,7 @@ class NCCLTransport(Transport):
         with self._binding.on_device(self._device):
             if not self._binding.capturing(self._binding.stream()):
                 self._before()
-            self._run_group(batch)
+            self._run_group(check.sent_apart(batch))
 
     def _run_group(self, batch: Sequence[tuple[Call, Array, int]]) -> None:
         with self._nccl.group():

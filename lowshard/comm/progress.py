@@ -7,6 +7,7 @@ memory, or for others at its end, is not inside MPI, and whoever waits for that 
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import functools
 import sys
@@ -17,20 +18,20 @@ import numpy as np
 # To probe for what nobody sends: the highest tag that every MPI has. From any rank of the world, since MPICH looks at
 # the network only where a message may come by it.
 _TAG = 32767
-_PROBE_ARGS = 5
-_STATUS_BYTES = 256
+_FLAG_AT, _STATUS_AT, _WORDS = 6, 8, 64
+"""Behind function and arguments: what the function writes to."""
 
 
-def progress_address() -> int:
-    """Return where six int64 lie: the address of a C function that lets MPI go on, and its five arguments.
+def progress_words() -> np.ndarray | None:
+    """Return six int64: the address of a C function that lets MPI go on, and its five arguments.
 
-    0 where mpi4py is not loaded, or MPI does not let every thread call it.
+    The function is 0 from the end of the program, or of MPI, on: a thread that waits still must not call MPI then. Who
+    gives the address to such a thread keeps the array, which Python's end would free before the thread.
+
+    None where mpi4py is not loaded, or MPI does not let every thread call it.
     """
     mpi = _mpi()
-    if mpi is None or mpi.Query_thread() < mpi.THREAD_MULTIPLE:
-        return 0
-    words, _ = _probe()
-    return int(words.ctypes.data)
+    return None if mpi is None or mpi.Query_thread() < mpi.THREAD_MULTIPLE else _probe()
 
 
 def let_mpi_go_on() -> None:
@@ -40,20 +41,26 @@ def let_mpi_go_on() -> None:
         mpi.COMM_WORLD.Iprobe(mpi.ANY_SOURCE, _TAG)
 
 
+def stop() -> None:
+    """Have nobody who waits call MPI any more."""
+    if _probe.cache_info().currsize:
+        _probe()[0] = 0
+
+
 def _mpi() -> Any:
     mpi = sys.modules.get("mpi4py.MPI")
     return mpi if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized() else None
 
 
 @functools.cache
-def _probe() -> tuple[np.ndarray, np.ndarray]:
-    """Return MPI_Iprobe with its arguments, and what it writes to, which must live as long."""
+def _probe() -> np.ndarray:
+    """Return MPI_Iprobe with its arguments, and what it writes to."""
     mpi = sys.modules["mpi4py.MPI"]
-    written = np.zeros(_STATUS_BYTES, np.uint8)
+    words = np.zeros(_WORDS, np.int64)
     library = ctypes.CDLL(mpi.__file__)  # finds what mpi4py is linked with
     function = ctypes.cast(library.MPI_Iprobe, ctypes.c_void_p).value
-    flag, status = written.ctypes.data, written.ctypes.data + 64
-    world = mpi._handleof(mpi.COMM_WORLD)
-    words = np.array([function, mpi.ANY_SOURCE, _TAG, world, flag, status], np.int64)
-    assert len(words) == 1 + _PROBE_ARGS
-    return words, written
+    flag, status = (words[at:].ctypes.data for at in (_FLAG_AT, _STATUS_AT))
+    call = [function, mpi.ANY_SOURCE, _TAG, mpi._handleof(mpi.COMM_WORLD), flag, status]
+    words[:_FLAG_AT] = np.array(call, np.int64)
+    atexit.register(stop)
+    return words

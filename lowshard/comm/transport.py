@@ -219,6 +219,10 @@ class Transport(ABC):
     def end(self) -> None:  # noqa: B027  # many have none
         """Give the resources back."""
 
+    def end_with_mpi(self) -> bool:
+        """Take no more calls if they go over MPI, which is being finalized; return whether they do."""
+        return False
+
     # ---- what it may declare beside
 
     def way_between(self, one: int, other: int) -> tuple[str, str]:
@@ -331,6 +335,9 @@ class Transport(ABC):
     def start_message(self, front: Front, name: str, buf: Array, peer: int) -> Work:
         """Start a send or a recv; by default a thread makes it: it waits for one rank only."""
         return front.in_line(name, peer, lambda: front.message(name, buf, peer))
+
+    def settle(self) -> None:  # noqa: B027  # most have the communicator's threads wait for them
+        """Wait for the messages that were started, where no thread of the communicator does."""
 
     def run_batch(self, front: Front, batch: Sequence[tuple[Call, Array, int]]) -> None:
         """Run sends and recvs together; by default sends never wait, so they go first."""

@@ -62,11 +62,11 @@ with from_mpi(WORLD, "cpu", timeout_s=1e300) as comm:  # cut to what fits 64 bit
         work.wait()
 for setting, value in (
     ("LOWSHARD_CHECK", "off"), ("LOWSHARD_CHECK", "full"), ("LOWSHARD_WATCH", "off"), ("LOWSHARD_CPU_PATH", "mpi"),
-    ("LOWSHARD_KERNELS", "none of these"), ("LOWSHARD_SHIPPED_CODE", "none of these"),
+    ("LOWSHARD_KERNELS", "none of these"), ("LOWSHARD_SHIPPED_CODE", "none of these"), ("LOWSHARD_TIMEOUT_S", "soon"),
 ):  # fmt: skip
     if RANK == 1:  # alone
         os.environ[setting] = value
-    found = WORLD.allgather(outcome(from_mpi, FROM_MPI))
+    found = WORLD.allgather(outcome(from_mpi, {**FROM_MPI, "timeout_s": None}))
     if found[0] != found[1] or not found[0].startswith("CommError: ") or setting not in found[0]:
         failed.append(f"{setting}={value} on rank 1 alone: {found}")
     os.environ.pop(setting, None)

@@ -26,7 +26,9 @@ SETTINGS = ["LOWSHARD_CROSS_MEMORY", "LOWSHARD_PIPES", "LOWSHARD_HUGE_PAGES"]
 def test_odd_calls_are_right_or_refused_on_all_ranks(
     ranks: int, env: dict[str, str], ways: list[str], why: str
 ) -> None:
-    said = start_ranks(SCRIPT, ranks, timeout_s=90, env=env).ok().stdout
+    ended = start_ranks(SCRIPT, ranks, timeout_s=90, env=env).ok()
+    assert "MPI_" not in ended.text  # what MPI says of a call after its end
+    said = ended.stdout
     assert said.splitlines()[0] == str(ways)
     assert why in said
 

@@ -97,9 +97,10 @@ def records_and_texts_are_shared_in_rank_order(comm: Communicator, rng: np.rando
     control = comm.control
     rows = share(control, np.array([comm.rank, -comm.rank]))
     assert [list(map(int, row)) for row in rows] == [[r, -r] for r in range(comm.size)]
-    texts = ["", "a", "\N{GREEK SMALL LETTER ALPHA}" * 40, "x" * 5000]
-    said = share_text(control, texts[comm.rank % 4])
-    assert said == [texts[r % 4] for r in range(comm.size)]
+    texts = ["", "a\0", "\N{GREEK SMALL LETTER ALPHA}" * 40, "x" * 5000]
+    for first in range(4):
+        said = share_text(control, texts[(comm.rank + first) % 4])
+        assert said == [texts[(r + first) % 4] for r in range(comm.size)]
     assert share_text(control, "") == [""] * comm.size
 
 

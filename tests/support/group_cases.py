@@ -338,6 +338,22 @@ def wrong_calls_are_refused_before_anything_moves(comm: Communicator, rng: np.ra
             BufferMismatchError,
             lambda: comm.all_to_all_v(wide, ones, [-1] * n, wide, ones, starts),
         ),
+        *(
+            [
+                (
+                    "do not overlap",
+                    BufferMismatchError,
+                    lambda: comm.all_gather_v(good, wide, [4] * n, [0] * n),
+                ),
+                (
+                    "do not overlap",
+                    BufferMismatchError,
+                    lambda: comm.all_to_all_v(wide, ones, starts, wide, ones, [1] * n),
+                ),
+            ]
+            if n > 1
+            else []
+        ),
         (
             "itself",
             BufferMismatchError,
@@ -364,6 +380,8 @@ def wrong_calls_are_refused_before_anything_moves(comm: Communicator, rng: np.ra
         cases += [
             ("read-only", BufferMismatchError, lambda: comm.all_reduce(good, fixed)),
             ("read-only", BufferMismatchError, lambda: comm.recv(fixed, other)),
+            ("a mask", BufferMismatchError, lambda: comm.all_reduce(np.ma.masked_array(good), wide[:4])),
+            ("a mask", BufferMismatchError, lambda: comm.recv(np.ma.masked_array(good), other)),
             ("byte order", BufferMismatchError, lambda: comm.broadcast(foreign)),
             ("byte order", BufferMismatchError, lambda: comm.all_reduce(foreign, foreign)),
         ]

@@ -55,6 +55,26 @@ def a_ring_of_large_messages_both_ways_is_one_group(comm: Communicator, rng: np.
 
 
 @case(others)
+def what_is_sent_may_be_received_over(comm: Communicator, rng: np.random.Generator) -> None:
+    after, before = neighbours(comm)
+    for elems in (3, LARGE, 1 << 18):
+        data = rng.standard_normal((comm.size, elems)).astype(np.float32)
+        for shift in (0, 1, -2):
+            for grouped in (False, True):
+                with told(elems=elems, shift=shift, grouped=grouped):
+                    room = put(comm, np.zeros(elems + 2, np.float32))
+                    mine, theirs = (room[at : at + elems] for at in (max(0, -shift), max(0, shift)))
+                    mine[...] = put(comm, data[comm.rank])
+                    if grouped:
+                        with comm.grouped():
+                            comm.send(mine, after)
+                            comm.recv(theirs, before)
+                    else:
+                        comm.send_recv(mine, after, theirs, before)
+                    same(theirs, data[before])
+
+
+@case(others)
 def a_group_exchanges_with_all_at_once_and_keeps_the_order_of_each_pair(
     comm: Communicator, rng: np.random.Generator
 ) -> None:

@@ -121,6 +121,27 @@ def overlapping(comm: Communicator) -> None:
                 assert (room[at : at + n] == me).all(), at
 
 
+def amid_an_element(comm: Communicator) -> None:
+    """Buffers may begin at any byte."""
+    for dtype in (np.int64, np.float32, np.float16):
+        for elems in (5, ELEMS):
+            rooms = [np.zeros(elems * comm.size * np.dtype(dtype).itemsize + 1, np.uint8) for _ in range(2)]
+            whole, part = (room[1:].view(dtype) for room in rooms)
+            part = part[:elems]
+            whole[:] = comm.rank + 1
+            for order in ("fast", "tree"):
+                comm.reduce_scatter(whole, part, order=order)
+                assert (part == comm.size * (comm.size + 1) // 2).all()
+                comm.all_reduce(whole[:elems], part, order=order)
+                assert (part == comm.size * (comm.size + 1) // 2).all()
+            part[:] = comm.rank
+            comm.all_gather(part, whole)
+            assert (whole.reshape(comm.size, elems) == np.arange(comm.size)[:, None]).all()
+            if comm.size > 1:
+                comm.send_recv(whole[:elems], (comm.rank + 1) % comm.size, part, (comm.rank - 1) % comm.size)
+                assert not part.any()
+
+
 def short_integers(comm: Communicator) -> None:
     """Sums wrap, and NaN stays, at any length and order."""
     for elems in (5, ELEMS):
@@ -162,6 +183,7 @@ ODD_CALLS: dict[str, Callable[[Communicator], None]] = {
         closed,
         strict_errors,
         overlapping,
+        amid_an_element,
         short_integers,
         explained,
     )

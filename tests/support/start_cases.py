@@ -357,6 +357,23 @@ def calls_of_several_communicators_are_in_flight_at_once(
         group.close()
 
 
+@case(others)
+def close_waits_for_messages_that_were_started(comm: Communicator, rng: np.random.Generator) -> None:
+    src, dst = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
+    for elems in (3, 50_000):
+        group, buf = beside(comm), put(comm, np.zeros(elems))
+        if comm.rank == comm.size - 1:
+            time.sleep(0.01)
+        works = [
+            group.start.recv(buf, src),
+            group.start.send(put(comm, np.full(elems, 1.0 + comm.rank)), dst),
+        ]
+        group.close()
+        for work in works:
+            work.wait(LIMIT_S)
+        same(buf, np.full(elems, 1.0 + src))
+
+
 @case()
 def close_waits_for_what_was_started(comm: Communicator, rng: np.random.Generator) -> None:
     for _ in range(3):

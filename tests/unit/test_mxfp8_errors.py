@@ -44,6 +44,7 @@ FROZEN_VALUES = read_only(np.zeros((2, 64), np.float32))
          r"NumPy or CuPy array.*, got builtins.list; write numpy.asarray\(x, dtype\)"),
         (lambda: quantize_mxfp8(OnGpu()), DependencyError, ImportError, "seen through CuPy, which is not"),
         (lambda: quantize_mxfp8(ONES.astype(np.float64)), DTypeError, TypeError, "got float64; convert it first"),
+        (lambda: quantize_mxfp8(np.ma.masked_array(ONES)), BufferMismatchError, ValueError, "without a mask"),
         (lambda: quantize_mxfp8(ONES.astype(np.int32)), DTypeError, TypeError, "got int32"),
         (lambda: quantize_mxfp8(ONES, "e3m4"), KernelError, ValueError, '"e4m3" or "e5m2", got \'e3m4\''),
         (lambda: quantize_mxfp8(ONES, ["e4m3"]), KernelError, ValueError, "e5m2"),

@@ -224,6 +224,16 @@ def test_a_peer_sees_one_memory_and_finds_new_segments(make: Maker) -> None:
     assert not peer.grown()
 
 
+def test_a_segment_that_cannot_be_mapped_is_a_named_error(make: Maker) -> None:
+    arena = make(8)
+    peer = PeerMemory(os.getpid(), arena.descriptor)
+    arena.array(10 << 20, np.dtype(np.int64))
+    listed = arena.bytes_of(0)[:PAGE_BYTES].view(np.int64)
+    listed[3] = 1 << 20  # the second segment's descriptor, as if its process were gone
+    with pytest.raises(CommError, match=f"the memory of process {os.getpid()} cannot be mapped"):
+        peer.addresses()
+
+
 @contextmanager
 def memories(size: int) -> Iterator[list[NodeMemory]]:
     """Give the memories of some ranks, which are threads of this process here."""

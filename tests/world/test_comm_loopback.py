@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import os
 import threading
 import time
@@ -82,6 +83,26 @@ def test_the_first_cause_is_raised_and_not_what_followed_from_it() -> None:
         lc.run_loopback(4, one_fails, timeout_s=30.0)
     assert "rank 2 of 4" in "".join(caught.value.__notes__)
     assert seen == [PeerFailed] * 3
+
+
+def test_ctrl_c_ends_the_waits_of_all_ranks() -> None:
+    ends: list[str] = []
+
+    def program(comm: Communicator) -> None:
+        comm.barrier()  # both are started
+        if comm.rank == 0:
+            _thread.interrupt_main()
+        try:
+            comm.recv(np.zeros(1), 1 - comm.rank)
+        except PeerFailed as error:
+            ends.append(str(error))
+
+    with pytest.raises(KeyboardInterrupt):
+        lc.run_loopback(2, program, timeout_s=20.0)
+    end_s = time.monotonic() + 5.0
+    while len(ends) < 2 and time.monotonic() < end_s:
+        time.sleep(0.01)
+    assert ends == ["run_loopback was left by KeyboardInterrupt"] * 2
 
 
 def test_a_failure_ends_waits_in_groups_and_for_messages_too() -> None:

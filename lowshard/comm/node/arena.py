@@ -119,10 +119,8 @@ class Arena:
 
     def array(self, shape: int | Sequence[int], dtype: np.dtype[Any]) -> np.ndarray:
         """Return an array in this memory; its block comes back when nothing refers to it any more."""
-        dims = (int(shape),) if isinstance(shape, (int, np.integer)) else tuple(shape)
-        if any(dim < 0 for dim in dims):
-            raise ValueError(f"an array has no negative dims, got shape {dims}")
-        count = math.prod(int(dim) for dim in dims)
+        dims = (int(shape),) if isinstance(shape, (int, np.integer)) else tuple(map(int, shape))
+        count = math.prod(dims)
         block = self.allocate(count * dtype.itemsize)
         owner = (ctypes.c_uint8 * block.size_bytes).from_address(block.address)
         weakref.finalize(owner, self.free, block).atexit = False
@@ -213,10 +211,17 @@ class PeerMemory:
         return self._segments[segment].bytes
 
     def addresses(self) -> list[int]:
-        """Return where this process sees each segment, all mapped now."""
+        """Return where this process sees each segment, all mapped now.
+
+        Raises:
+            CommError: one cannot be mapped: there is no memory, or the other process is gone.
+        """
         for number in range(len(self._segments), int(self._words[0])):
             fd, size = self._words[1 + number * _ENTRY_WORDS : 1 + (number + 1) * _ENTRY_WORDS]
-            self._segments.append(self._map(int(fd), int(size)))
+            try:
+                self._segments.append(self._map(int(fd), int(size)))
+            except OSError as error:
+                raise CommError(f"the memory of process {self._pid} cannot be mapped: {error}") from error
         return [segment.address for segment in self._segments]
 
     def _map(self, descriptor: int, size_bytes: int) -> _Mapping:

@@ -20,7 +20,7 @@ from lowshard.comm.node.line_vectors import LINE_BYTES
 from lowshard.comm.node.message_rings import ENTRY_HEAD_BYTES, HEAD_BYTES
 from lowshard.comm.node.node_memory import NodeMemory, head_bytes
 from lowshard.comm.node.pipe import FLOW_WORDS
-from lowshard.comm.progress import progress_address
+from lowshard.comm.progress import progress_words
 
 address_of = MPI.Get_address  # a tenth of the time that NumPy takes to tell
 
@@ -90,7 +90,8 @@ class GroupContext:
             words[w.PIPES] = address_of(memory.pipes.table)
         self._flows = np.zeros((size, FLOW_WORDS), np.int64)
         words[w.FLOWS] = address_of(self._flows)
-        words[w.PROGRESS] = progress_address()
+        self._progress = progress_words()
+        words[w.PROGRESS] = 0 if self._progress is None else address_of(self._progress)
         words[w.TIMEOUT_NS] = int(timeout_s * 1e9)
         words[w.SPINS] = _SPINS_CROWDED if crowded else _SPINS_ALONE
         words[w.YIELDS] = _YIELDS_CROWDED if crowded else _YIELDS_ALONE

@@ -109,13 +109,9 @@ class NodeMailbox(Mailbox):
         return self._work(advance, f"send to rank {self._rank}", src)
 
     def _work(self, advance: Callable[[], bool], what: str, peer: int) -> MessageWork:
-        work = MessageWork(self._post, advance, self._finisher(what, peer))
+        work = MessageWork(self._post, self, advance, self._finisher(what, peer))
         work.owner = self._owner()
         return work
-
-    def drop_all(self, owner: object) -> None:
-        """End what is under way: the group's memory is given back."""
-        self._post.drop(owner, "the communicator of this message is closed; wait for its messages before")
 
     def send(self, buf: Array, dst: int) -> None:
         """Send and wait."""

@@ -90,7 +90,7 @@ SMALL_BYTES = 35
 SHARE_PAST = 36
 """What is written at a time for other ranks to read goes past the caches from so many bytes on."""
 PROGRESS = 37
-"""Address of six int64: a C function that lets MPI go on, and its arguments; 0 for none."""
+"""Address of six int64: a C function that lets MPI go on, 0 once MPI ends, and its arguments; 0 for none."""
 PIPES = 38
 """Address of the table of `lowshard.comm.node.pipe`, or 0."""
 FLOWS = 39
@@ -189,7 +189,7 @@ def has_left(ctx: int, rank: int, now_ns: int) -> Any:
 def let_mpi_go_on(ctx: int) -> None:
     """Be inside MPI for a moment: the rank that is waited for may wait for a message that still lies here."""
     words = field(ctx, PROGRESS)
-    if words != 0:
+    if words != 0 and field(words, 0) != 0:
         call_five(
             field(words, 0),
             field(words, 1),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import numpy as np
@@ -21,6 +21,7 @@ from lowshard.comm.call_comparison import STEP_SIGNATURE, differ_in_counts
 from lowshard.comm.mailbox import Mailbox
 from lowshard.comm.mpi import ByMailbox
 from lowshard.comm.node import call_table as t
+from lowshard.comm.node.arena import Block
 from lowshard.comm.node.call_runner import STEP, CallRunner, QuickCalls, arrays_are_as_expected
 from lowshard.comm.node.calls import load_calls
 from lowshard.comm.node.combine import HALVES, NATIVE, OPS, recipe_of
@@ -35,10 +36,12 @@ from lowshard.comm.node.group_block import (
     slot_bytes,
 )
 from lowshard.comm.node.messages import NodeMailbox
-from lowshard.comm.node.node_memory import head_bytes, let_go_with, shared_array
+from lowshard.comm.node.node_memory import NodeMemory, head_bytes, let_go_with, shared_array
 from lowshard.comm.node.node_reach import NodeReach
 from lowshard.comm.node.node_rendezvous import DIFFERENT, OK, UNEQUAL
 from lowshard.comm.transport import Planner, Run, Transport
+from lowshard.comm.wait_guard import names_of
+from lowshard.errors import CommError
 from lowshard.settings import CROSS_MEMORY
 
 Array = Any
@@ -363,10 +366,8 @@ class NodeTransport(ByMailbox, Transport):
     def _common_checked(self, elems: int, dtype: Any, signature: int, text: str) -> Array:
         """As `common`; ranks compare a signature as they meet."""
         memory, head = self.place.memory, head_bytes(self.size)
-        facts = np.zeros(2, np.int64)
-        block = memory.lend(elems * dtype.itemsize, self.size) if self.rank == 0 else None
-        if block is not None:
-            facts[:] = block.segment, block.offset
+        lent = Lent(lambda: memory.lend(elems * dtype.itemsize, self.size)) if self.rank == 0 else Lent(None)
+        facts, block = lent.facts, lent.block
         rows = np.empty((self.size, 2), np.int64)
         code = self.runner.compiled.gather_slots(
             self.runner.ctx, signature, address_of(facts), 16, address_of(rows), 0, self.size, 0, 16
@@ -375,6 +376,7 @@ class NodeTransport(ByMailbox, Transport):
             if block is not None and code == DIFFERENT:
                 memory.withdraw(block)
             self.runner.end(code, text)
+        lent.check(rows, memory)
         segment, offset = rows[0].tolist()
         at = memory.address(self.place.members[0], segment, offset)
         return shared_array(at + head, at, self.rank, elems, dtype)
@@ -428,11 +430,9 @@ class NodeTransport(ByMailbox, Transport):
         ranks = [] if color is None else members_of(asked, color)
         memory = self.place.memory
         _collect_dropped()
-        facts = np.zeros(2, np.int64)
-        if ranks and ranks[0] == self.rank:
-            block = lend_group(memory, len(ranks))
-            facts[:] = block.segment, block.offset
-        places = self.gather_facts(facts)
+        lent = Lent(lambda: lend_group(memory, len(ranks))) if ranks[:1] == [self.rank] else Lent(None)
+        places = self.gather_facts(lent.facts)
+        lent.check(places, memory)
         self.mailbox.reserve(tag + 1)
         if color is None:
             return None
@@ -452,11 +452,43 @@ class NodeTransport(ByMailbox, Transport):
         return self.mailbox.mpi_comm
 
     def end(self) -> None:
-        if isinstance(self.mailbox, NodeMailbox):
-            self.mailbox.drop_all(self)
+        super().end()
         self._let_go()
         if self.group == "0" and not self.failed:
             self.mailbox.free()
+
+
+class Lent:
+    """A block that this rank may lend others, who learn with its place whether it could.
+
+    Attributes:
+        block: the block; None where it lends none.
+        facts: its segment and offset for the others, int64 [2]; -1 where there was no memory.
+    """
+
+    def __init__(self, lend: Callable[[], Block] | None) -> None:
+        self.block: Block | None = None
+        self.facts = np.zeros(2, np.int64)
+        self._error: Exception | None = None
+        if lend is None:
+            return
+        try:
+            self.block = lend()
+            self.facts[:] = self.block.segment, self.block.offset
+        except (CommError, MemoryError) as error:
+            self._error, self.facts[0] = error, -1
+
+    def check(self, rows: np.ndarray, memory: NodeMemory) -> None:
+        """Raise CommError on all ranks where one could not lend; `rows` are the facts of all, `[ranks, 2]`."""
+        short = np.flatnonzero(rows[:, 0] < 0).tolist()
+        if not short:
+            return
+        if self.block is not None:
+            memory.withdraw(self.block)
+        raise CommError(
+            f"{names_of(short)} can share no more memory; let go of what empty() and shared=True have returned, and of "
+            "communicators"
+        ) from self._error
 
 
 def members_of(asked: np.ndarray, color: int) -> list[int]:
