@@ -26,16 +26,21 @@ from lowshard.errors import (
 from lowshard.execute import execute
 from lowshard.foreign_array import is_foreign, like, view_of
 from lowshard.layout import Layout
-from lowshard.op.action_run import compute, unsharded
+from lowshard.op.action_run import compute, kept_apart, unsharded
 from lowshard.op.op_registry import find_kernel
 from lowshard.redistribute_plan import plan_redistribute
 from lowshard.solver.graph.bound_graph import BoundGraph
 from lowshard.solver.graph.graph_plan import GraphPlan
-from lowshard.solver.table import dtype_error
+from lowshard.solver.table import RULES, dtype_error
 
 Array = Any
 _PLACES = {"argmax": 0, "argmin": 0, "argsort": 0, "top_k": 1, "bottom_k": 1}
 """Ops that tell where elements are, and which of their results that is."""
+_LOOKED_UP = {
+    "gather": 0, "embedding": 0, "moe_finalize": 0,
+    **dict.fromkeys(("scatter", "scatter_add", "scatter_max", "scatter_min", "scatter_mul"), -1),
+}  # fmt: skip
+"""Ops that look elements up along one dim of their first operand, and that dim where no `axis` is given."""
 _FOLDS = {"sum": np.add, "avg": np.add, "max": np.maximum, "min": np.minimum, "prod": np.multiply}
 
 
@@ -50,7 +55,8 @@ def run_graph(
     """Run a graph as its plan says and return this rank's part of each output, laid out as `plan.output_layouts`.
 
     Collective: all ranks of the communicator call this, with equal plans and outputs. Ops that no wanted output needs
-    are left out; tensors and copies are let go of after their last use.
+    are left out; tensors and copies are let go of after their last use. Outputs that share memory with an input, or
+    with one another, are read-only views; torch and CuPy, which have none, get copies.
 
     Args:
         plan: from `GraphSolver.solve` or `solve_graph`.
@@ -102,6 +108,7 @@ def _run_graph(
     held: dict[int, dict[Layout, Array | None]] = {
         t: {plan.layouts[t]: inputs[graph.tensors[t].name]} for t in graph.leaves() if t in last
     }
+    given = [part for parts in held.values() for part in parts.values()]
 
     def bring(tensor: int, step: int, layout: Layout) -> Array | None:
         if layout not in held[tensor]:
@@ -128,8 +135,10 @@ def _run_graph(
             if last[t] <= step:
                 held.pop(t, None)
     ends = plan.output_layouts
-    made_of = {n: bring(number[n], end, ends.get(n, plan.layouts[number[n]])) for n in names}
-    return {n: like(result, sample, apart=True) for n, result in made_of.items()}
+    names = list(dict.fromkeys(names))
+    results = [bring(number[n], end, ends.get(n, plan.layouts[number[n]])) for n in names]
+    results = list(kept_apart(results, given))
+    return {n: like(result, sample, apart=True) for n, result in zip(names, results, strict=True)}
 
 
 def _wanted(graph: BoundGraph, outputs: Sequence[str] | None) -> list[str]:
@@ -179,13 +188,15 @@ def run_unsharded(graph: BoundGraph, inputs: Mapping[str, Array]) -> dict[str, A
 
 
 def random_inputs(graph: BoundGraph, seed: int = 0) -> dict[str, np.ndarray]:
-    """Return whole arrays for every input and weight: small normal numbers; indices where a lookup reads them."""
+    """Return whole arrays for every input and weight: small normal numbers; indices where all that read them can."""
     rng = np.random.default_rng(seed)
     limits: dict[int, int] = {}
     for node in graph.nodes:
-        if node.op in ("gather", "embedding"):
-            axis = 0 if node.op == "embedding" else int(dict(node.args).get("axis", 0))
-            limits[node.operands[1]] = graph.shapes[node.operands[0]][axis]
+        if node.op not in _LOOKED_UP:
+            continue
+        source, indices = node.operands[0], node.operands[RULES[node.op].indices[0]]
+        extent = graph.shapes[source][int(dict(node.args).get("axis", _LOOKED_UP[node.op]))]
+        limits[indices] = max(1, min(extent, limits.get(indices, extent)))
     found = {}
     for t in graph.leaves():
         shape, row = graph.shapes[t], dtypes.get(graph.dtypes[t])
@@ -271,10 +282,11 @@ def prove(plan: GraphPlan, seed: int = 0, tolerance: float = 2e-3, timeout_s: fl
 
 
 def _largest_error(value: np.ndarray, right: np.ndarray) -> float:
-    """Return the largest difference, relative to the largest element of what is right."""
-    wide = right.astype(np.float64)
-    scale = float(np.abs(wide).max(initial=0.0)) or 1.0
-    return float(np.abs(value.astype(np.float64) - wide).max(initial=0.0)) / scale
+    """Return the largest difference, relative to the largest finite element of what is right; NaN equals NaN."""
+    ours, wide = value.astype(np.float64), right.astype(np.float64)
+    scale = float(np.abs(wide[np.isfinite(wide)]).max(initial=0.0)) or 1.0
+    same = (ours == wide) | (np.isnan(ours) & np.isnan(wide))
+    return float(np.abs(ours[~same] - wide[~same]).max(initial=0.0)) / scale
 
 
 def _elements_told(
