@@ -201,11 +201,11 @@ def random_inputs(graph: BoundGraph, seed: int = 0) -> dict[str, np.ndarray]:
     for t in graph.leaves():
         shape, row = graph.shapes[t], dtypes.get(graph.dtypes[t])
         if row.kind in ("int", "uint", "bool"):
-            value: np.ndarray = rng.integers(0, limits.get(t, 2), shape)
+            value: Any = rng.integers(0, limits.get(t, 2), shape)
         else:
             fan = shape[-2] if graph.tensors[t].kind == "weight" and len(shape) > 1 else 1
             value = rng.standard_normal(shape, np.float32) / np.sqrt(fan)
-        found[graph.tensors[t].name] = value.astype(row.numpy)
+        found[graph.tensors[t].name] = np.asarray(value).astype(row.numpy)  # of no dims they are scalars
     return found
 
 

@@ -335,6 +335,19 @@ def test_the_same_graph_gives_the_same_plan() -> None:
     prove(again)
 
 
+def test_a_plan_of_ops_with_several_results_and_arrays_of_no_dims_is_read_and_proved() -> None:
+    g = Graph("several")
+    one = g.op("exp", g.input("one", ()))
+    values, places = g.op("top_k", g.input("x", (6,)), k=4, name="best")
+    for part in g.op("split", g.op("mul", values, one), sizes=[1, 3]):
+        g.output(part)
+    g.output(g.op("cast", places, dtype="float32"), place="R")
+    plan = GraphSolver().solve(g, TP)
+    again = GraphPlan.from_json(json.loads(json.dumps(plan.to_json())))
+    assert (again, again.digest()) == (plan, plan.digest())
+    prove(again)
+
+
 # ---- one protocol
 
 
@@ -479,8 +492,9 @@ def test_a_bound_above_a_price_that_was_reached_is_an_error(monkeypatch: pytest.
 def test_what_cannot_be_reached_is_said() -> None:
     g = Graph("no way")
     g.output(g.pointwise("relu", g.input("x", (8,), place="tp=S0")), place="tp=P:prod")
-    with pytest.raises(SolverError, match="no layouts lead to the wanted outputs"):
-        GraphSolver().solve(g, TP)
+    for budget_bytes in (None, 1.0):
+        with pytest.raises(SolverError, match="no layouts lead to the wanted outputs"):
+            GraphSolver(budget_bytes=budget_bytes).solve(g, TP)
 
 
 def test_shapes_with_symbols_need_numbers() -> None:

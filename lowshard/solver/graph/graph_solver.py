@@ -15,7 +15,7 @@ from lowshard.layout import Layout
 from lowshard.mesh import DeviceMesh
 from lowshard.solver.action import Action, ActionSet, Solver
 from lowshard.solver.graph.bound_graph import BoundGraph, Graph
-from lowshard.solver.graph.elimination import TooWideError
+from lowshard.solver.graph.elimination import BIG, TooWideError
 from lowshard.solver.graph.graph_plan import PROVED, GraphMove, GraphPlan, Holding, show_bytes
 from lowshard.solver.graph.graph_rates import Objective, Rates, Timing
 from lowshard.solver.graph.graph_schedule import (
@@ -143,7 +143,8 @@ class GraphSolver(Bindable):
         best, low, method = self._free(space, greedy, end_s)
         if greedy is not None and not is_feasible(greedy, budget):
             greedy = None
-        if budget is not None and not is_feasible(best, budget):
+        # Where no moves lead to an output, whatever the budget, none of them fits and none is the leanest.
+        if budget is not None and not is_feasible(best, budget) and low < BIG:
             best, low, method = self._within(space, budget, best, low, greedy, end_s)
         if greedy is not None and greedy.price < best.price * (1 - 1e-9):
             best, method = greedy, "greedy"
