@@ -143,8 +143,8 @@ class GraphSolver(Bindable):
         best, low, method = self._free(space, greedy, end_s)
         if greedy is not None and not is_feasible(greedy, budget):
             greedy = None
-        # Where no moves lead to an output, whatever the budget, none of them fits and none is the leanest.
-        if budget is not None and not is_feasible(best, budget) and low < BIG:
+        is_reached = best.price != inf or low < BIG
+        if budget is not None and is_reached and not is_feasible(best, budget):
             best, low, method = self._within(space, budget, best, low, greedy, end_s)
         if greedy is not None and greedy.price < best.price * (1 - 1e-9):
             best, method = greedy, "greedy"
