@@ -25,8 +25,8 @@ def _erf(xp: Any, x: Array) -> Array:
     return device_erf(x)
 
 
-def _sigmoid(xp: Any, x: Array) -> Array:
-    # Of exp(-x) and exp(x) the one that cannot overflow.
+def sigmoid(xp: Any, x: Array) -> Array:
+    """Return 1 / (1 + exp(-x)), by the one of exp(-x) and exp(x) that cannot overflow."""
     small = xp.exp(-xp.abs(x))
     return xp.where(x >= 0, 1 / (1 + small), small / (1 + small))
 
@@ -38,8 +38,8 @@ _UNARY: dict[str, Callable[[Any, Array], Array]] = {
     "log": lambda xp, x: xp.log(x),
     "sqrt": lambda xp, x: xp.sqrt(x),
     "rsqrt": lambda xp, x: 1 / xp.sqrt(x),
-    "sigmoid": _sigmoid,
-    "silu": lambda xp, x: x * _sigmoid(xp, x),
+    "sigmoid": sigmoid,
+    "silu": lambda xp, x: x * sigmoid(xp, x),
     "gelu": lambda xp, x: 0.5 * x * (1 + _erf(xp, x * _INV_SQRT2)),
     "tanh": lambda xp, x: xp.tanh(x),
     "sin": lambda xp, x: xp.sin(x),

@@ -7,6 +7,7 @@ import math
 import numpy as np
 
 from lowshard import dtypes
+from lowshard.op.elementwise_ops import sigmoid
 from lowshard.op.op_part import Part
 from lowshard.op.op_registry import Array, converted, in_accumulator, kernel
 from lowshard.op.run_moves import Held, Run, along, exchange
@@ -170,15 +171,13 @@ def attention(part: Part, q: Array, k: Array, v: Array) -> Array:
 @kernel("moe_finalize")
 def moe_finalize(part: Part, y: Array, places: Array, weights: Array) -> Array:
     """Result row t is the sum over j of weights[t, j] y[places[t, j]]."""
-    wide = dtypes.get(y.dtype).accumulator.numpy
-    chosen = y.astype(wide)[_places(part, places, y.shape[0])]
+    chosen = in_accumulator(y)[_places(part, places, y.shape[0])]
     return (chosen * weights[..., None]).sum(axis=1)
 
 
 @kernel("fused_silu")
 def fused_silu(part: Part, x: Array, *_: Array) -> Array:
     """silu of the first half of the last dim times the second."""
-    xp, half = part.xp, x.shape[-1] // 2
+    half = x.shape[-1] // 2
     gate, up = in_accumulator(x[..., :half]), x[..., half:]
-    small = xp.exp(-xp.abs(gate))
-    return gate * xp.where(gate >= 0, 1 / (1 + small), small / (1 + small)) * up
+    return gate * sigmoid(part.xp, gate) * up

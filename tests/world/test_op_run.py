@@ -17,9 +17,9 @@ from lowshard.errors import (
     MeshError,
     MismatchError,
 )
-from lowshard.op import run_action
+from lowshard.op import KERNELS, run_action
 from lowshard.op.op_part import _GROUPS
-from lowshard.solver import GreedyReshard, pick
+from lowshard.solver import AxisAssignment, GreedyReshard, build_action_set, pick
 
 MESH = DeviceMesh((2,), ("tp",))
 X = Layout(MESH, (4, 6), "float32", (Sharded(1),))
@@ -200,3 +200,13 @@ def test_a_result_that_is_an_operand_seen_otherwise_cannot_be_written(op: str, a
             assert not result.flags.writeable
 
     lc.run_loopback(2, work, 10)
+
+
+def test_an_op_of_ones_own_runs_by_ones_own_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(KERNELS, "doubled", lambda part, x: 2 * x)
+    row = AxisAssignment((Sharded(1),), Sharded(1))
+    action = GreedyReshard()(build_action_set([row], layouts=[X], op="doubled"), [X])
+    assert action.rows == (row,)
+    for (made,) in lc.run_loopback(2, lambda c: run_action(action, [part(c)], c), 10):
+        assert made is not None
+        assert (made == 2).all()

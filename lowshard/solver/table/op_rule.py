@@ -275,8 +275,13 @@ def common_kind(values: Sequence[dtypes.DType]) -> Kind | None:
 
 
 def dtype_error(op: str, layouts: Sequence[Layout], rows: Sequence[AxisAssignment]) -> DTypeError | None:
-    """Return what keeps an op from running by these rows on operands of these dtypes, or None."""
-    found = RULES[op]
+    """Return what keeps an op from running by these rows on operands of these dtypes, or None.
+
+    Of an op without a rule, which is the caller's own, nothing is known.
+    """
+    found = RULES.get(op)
+    if found is None:
+        return None
     values = found.values(layouts)
     for k, layout in enumerate(layouts):
         is_index = k in found.indices
