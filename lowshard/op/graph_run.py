@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from lowshard import dtypes
-from lowshard.argument import instance, items, mapping, number
+from lowshard.argument import brief, instance, items, mapping, number
 from lowshard.argument import whole as whole_number
 from lowshard.box import slices_of
 from lowshard.comm.agreement import agree, control_of
 from lowshard.comm.communicator import Communicator
 from lowshard.comm.loopback import run_loopback
 from lowshard.comm.work import Stream
+from lowshard.content_hash import text_digest
 from lowshard.errors import (
     BufferMismatchError,
     LayoutError,
@@ -73,7 +75,7 @@ def run_graph(
         DTypeError: an op does not take the dtype of an operand.
         LayoutError: no such tensor.
         MeshError: the communicator has fewer ranks than the mesh names.
-        MismatchError: the ranks hold different plans.
+        MismatchError: the ranks hold different plans, or want other outputs or the same in another order.
         PlanError: what was passed is not a plan.
     """
     control_of(comm)
@@ -91,8 +93,8 @@ def _run_graph(
     digest = bytes(16)
     try:
         instance(plan, GraphPlan, "run_graph takes a GraphPlan", PlanError)
-        digest = bytes.fromhex(plan.digest())
-        names = _wanted(plan.graph, outputs)
+        names = list(dict.fromkeys(_wanted(plan.graph, outputs)))
+        digest = text_digest(json.dumps([plan.digest(), names]))
         steps = needed_steps(plan.graph, names)
         if isinstance(inputs, Mapping):
             sample = next(filter(is_foreign, inputs.values()), None)
@@ -100,7 +102,7 @@ def _run_graph(
         error = error or _input_error(plan, inputs, steps, names, comm)
     except LowshardError as found:
         error = found
-    agree(comm, digest, error, "run_graph")
+    agree(comm, digest, error, "run_graph", lambda: f"a plan for the outputs {brief(names)}")
     graph, end = plan.graph, len(plan.graph.nodes)
     number = {info.name: t for t, info in enumerate(graph.tensors)}
     wanted = {number[n] for n in names}
@@ -135,7 +137,6 @@ def _run_graph(
             if last[t] <= step:
                 held.pop(t, None)
     ends = plan.output_layouts
-    names = list(dict.fromkeys(names))
     results = [bring(number[n], end, ends.get(n, plan.layouts[number[n]])) for n in names]
     results = list(kept_apart(results, given))
     return {n: like(result, sample, apart=True) for n, result in zip(names, results, strict=True)}

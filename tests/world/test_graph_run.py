@@ -166,6 +166,19 @@ def test_ranks_with_different_plans_are_told() -> None:
     lc.run_loopback(2, work, 10)
 
 
+def test_ranks_that_want_other_outputs_are_told() -> None:
+    plan = GraphSolver().solve(two_ends(), DeviceMesh((2,), ("tp",)))
+    arrays = random_inputs(plan.graph)
+
+    def work(comm: lc.Communicator) -> None:
+        mine = {name: shard(plan.layout(name), x, comm.rank) for name, x in arrays.items()}
+        for wanted in ((["left"], ["right"]), (["left", "right"], ["right", "left"])):
+            with pytest.raises(MismatchError, match=r"outputs \['right'"):
+                run_graph(plan, mine, comm, wanted[comm.rank])
+
+    lc.run_loopback(2, work, 10)
+
+
 def test_a_wrong_result_is_caught() -> None:
     """What `prove` compares: a plan whose moves were left out gives something else."""
     g = Graph("wrong")
