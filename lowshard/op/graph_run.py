@@ -105,8 +105,9 @@ def _run_graph(
     agree(comm, digest, error, "run_graph", lambda: f"a plan for the outputs {brief(names)}")
     graph, end = plan.graph, len(plan.graph.nodes)
     number = {info.name: t for t, info in enumerate(graph.tensors)}
-    wanted = {number[n] for n in names}
-    last = _last_uses(graph, steps, wanted)
+    ends = {number[n]: plan.output_layouts.get(n, plan.layouts[number[n]]) for n in names}
+    read = {t: step for step in steps for t in graph.nodes[step].operands}
+    last = {**read, **dict.fromkeys(ends, end)}
     held: dict[int, dict[Layout, Array | None]] = {
         t: {plan.layouts[t]: inputs[graph.tensors[t].name]} for t in graph.leaves() if t in last
     }
@@ -129,16 +130,16 @@ def _run_graph(
         node, action = graph.nodes[step], plan.actions[step]
         operands = [bring(t, step, need) for t, need in zip(node.operands, action.inputs, strict=True)]
         made = compute(action, operands, comm)
-        del operands
         for t, layout, part in zip(node.results, action.outputs, made, strict=True):
             if last.get(t, -1) > step:
                 held[t] = {layout: part}
+        del operands, made
         for t in {*node.operands}:
             if last[t] <= step:
                 held.pop(t, None)
-    ends = plan.output_layouts
-    results = [bring(number[n], end, ends.get(n, plan.layouts[number[n]])) for n in names]
-    results = list(kept_apart(results, given))
+            elif read[t] <= step and ends[t] == plan.layouts[t]:  # it stays, copies of it do not
+                held[t] = {ends[t]: held[t][ends[t]]}
+    results = kept_apart([bring(t, end, layout) for t, layout in ends.items()], given)
     return {n: like(result, sample, apart=True) for n, result in zip(names, results, strict=True)}
 
 
@@ -305,12 +306,6 @@ def _elements_told(
             if ((value >= 0) & (value < x.shape[dim])).all():
                 return np.take_along_axis(x, value, dim), np.take_along_axis(x, right, dim)
     return value, right
-
-
-def _last_uses(graph: BoundGraph, steps: Sequence[int], wanted: set[int]) -> dict[int, int]:
-    found = {t: step for step in steps for t in graph.nodes[step].operands}
-    found.update(dict.fromkeys(wanted, len(graph.nodes)))
-    return found
 
 
 def _input_error(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,8 @@ from lowshard.errors import (
     MismatchError,
     VerificationError,
 )
-from lowshard.op import prove, run_graph, run_unsharded
+from lowshard.execute import execute
+from lowshard.op import compute, prove, run_graph, run_unsharded
 from lowshard.op.graph_run import needed_steps, random_inputs, shard, whole
 from lowshard.redistribute_plan import plan_redistribute
 from lowshard.solver import (
@@ -244,3 +246,29 @@ def test_outputs_that_are_inputs_or_one_another_cannot_be_written() -> None:
 
     wanted = {"x": False, "h": False, "flat": False, "other": True}
     assert lc.run_loopback(2, work, 10) == [wanted, wanted]
+
+
+def test_copies_of_an_output_are_let_go_of_after_their_last_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the plan's memory has it."""
+    graph = Graph("kept")
+    x = graph.output(graph.input("x", (8,), place="tp=P"))
+    graph.output(graph.op("negate", graph.op("relu", x)))
+    plan = GraphSolver().solve(graph, DeviceMesh((2,), ("tp",)))
+    copies: dict[int, weakref.ref[np.ndarray]] = {}
+    alive: dict[int, bool] = {}
+
+    def moved(route: Any, part: Any, comm: lc.Communicator) -> Any:
+        copy = execute(route, part, comm)
+        assert copy is not None
+        copies[comm.rank] = weakref.ref(copy)
+        return copy
+
+    def computed(action: Any, operands: Any, comm: lc.Communicator) -> Any:
+        if action.op == "negate":
+            alive[comm.rank] = copies[comm.rank]() is not None
+        return compute(action, operands, comm)
+
+    monkeypatch.setattr("lowshard.op.graph_run.execute", moved)
+    monkeypatch.setattr("lowshard.op.graph_run.compute", computed)
+    lc.run_loopback(2, lambda comm: run_graph(plan, {"x": np.ones(8, np.float32)}, comm), 10)
+    assert alive == {0: False, 1: False}
