@@ -137,8 +137,8 @@ def _run_graph(
         for t in {*node.operands}:
             if last[t] <= step:
                 held.pop(t, None)
-            elif read[t] <= step and ends[t] == plan.layouts[t]:  # it stays, copies of it do not
-                held[t] = {ends[t]: held[t][ends[t]]}
+            elif plan.unit == "bytes" or (read[t] <= step and ends[t] == plan.layouts[t]):
+                held[t] = {plan.layouts[t]: held[t][plan.layouts[t]]}  # it stays, copies of it do not
     results = kept_apart([bring(t, end, layout) for t, layout in ends.items()], given)
     return {n: like(result, sample, apart=True) for n, result in zip(names, results, strict=True)}
 

@@ -497,6 +497,43 @@ def test_what_cannot_be_reached_is_said() -> None:
             GraphSolver(budget_bytes=budget_bytes).solve(g, TP)
 
 
+@pytest.mark.parametrize("budget_bytes", [None, 1e6])
+def test_terms_that_nothing_reduces_at_published_prices_are_said(budget_bytes: float | None) -> None:
+    g = Graph("no way")
+    x = g.input("x", (4,), place="tp=P:min")
+    g.output(g.op("concat", x, x, axis=0), place="tp=S0")
+    g.op("cast", x, dtype="float64")
+    with pytest.raises(SolverError, match="no layouts lead to the wanted outputs"):
+        GraphSolver(objective="published", budget_bytes=budget_bytes).solve(g, TP)
+
+
+def test_a_bound_that_is_all_rounding_is_no_defect() -> None:
+    g = Graph("nothing moves")
+    x = g.weight("x", (5, 1, 5), "float64")
+    g.weight("beside", (6, 5, 2), "int32")
+    g.op("concat", x, x, axis=-1)
+    mesh = DeviceMesh((2, 2), ("a", "b"))
+    solver = GraphSolver(objective="published", method="dp", allow_partial_to_sharded=False, budget_bytes=300)
+    plan = solver.solve(g, mesh, rules="documented")
+    assert plan.price == 0
+    assert plan.peak_bytes <= 300
+
+
+@pytest.mark.parametrize("objective", ["seconds", "volume", "published"])
+def test_the_copy_that_an_op_needs_counts_at_every_price(objective: Any) -> None:
+    g = Graph("copies")
+    x = g.input("x", (8,), place="tp=P")
+    g.output(g.op("abs", g.op("negate", g.op("exp", x))), place="R")
+    plan = GraphSolver(objective=objective).solve(g, TP)
+    (move,) = plan.needed_moves(0)
+    held = [plan.layout("x"), move.dst, plan.layout("exp_0")]
+    assert plan.memory_bytes[0] == sum(layout.local_bytes(0) for layout in held)
+    least = GraphSolver(objective=objective, budget_bytes=plan.peak_bytes).solve(g, TP)
+    assert least.peak_bytes <= plan.peak_bytes
+    with pytest.raises(BudgetError, match="The smallest budget that would do"):
+        GraphSolver(objective=objective, budget_bytes=plan.layout("x").local_bytes(0)).solve(g, TP)
+
+
 def test_shapes_with_symbols_need_numbers() -> None:
     g = Graph("symbols")
     x = g.input("x", ("tokens", 8), place="R")

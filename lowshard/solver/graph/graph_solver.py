@@ -36,6 +36,8 @@ from lowshard.solver.pick import pick
 from lowshard.solver.table import Rules
 
 Method = Literal["auto", "dp", "ilp"]
+_NOTHING = 1e-12
+"""Seconds or bytes that are rounding beside every price, where the price is 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +155,7 @@ class GraphSolver(Bindable):
                 f"graph {bound.name!r}: no layouts lead to the wanted outputs by moves that can be made; an output "
                 "wanted partial must come so from its op, and allow_partial_to_sharded=False bars P -> S"
             )
-        if low > best.price * (1 + PROVED):
+        if low > best.price * (1 + PROVED) + _NOTHING:
             raise InternalError(
                 f"graph {bound.name!r} on mesh {mesh}: {method} gave {low!r} as the least price of any plan, and a "
                 f"plan was found for {best.price!r}. This is a defect of lowshard: please report it with the graph"
@@ -174,7 +176,7 @@ class GraphSolver(Bindable):
                 best = schedule(space, assignment)
                 if greedy is not None and greedy.price < best.price:
                     best = greedy
-                if best.price <= low * (1 + PROVED):
+                if best.price <= low * (1 + PROVED) or low >= BIG:
                     return best, low, "dynamic programming"
                 space = relaxation.pruned(best.price)
             except TooWideError:
