@@ -507,6 +507,13 @@ def test_terms_that_nothing_reduces_at_published_prices_are_said(budget_bytes: f
         GraphSolver(objective="published", budget_bytes=budget_bytes).solve(g, TP)
 
 
+def test_what_the_integer_program_proves_impossible_is_not_blamed_on_time() -> None:
+    g = Graph("no way")
+    g.output(g.op("exp", g.input("x", (4,), place="tp=P:min")))
+    with pytest.raises(SolverError, match="no layouts lead to the wanted outputs"):
+        GraphSolver(objective="published", method="ilp").solve(g, TP, rules="documented")
+
+
 def test_a_bound_that_is_all_rounding_is_no_defect() -> None:
     g = Graph("nothing moves")
     x = g.weight("x", (5, 1, 5), "float64")

@@ -151,10 +151,7 @@ class GraphSolver(Bindable):
         if greedy is not None and greedy.price < best.price * (1 - 1e-9):
             best, method = greedy, "greedy"
         if best.price == inf:
-            raise SolverError(
-                f"graph {bound.name!r}: no layouts lead to the wanted outputs by moves that can be made; an output "
-                "wanted partial must come so from its op, and allow_partial_to_sharded=False bars P -> S"
-            )
+            raise _no_way(bound)
         if low > best.price * (1 + PROVED) + _NOTHING:
             raise InternalError(
                 f"graph {bound.name!r} on mesh {mesh}: {method} gave {low!r} as the least price of any plan, and a "
@@ -209,6 +206,8 @@ class GraphSolver(Bindable):
                 best = found
         if best is None and greedy is not None:
             return greedy, max(low, answer.bound), "greedy"
+        if best is None and answer.is_infeasible:
+            raise _no_way(space.graph)
         if best is None:
             raise SolverError(
                 f"graph {space.graph.name!r}: no plan was found within {self.time_limit_s:g} s; raise time_limit_s"
@@ -390,6 +389,13 @@ def walk(space: Space, solver: Solver) -> Schedule:
         choices.append(choice)
         at.update(zip(node.results, choice.outputs, strict=True))
     return schedule(space, Assignment(leaves, tuple(choices)))
+
+
+def _no_way(graph: BoundGraph) -> SolverError:
+    return SolverError(
+        f"graph {graph.name!r}: no layouts lead to the wanted outputs by moves that can be made; an output wanted "
+        "partial must come so from its op, and allow_partial_to_sharded=False bars P -> S"
+    )
 
 
 def _budget_of(given: float | None, mesh: DeviceMesh) -> float | None:
