@@ -223,6 +223,7 @@ def test_scalars_that_do_not_fit(op: str, values: Any, error: str) -> None:
         ("top_k", [(4, 8)], {"k": 2.5}, "'k' is an integer"),
         ("reshape", [(4, 8)], {"shape": ("8", 4)}, "'shape' is an integer"),
         ("chunk", [(4, 8)], {"chunks": 1 << 58}, "from 1 to 10,000"),
+        ("sum", [(4, 8)], {"axis": 1 << 60}, "'axis' is a number from -5"),
         ("pad", [(4,)], {"pads": [(0, 1)], "mode": "maximum"}, "mode is 'constant', 'edge'"),
         ("cast", [(4, 8)], {"dtype": 3}, "dtype"),
     ],
@@ -235,6 +236,13 @@ def test_operands_and_arguments_that_do_not_go_together_are_refused_by_the_rule(
     layouts = [Layout(mesh, s, d, (R,)) for s, d in zip(shapes, dtypes_of, strict=True)]
     with pytest.raises(LowshardError, match=error):
         pick(op, layouts, **args)
+
+
+def test_a_scalar_may_be_any_that_64_bits_hold() -> None:
+    (made,) = unsharded("add_scalar", np.zeros(1, np.int64), value=2**63 - 1)
+    assert made == 2**63 - 1
+    with pytest.raises(LayoutError, match="is a number from -9223372036854775807 to 9223372036854775807"):
+        unsharded("add_scalar", np.zeros(1, np.uint64), value=2**63)
 
 
 def test_a_kernel_that_does_not_take_its_operands_is_told_with_the_op() -> None:
