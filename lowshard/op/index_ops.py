@@ -68,7 +68,8 @@ _SCATTER = {
 def scatter(part: Part, x: Array, updates: Array, indices: Array) -> Array:
     """Element [.., indices[.., i, ..], ..] takes updates[.., i, ..]."""
     xp, dim = part.xp, part.dim()
-    made, updates = x.copy(), converted(part.xp, updates, dtypes.get(x.dtype))
+    wide = dtypes.get(x.dtype).accumulator
+    made, updates = x.astype(wide.numpy), converted(xp, updates, wide)
     places = [
         xp.arange(n).reshape([-1 if d == e else 1 for e in range(x.ndim)])
         for d, n in enumerate(indices.shape)

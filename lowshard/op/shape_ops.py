@@ -187,8 +187,8 @@ def fold(part: Part, x: Array) -> Array:
     kh, kw = part.args["kernel"]
     stride = int(part.args.get("stride", 1))
     rows, columns = (h - kh) // stride + 1, (w - kw) // stride + 1
-    blocks = x.reshape(n, c, kh, kw, rows, columns)
-    made = part.xp.zeros((n, c, h, w), x.dtype)
+    blocks = in_accumulator(x).reshape(n, c, kh, kw, rows, columns)
+    made = part.xp.zeros((n, c, h, w), blocks.dtype)
     for i in range(kh):
         for j in range(kw):
             made[:, :, i : i + rows * stride : stride, j : j + columns * stride : stride] += blocks[

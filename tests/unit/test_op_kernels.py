@@ -192,6 +192,13 @@ def test_narrow_floats_are_summed_wide_and_rounded_once() -> None:
     x = np.full((1, 4096), 1.0, np.float16)
     assert one("sum", x)[0, 0] == 4096
     assert one("matmul", x, x.T)[0, 0] == 4096
+    places = np.zeros(4096, np.int64)
+    assert one("scatter_add", np.zeros(1, np.float16), x[0], places) == 4096
+    overlapping = np.ones((1, 64, 65), np.float16)
+    overlapping[..., 0] = 2048
+    assert (
+        one("fold", overlapping, shape=[1, 1, 1, 128], kernel=[1, 64])[0, 0, 0, 63] == 2112
+    )  # 2048 and 63 ones, rounded to even
 
 
 def test_every_kernel_gives_the_shapes_and_dtypes_of_its_rule(rng: Rng) -> None:
