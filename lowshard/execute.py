@@ -256,7 +256,7 @@ def _run(
     """Do one exchange and return this rank's result."""
     if out is None and local is not None and program.view is not None:
         view = local[(*program.view, ...)]  # an array even when 0-d
-        return _read_only(view) if is_last else view
+        return read_only_view(view) if is_last else view
     result = out if out is not None else _result(program, comm, is_last, pool)
     exchange_runner.run(program, local, result, comm)
     return result
@@ -278,12 +278,13 @@ def _result(program: Program, comm: Communicator, is_last: bool, pool: BufferPoo
 
 def _same(local: Array | None, out: Array | None) -> Array | None:
     if local is None or out is None:
-        return None if local is None else _read_only(local[...])
+        return None if local is None else read_only_view(local[...])
     out[...] = local
     return out
 
 
-def _read_only(view: Array) -> Array:
+def read_only_view(view: Array) -> Array:
+    """Return an array that is a view of another's memory so that it cannot be written; on a GPU a copy."""
     if not isinstance(view, np.ndarray):
         return view.copy()  # CuPy has no read-only arrays
     view = view.view()

@@ -8,9 +8,11 @@ the cheapest chain, so the price of a chain never exceeds that of its parts.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from heapq import heappop, heappush
 from math import prod
+from operator import itemgetter
 from typing import Literal, NamedTuple
 
 from lowshard import dtypes
@@ -26,6 +28,7 @@ StepKind = Literal[
     "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "slice", "keep_one", "exchange"
 ]
 
+_START, _STOP = itemgetter(0), itemgetter(1)
 _SAMPLED_RANKS = 16
 _STATES_MOST = 400
 _STEP_S = 1e-6
@@ -191,7 +194,12 @@ class Grid:
                 low, high = before[dim][_index(coord, src.cutters[dim], self.mesh.shape)]
                 wanted *= stop - start
                 own *= max(0, min(stop, high) - max(start, low))
-                cells *= sum(1 for a, b in before[dim] if a < stop and start < b)
+                # Those that begin before the end, but for those that end by the beginning: they lie in order.
+                cells *= bisect_left(before[dim], stop, key=_START) - bisect_right(
+                    before[dim], start, key=_STOP
+                )
+            if not wanted:
+                continue
             received = terms * wanted - own
             total += received
             most = max(most, received)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,9 +13,9 @@ from lowshard.comm.agreement import agree, control_of
 from lowshard.comm.communicator import Communicator
 from lowshard.comm.work import Stream
 from lowshard.errors import BufferMismatchError, LowshardError, MeshError, PlanError
-from lowshard.execute import execute_all
+from lowshard.execute import execute_all, read_only_view
 from lowshard.foreign_array import is_foreign, like, view_of
-from lowshard.kernels.buffer import is_gpu
+from lowshard.kernels.buffer import address_range, is_gpu
 from lowshard.layout import Layout
 from lowshard.mesh import DeviceMesh
 from lowshard.op.op_part import Part, subgroup
@@ -23,7 +23,7 @@ from lowshard.op.op_registry import Array, find_kernel, run_kernel
 from lowshard.placement import Replicated
 from lowshard.redistribute_plan import plan_redistribute
 from lowshard.solver.action import Action, action_set
-from lowshard.solver.table import dtype_error
+from lowshard.solver.table import RULES, dtype_error
 
 
 def run_action(
@@ -32,6 +32,9 @@ def run_action(
     """Run an op as an action says and return this rank's part of each result, laid out as `action.outputs`.
 
     Collective: all ranks of the communicator call this, with equal actions.
+
+    Results are row-major. One that is nothing but an operand seen otherwise (a reshape, say) is a read-only view of it;
+    torch and CuPy, which have none, get a copy.
 
     Args:
         action: from `pick` or a solver.
@@ -46,6 +49,8 @@ def run_action(
     Raises:
         BufferMismatchError: operands of another number, shape or dtype.
         DTypeError: the op does not take the dtype, or a row of the action does not hold for it.
+        LayoutError: the op has no kernel, or does not take the operands; indices are out of range (on a GPU they are
+            not looked at).
         MeshError: the communicator has fewer ranks than the mesh names.
         MismatchError: the ranks hold different actions.
     """
@@ -57,7 +62,7 @@ def run_action(
             digest, said = bytes.fromhex(action.digest()), partial(str, action)
         agree(comm, digest, error, "run_action", said)
         needed = move_operands(action, seen, comm)
-        results = compute(action, needed, comm)
+        results = kept_apart(compute(action, needed, comm), seen)
     sample = next(filter(is_foreign, operands), None)
     return tuple(like(result, sample, apart=True) for result in results)
 
@@ -90,20 +95,45 @@ def move_operands(action: Action, operands: Sequence[Array | None], comm: Commun
 
 
 def compute(action: Action, operands: Sequence[Array | None], comm: Communicator) -> tuple[Array | None, ...]:
-    """Return this rank's part of each result, from operands that lie in `action.inputs`.
+    """Return this rank's part of each result, from operands that lie in `action.inputs`; perhaps views of them.
 
-    Collective where a row has collectives inside: all ranks of the communicator call this.
+    Collective where a row has collectives inside, or the op reads indices, which one rank alone may find out of range:
+    all ranks of the communicator call this.
     """
     _need_form(action, operands, comm)
     if any(row.how != "local" for row in action.rows):
         _make_groups(action, comm)
-    if comm.rank not in action.mesh:
-        return (None,) * len(action.results)
-    return run_kernel(Part(action, comm.rank, comm, comm.xp), *operands)
+    may_fail_alone = comm.xp is np and action.op in RULES and RULES[action.op].reads_indices
+    results: tuple[Array | None, ...] = (None,) * len(action.results)
+    wrong = None
+    try:
+        if comm.rank in action.mesh:
+            results = run_kernel(Part(action, comm.rank, comm, comm.xp), *operands)
+    except LowshardError as error:
+        if not may_fail_alone:
+            raise
+        wrong = error
+    if may_fail_alone:
+        agree(comm, b"", wrong, action.op)
+    return results
+
+
+def kept_apart(results: Sequence[Array | None], given: Iterable[Array | None]) -> tuple[Array | None, ...]:
+    """Return results; one that shares memory with what was given, or with another result, is a read-only view."""
+    every = enumerate((*results, *given))
+    spans = sorted((*address_range(x), k) for k, x in every if x is not None and x.size)
+    shared: set[int] = set()
+    end, last = 0, -1  # of what reaches furthest so far
+    for start, stop, k in spans:
+        if start < end:
+            shared |= {k, last}
+        if stop > end:
+            end, last = stop, k
+    return tuple(read_only_view(x) if k in shared else x for k, x in enumerate(results))
 
 
 def unsharded(op: str, *arrays: Array, **op_args: Any) -> tuple[Array, ...]:
-    """Return the results of an op on whole arrays: what the sharded op must equal.
+    """Return the results of an op on whole arrays, perhaps read-only views of them: what the sharded op must equal.
 
     Raises:
         DTypeError: the op does not take the dtype.
@@ -120,7 +150,7 @@ def unsharded(op: str, *arrays: Array, **op_args: Any) -> tuple[Array, ...]:
     refused = dtype_error(op, layouts, action.rows)
     if refused is not None:
         raise refused
-    results = run_kernel(Part(action, 0, None, _module_of(arrays)), *arrays)
+    results = kept_apart(run_kernel(Part(action, 0, None, _module_of(arrays)), *arrays), arrays)
     return tuple(like(result, sample, apart=True) for result in results)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from lowshard import dtypes
 from lowshard.op.op_part import Part
-from lowshard.op.op_registry import Array, kernel
+from lowshard.op.op_registry import Array, converted, in_accumulator, kernel
 from lowshard.special import erf
 
 _INV_SQRT2 = math.sqrt(0.5)
@@ -25,8 +25,8 @@ def _erf(xp: Any, x: Array) -> Array:
     return device_erf(x)
 
 
-def _sigmoid(xp: Any, x: Array) -> Array:
-    # Of exp(-x) and exp(x) the one that cannot overflow.
+def sigmoid(xp: Any, x: Array) -> Array:
+    """Return 1 / (1 + exp(-x)), by the one of exp(-x) and exp(x) that cannot overflow."""
     small = xp.exp(-xp.abs(x))
     return xp.where(x >= 0, 1 / (1 + small), small / (1 + small))
 
@@ -38,29 +38,27 @@ _UNARY: dict[str, Callable[[Any, Array], Array]] = {
     "log": lambda xp, x: xp.log(x),
     "sqrt": lambda xp, x: xp.sqrt(x),
     "rsqrt": lambda xp, x: 1 / xp.sqrt(x),
-    "sigmoid": _sigmoid,
-    "silu": lambda xp, x: x * _sigmoid(xp, x),
+    "sigmoid": sigmoid,
+    "silu": lambda xp, x: x * sigmoid(xp, x),
     "gelu": lambda xp, x: 0.5 * x * (1 + _erf(xp, x * _INV_SQRT2)),
     "tanh": lambda xp, x: xp.tanh(x),
     "sin": lambda xp, x: xp.sin(x),
     "cos": lambda xp, x: xp.cos(x),
     "erf": _erf,
     "floor": lambda xp, x: xp.floor(x),
-    "round": lambda xp, x: xp.rint(x),
+    "round": lambda xp, x: x.copy() if x.dtype.kind in "iub" else xp.rint(x),  # rint makes floats of integers
     "trunc": lambda xp, x: xp.trunc(x),
     "log1p": lambda xp, x: xp.log1p(x),
     "atanh": lambda xp, x: xp.arctanh(x),
     "acos": lambda xp, x: xp.arccos(x),
     "negate": lambda xp, x: xp.negative(x),
-    "passthrough": lambda xp, x: x.copy(),
 }
 
 
 @kernel(*_UNARY)
 def unary(part: Part, x: Array) -> Array:
     """Computed in the accumulator's type, rounded once."""
-    wide = dtypes.get(x.dtype).accumulator.numpy
-    return _UNARY[part.op](part.xp, x.astype(wide)).astype(x.dtype)
+    return _UNARY[part.op](part.xp, in_accumulator(x))
 
 
 _TESTS = {"is_nan": "isnan", "is_inf": "isinf", "logical_not": "logical_not"}
@@ -72,25 +70,20 @@ def test(part: Part, x: Array) -> Array:
     return getattr(part.xp, _TESTS[part.op])(x)
 
 
-@kernel("cast", "dequantize")
+@kernel("cast", "dequantize", "passthrough")
 def cast(part: Part, x: Array) -> Array:
-    """To the result's dtype."""
-    return x.astype(part.action.outputs[0].numpy_dtype)
+    """A copy in the result's dtype."""
+    made = converted(part.xp, x, dtypes.get(part.action.outputs[0].dtype))
+    return x.copy() if made is x else made
 
 
-@kernel("mul_scalar", "add_scalar", "pow_scalar")
+_SCALAR = {"mul_scalar": operator.mul, "add_scalar": operator.add, "pow_scalar": operator.pow}
+
+
+@kernel(*_SCALAR)
 def scalar(part: Part, x: Array) -> Array:
     """With the argument `value`."""
-    value = part.args.get("value", 1)
-    wide = x.astype(dtypes.get(x.dtype).accumulator.numpy)
-    made = {"mul_scalar": operator.mul, "add_scalar": operator.add, "pow_scalar": operator.pow}[part.op](
-        wide, value
-    )
-    if x.dtype.kind in "iu" and made.dtype.kind == "f":
-        made = made.astype(
-            np.int64
-        )  # of what a narrower integer does not hold, vector code makes something else
-    return made.astype(x.dtype)
+    return _SCALAR[part.op](in_accumulator(x), part.args.get("value", 1))
 
 
 _BINARY = {
@@ -113,11 +106,11 @@ _COMPARE = (
 @kernel(*_BINARY)
 def binary(part: Part, x: Array, y: Array) -> Array:
     """NumPy's ufunc in the accumulator's type; integers divide to the nearest below."""
-    wide = dtypes.get(x.dtype).accumulator.numpy
     name = _BINARY[part.op]
     if name == "divide" and x.dtype.kind in "iub":
         name = "floor_divide"
-    return getattr(part.xp, name)(x.astype(wide), y.astype(wide)).astype(x.dtype)
+    wide = dtypes.get(x.dtype).accumulator
+    return getattr(part.xp, name)(*(converted(part.xp, operand, wide) for operand in (x, y)))
 
 
 @kernel(*_COMPARE)
@@ -129,7 +122,7 @@ def compare(part: Part, x: Array, y: Array) -> Array:
 @kernel("where")
 def where(part: Part, condition: Array, x: Array, y: Array) -> Array:
     """x where the condition is true, else y."""
-    return part.xp.where(condition.astype(bool), x, y).astype(x.dtype)
+    return part.xp.where(condition.astype(bool), x, converted(part.xp, y, dtypes.get(x.dtype)))
 
 
 @kernel("rebind")
@@ -141,4 +134,4 @@ def rebind(part: Part, *arrays: Array) -> tuple[Array, ...]:
 @kernel("buffer_store")
 def buffer_store(part: Part, destination: Array, source: Array) -> Array:
     """The source, in the destination's dtype."""
-    return source.astype(destination.dtype)
+    return source.copy()

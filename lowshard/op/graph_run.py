@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
 
 from lowshard import dtypes
-from lowshard.argument import instance, items, mapping, number
+from lowshard.argument import brief, instance, items, mapping, number
 from lowshard.argument import whole as whole_number
 from lowshard.box import slices_of
 from lowshard.comm.agreement import agree, control_of
 from lowshard.comm.communicator import Communicator
 from lowshard.comm.loopback import run_loopback
 from lowshard.comm.work import Stream
+from lowshard.content_hash import text_digest
 from lowshard.errors import (
     BufferMismatchError,
     LayoutError,
@@ -27,16 +28,21 @@ from lowshard.errors import (
 from lowshard.execute import execute
 from lowshard.foreign_array import is_foreign, like, view_of
 from lowshard.layout import Layout
-from lowshard.op.action_run import compute, unsharded
+from lowshard.op.action_run import compute, kept_apart, unsharded
 from lowshard.op.op_registry import find_kernel
 from lowshard.redistribute_plan import plan_redistribute
 from lowshard.solver.graph.bound_graph import BoundGraph
 from lowshard.solver.graph.graph_plan import GraphPlan
-from lowshard.solver.table import dtype_error
+from lowshard.solver.table import RULES, dtype_error
 
 Array = Any
 _PLACES = {"argmax": 0, "argmin": 0, "argsort": 0, "top_k": 1, "bottom_k": 1}
 """Ops that tell where elements are, and which of their results that is."""
+_LOOKED_UP = {
+    "gather": 0, "embedding": 0, "moe_finalize": 0,
+    **dict.fromkeys(("scatter", "scatter_add", "scatter_max", "scatter_min", "scatter_mul"), -1),
+}  # fmt: skip
+"""Ops that look elements up along one dim of their first operand, and that dim where no `axis` is given."""
 _FOLDS = {"sum": np.add, "avg": np.add, "max": np.maximum, "min": np.minimum, "prod": np.multiply}
 
 
@@ -51,7 +57,8 @@ def run_graph(
     """Run a graph as its plan says and return this rank's part of each output, laid out as `plan.output_layouts`.
 
     Collective: all ranks of the communicator call this, with equal plans and outputs. Ops that no wanted output needs
-    are left out; tensors and copies are let go of after their last use.
+    are left out; tensors and copies are let go of after their last use. Outputs that share memory with an input, or
+    with one another, are read-only views; torch and CuPy, which have none, get copies.
 
     Args:
         plan: from `GraphSolver.solve` or `solve_graph`.
@@ -68,7 +75,7 @@ def run_graph(
         DTypeError: an op does not take the dtype of an operand.
         LayoutError: no such tensor.
         MeshError: the communicator has fewer ranks than the mesh names.
-        MismatchError: the ranks hold different plans.
+        MismatchError: the ranks hold different plans, or want other outputs or the same in another order.
         PlanError: what was passed is not a plan.
     """
     control_of(comm)
@@ -83,11 +90,12 @@ def _run_graph(
     names: list[str] = []
     steps: list[int] = []
     sample: object = None
-    digest, said = bytes(16), None
+    digest, words = bytes(16), ""
     try:
         instance(plan, GraphPlan, "run_graph takes a GraphPlan", PlanError)
-        digest, said = bytes.fromhex(plan.digest()), partial(str, plan)
-        names = _wanted(plan.graph, outputs)
+        names = list(dict.fromkeys(_wanted(plan.graph, outputs)))
+        digest = text_digest(json.dumps([plan.digest(), names]))
+        words = f"{plan}, for the outputs {', '.join(map(brief, names[:8]))}"
         steps = needed_steps(plan.graph, names)
         if isinstance(inputs, Mapping):
             sample = next(filter(is_foreign, inputs.values()), None)
@@ -95,14 +103,16 @@ def _run_graph(
         error = error or _input_error(plan, inputs, steps, names, comm)
     except LowshardError as found:
         error = found
-    agree(comm, digest, error, "run_graph", said)
+    agree(comm, digest, error, "run_graph", lambda: words)
     graph, end = plan.graph, len(plan.graph.nodes)
     number = {info.name: t for t, info in enumerate(graph.tensors)}
-    wanted = {number[n] for n in names}
-    last = _last_uses(graph, steps, wanted)
+    ends = {number[n]: plan.output_layouts.get(n, plan.layouts[number[n]]) for n in names}
+    read = {t: step for step in steps for t in graph.nodes[step].operands}
+    last = {**read, **dict.fromkeys(ends, end)}
     held: dict[int, dict[Layout, Array | None]] = {
         t: {plan.layouts[t]: inputs[graph.tensors[t].name]} for t in graph.leaves() if t in last
     }
+    given = [part for parts in held.values() for part in parts.values()]
 
     def bring(tensor: int, step: int, layout: Layout) -> Array | None:
         if layout not in held[tensor]:
@@ -121,16 +131,17 @@ def _run_graph(
         node, action = graph.nodes[step], plan.actions[step]
         operands = [bring(t, step, need) for t, need in zip(node.operands, action.inputs, strict=True)]
         made = compute(action, operands, comm)
-        del operands
         for t, layout, part in zip(node.results, action.outputs, made, strict=True):
             if last.get(t, -1) > step:
                 held[t] = {layout: part}
+        del operands, made
         for t in {*node.operands}:
             if last[t] <= step:
                 held.pop(t, None)
-    ends = plan.output_layouts
-    made_of = {n: bring(number[n], end, ends.get(n, plan.layouts[number[n]])) for n in names}
-    return {n: like(result, sample, apart=True) for n, result in made_of.items()}
+            elif plan.unit == "bytes" or (read[t] <= step and ends[t] == plan.layouts[t]):
+                held[t] = {plan.layouts[t]: held[t][plan.layouts[t]]}  # it stays, copies of it do not
+    results = kept_apart([bring(t, end, layout) for t, layout in ends.items()], given)
+    return {n: like(result, sample, apart=True) for n, result in zip(names, results, strict=True)}
 
 
 def _wanted(graph: BoundGraph, outputs: Sequence[str] | None) -> list[str]:
@@ -180,22 +191,24 @@ def run_unsharded(graph: BoundGraph, inputs: Mapping[str, Array]) -> dict[str, A
 
 
 def random_inputs(graph: BoundGraph, seed: int = 0) -> dict[str, np.ndarray]:
-    """Return whole arrays for every input and weight: small normal numbers; indices where a lookup reads them."""
+    """Return whole arrays for every input and weight: small normal numbers; indices where all that read them can."""
     rng = np.random.default_rng(seed)
     limits: dict[int, int] = {}
     for node in graph.nodes:
-        if node.op in ("gather", "embedding"):
-            axis = 0 if node.op == "embedding" else int(dict(node.args).get("axis", 0))
-            limits[node.operands[1]] = graph.shapes[node.operands[0]][axis]
+        if node.op not in _LOOKED_UP:
+            continue
+        source, indices = node.operands[0], node.operands[RULES[node.op].indices[0]]
+        extent = graph.shapes[source][int(dict(node.args).get("axis", _LOOKED_UP[node.op]))]
+        limits[indices] = max(1, min(extent, limits.get(indices, extent)))
     found = {}
     for t in graph.leaves():
         shape, row = graph.shapes[t], dtypes.get(graph.dtypes[t])
         if row.kind in ("int", "uint", "bool"):
-            value: np.ndarray = rng.integers(0, limits.get(t, 2), shape)
+            value: Any = rng.integers(0, limits.get(t, 2), shape)
         else:
             fan = shape[-2] if graph.tensors[t].kind == "weight" and len(shape) > 1 else 1
             value = rng.standard_normal(shape, np.float32) / np.sqrt(fan)
-        found[graph.tensors[t].name] = value.astype(row.numpy)
+        found[graph.tensors[t].name] = np.asarray(value).astype(row.numpy)  # of no dims they are scalars
     return found
 
 
@@ -272,10 +285,11 @@ def prove(plan: GraphPlan, seed: int = 0, tolerance: float = 2e-3, timeout_s: fl
 
 
 def _largest_error(value: np.ndarray, right: np.ndarray) -> float:
-    """Return the largest difference, relative to the largest element of what is right."""
-    wide = right.astype(np.float64)
-    scale = float(np.abs(wide).max(initial=0.0)) or 1.0
-    return float(np.abs(value.astype(np.float64) - wide).max(initial=0.0)) / scale
+    """Return the largest difference, relative to the largest finite element of what is right; NaN equals NaN."""
+    ours, wide = value.astype(np.float64), right.astype(np.float64)
+    scale = float(np.abs(wide[np.isfinite(wide)]).max(initial=0.0)) or 1.0
+    same = (ours == wide) | (np.isnan(ours) & np.isnan(wide))
+    return float(np.abs(ours[~same] - wide[~same]).max(initial=0.0)) / scale
 
 
 def _elements_told(
@@ -293,12 +307,6 @@ def _elements_told(
             if ((value >= 0) & (value < x.shape[dim])).all():
                 return np.take_along_axis(x, value, dim), np.take_along_axis(x, right, dim)
     return value, right
-
-
-def _last_uses(graph: BoundGraph, steps: Sequence[int], wanted: set[int]) -> dict[int, int]:
-    found = {t: step for step in steps for t in graph.nodes[step].operands}
-    found.update(dict.fromkeys(wanted, len(graph.nodes)))
-    return found
 
 
 def _input_error(

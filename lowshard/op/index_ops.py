@@ -7,9 +7,25 @@ import math
 import numpy as np
 
 from lowshard import dtypes
+from lowshard.op.elementwise_ops import sigmoid
 from lowshard.op.op_part import Part
-from lowshard.op.op_registry import Array, kernel
+from lowshard.op.op_registry import Array, converted, in_accumulator, kernel
 from lowshard.op.run_moves import Held, Run, along, exchange
+
+
+def _places(part: Part, indices: Array, extent: int) -> Array:
+    """Return indices of a dim, counted from 0, as int64.
+
+    Raises:
+        IndexError: one is out of range. Not on a GPU, where looking would make the host wait.
+    """
+    if part.xp is np and indices.size and not -extent <= int(indices.min()) <= int(indices.max()) < extent:
+        raise IndexError(
+            f"indices of {extent} elements are from {-extent} to {extent - 1}, got {int(indices.min())} to "
+            f"{int(indices.max())}"
+        )
+    found = indices.astype(np.int64)
+    return part.xp.where(found < 0, found + extent, found)
 
 
 @kernel("gather", "embedding")
@@ -17,9 +33,7 @@ def gather(part: Part, table: Array, indices: Array) -> Array:
     """As NumPy's take; where the looked-up dim is cut, zeros stand for what other ranks hold."""
     xp = part.xp
     dim = 0 if part.op == "embedding" else part.dim("axis", 0)
-    indices = indices.astype(np.int64)
-    extent = part.shape()[dim]
-    indices = xp.where(indices < 0, indices + extent, indices)
+    indices = _places(part, indices, part.shape()[dim])
     if not part.axes("mask", 0, dim):
         return xp.take(table, indices, axis=dim)
     start, stop = part.box()[dim]
@@ -35,11 +49,11 @@ def gather(part: Part, table: Array, indices: Array) -> Array:
 def gather_nd(part: Part, x: Array, indices: Array) -> Array:
     """x at index tuples, batch by batch."""
     xp, batch = part.xp, int(part.args.get("batch_dims", 0))
-    indices = indices.astype(np.int64)
     lead = xp.ix_(*(xp.arange(n) for n in x.shape[:batch])) if batch else ()
     middle = indices.ndim - 1 - batch
     lead = tuple(a.reshape(a.shape + (1,) * middle) for a in lead)
-    return x[(*lead, *(indices[..., i] for i in range(indices.shape[-1])))]
+    columns = (_places(part, indices[..., i], x.shape[batch + i]) for i in range(indices.shape[-1]))
+    return x[(*lead, *columns)]
 
 
 _SCATTER = {
@@ -54,12 +68,13 @@ _SCATTER = {
 def scatter(part: Part, x: Array, updates: Array, indices: Array) -> Array:
     """Element [.., indices[.., i, ..], ..] takes updates[.., i, ..]."""
     xp, dim = part.xp, part.dim()
-    made = x.copy()
+    wide = dtypes.get(x.dtype).accumulator
+    made, updates = x.astype(wide.numpy), converted(xp, updates, wide)
     places = [
         xp.arange(n).reshape([-1 if d == e else 1 for e in range(x.ndim)])
         for d, n in enumerate(indices.shape)
     ]
-    places[dim] = indices.astype(np.int64)
+    places[dim] = _places(part, indices, x.shape[dim])
     if part.op == "scatter":
         made[tuple(places)] = updates
     else:
@@ -67,9 +82,14 @@ def scatter(part: Part, x: Array, updates: Array, indices: Array) -> Array:
     return made
 
 
+def _comparable(x: Array) -> Array:
+    """Return an array in a dtype that NumPy sorts with NaN last: ml_dtypes' types leave the rest unsorted then."""
+    return x.astype(np.float32) if dtypes.get(x.dtype).kind == "scale" else in_accumulator(x)
+
+
 def _descending(part: Part, x: Array, dim: int) -> Array:
-    """Return the stable order from large to small along a dim: of equals the first index comes first."""
-    xp = part.xp
+    """Return the stable order from large to small along a dim: of equals the first index comes first, NaN largest."""
+    xp, x = part.xp, _comparable(x)
     if part.op == "bottom_k":
         return xp.argsort(x, axis=dim, kind="stable")
     back = xp.argsort(xp.flip(x, dim), axis=dim, kind="stable")
@@ -103,15 +123,13 @@ def top_k(part: Part, x: Array) -> tuple[Array, ...]:
             xp.concatenate([xp.take(g[i], cut[i], axis=dim) for i in order], axis=dim) for g in gathered
         ]
         values, places = best(*joined)
-    values, places = xp.ascontiguousarray(values), xp.ascontiguousarray(places)
     return (values,) if part.op == "top_k_values" else (values, places)
 
 
 @kernel("argsort", "sort")
 def sort(part: Part, x: Array) -> Array:
-    """Stable, ascending."""
-    made = getattr(part.xp, part.op)(x, axis=part.dim(), kind="stable")
-    return made.astype(np.int64) if part.op == "argsort" else made
+    """Stable, ascending, NaN last."""
+    return getattr(part.xp, part.op)(_comparable(x), axis=part.dim(), kind="stable")
 
 
 @kernel("attention")
@@ -140,28 +158,27 @@ def attention(part: Part, q: Array, k: Array, v: Array) -> Array:
     heads = xp.arange(first, last) // share - low
     wide = dtypes.get(q.dtype).accumulator.numpy
     keys, values = k[:, heads].astype(wide), v[:, heads].astype(wide)
-    scale = float(part.args.get("scale") or 1 / math.sqrt(max(part.shape(0)[3], 1)))
+    given = part.args.get("scale")
+    scale = float(1 / math.sqrt(max(part.shape(0)[3], 1)) if given is None else given)
     scores = q.astype(wide) @ xp.swapaxes(keys, -1, -2) * wide.type(scale)
     if part.args.get("causal"):
         rows = xp.arange(*part.box(0)[2])[:, None] + (part.shape(1)[2] - part.shape(0)[2])
         scores = xp.where(xp.arange(keys.shape[2])[None] <= rows, scores, -np.inf)
     scores = xp.exp(scores - scores.max(axis=-1, keepdims=True, initial=-np.inf))
     scores = scores / scores.sum(axis=-1, keepdims=True)
-    return (scores @ values).astype(q.dtype)
+    return scores @ values
 
 
 @kernel("moe_finalize")
 def moe_finalize(part: Part, y: Array, places: Array, weights: Array) -> Array:
     """Result row t is the sum over j of weights[t, j] y[places[t, j]]."""
-    wide = dtypes.get(y.dtype).accumulator.numpy
-    chosen = y.astype(wide)[places.astype(np.int64)]
-    return (chosen * weights[..., None]).sum(axis=1).astype(y.dtype)
+    chosen = in_accumulator(y)[_places(part, places, y.shape[0])]
+    return (chosen * weights[..., None]).sum(axis=1)
 
 
 @kernel("fused_silu")
 def fused_silu(part: Part, x: Array, *_: Array) -> Array:
     """silu of the first half of the last dim times the second."""
-    xp, half = part.xp, x.shape[-1] // 2
-    gate, up = x[..., :half], x[..., half:]
-    small = xp.exp(-xp.abs(gate))
-    return (gate * xp.where(gate >= 0, 1 / (1 + small), small / (1 + small)) * up).astype(x.dtype)
+    half = x.shape[-1] // 2
+    gate, up = in_accumulator(x[..., :half]), x[..., half:]
+    return gate * sigmoid(part.xp, gate) * up

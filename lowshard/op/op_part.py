@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from lowshard import dtypes
 from lowshard.argument import instance, whole
 from lowshard.box import Box, Interval, shape_of
 from lowshard.comm.communicator import Communicator
@@ -93,11 +91,6 @@ class Part:
         out = self.xp.empty_like(send)
         self.group(axes).comm.all_reduce(send, out, op=op, order="tree")  # type: ignore[arg-type]
         return out
-
-    @cached_property
-    def wide(self) -> np.dtype[Any]:
-        """The dtype that sums over the first operand run in."""
-        return dtypes.get(self.action.sources[0].dtype).accumulator.numpy
 
 
 class Group:

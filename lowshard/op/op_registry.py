@@ -23,8 +23,24 @@ def in_accumulator(x: Array) -> Array:
     return x.astype(dtypes.get(x.dtype).accumulator.numpy, copy=False)
 
 
+def converted(xp: Any, x: Array, dtype: dtypes.DType) -> Array:
+    """Return an array in a dtype, row-major; itself where it is so.
+
+    Floats become integers by way of int64: of what a narrower one does not hold, NaN too, NumPy's vector code makes
+    other values than its code for the rest of an array, so that shards would differ from the whole.
+    """
+    came = dtypes.get(x.dtype)
+    if came.kind == "float" and dtype.kind in ("int", "uint") and dtype.bits < 64:
+        x = x.astype(np.int64)
+    return xp.asarray(x, dtype.in_memory(xp), order="C")
+
+
 def kernel(*names: str) -> Callable[[Kernel], Kernel]:
-    """Register `function(part, *local arrays) -> array or tuple of arrays` for ops."""
+    """Register `function(part, *local arrays) -> array or tuple of arrays` for ops.
+
+    It may return another dtype than the rule says, such as the accumulator's, and any memory order: `run_kernel`
+    converts, once.
+    """
 
     def register(function: Kernel) -> Kernel:
         for name in names:
@@ -45,7 +61,9 @@ def find_kernel(op: str) -> Kernel:
 
 
 def run_kernel(part: Part, *arrays: Array) -> tuple[Array, ...]:
-    """Return the local results of an op; NaN and infinities are results, about which NumPy does not warn here.
+    """Return the local results of an op, row-major, perhaps views of operands.
+
+    NaN and infinities are results, about which NumPy does not warn here.
 
     Raises:
         LayoutError: the kernel does not take the arguments, or such operands.
@@ -62,11 +80,16 @@ def run_kernel(part: Part, *arrays: Array) -> tuple[Array, ...]:
             f"{part.op} does not take operands {came}{f' and {said}' if said else ''}: {error}"
         ) from error
     many = found if isinstance(found, tuple) else (found,)
-    results = tuple(part.xp.asarray(x) for x in many)  # NumPy's 0-d results are scalars
-    shapes = [layout.local_shape(part.rank) for layout in part.action.outputs]
+    results = [part.xp.asarray(x) for x in many]  # NumPy's 0-d results are scalars
+    outputs = part.action.outputs
+    shapes = [layout.local_shape(part.rank) for layout in outputs]
     if [x.shape for x in results] != shapes:
         raise LayoutError(
             f"{part.op}: its rule gives results of shapes {shapes} on rank {part.rank}, its kernel "
             f"{[x.shape for x in results]}: the operands do not go together"
         )
-    return results
+    with np.errstate(all="ignore"):
+        return tuple(
+            converted(part.xp, x, dtypes.get(layout.dtype))
+            for x, layout in zip(results, outputs, strict=True)
+        )

@@ -14,7 +14,7 @@ from lowshard.solver.table.product_rules import conv_geometry
 @kernel("matmul", "qmatmul")
 def matmul(part: Part, a: Array, b: Array) -> Array:
     """In the accumulator's type, rounded once."""
-    return part.xp.asarray(part.xp.matmul(in_accumulator(a), in_accumulator(b))).astype(a.dtype, copy=False)
+    return part.xp.matmul(in_accumulator(a), in_accumulator(b))
 
 
 @kernel("outer")
@@ -27,8 +27,7 @@ def outer(part: Part, a: Array, b: Array) -> Array:
 def einsum(part: Part, *arrays: Array) -> Array:
     """By the argument `subscripts`."""
     text = str(part.args["subscripts"]).replace(" ", "")
-    made = part.xp.einsum(text, *map(in_accumulator, arrays), optimize=len(arrays) > 2)
-    return part.xp.asarray(made).astype(arrays[0].dtype, copy=False)
+    return part.xp.einsum(text, *map(in_accumulator, arrays), optimize=len(arrays) > 2)
 
 
 @kernel("conv2d", "conv3d", "conv2d_transpose", "conv3d_transpose")
@@ -66,8 +65,7 @@ def conv(part: Part, x: Array, w: Array, bias: Array | None = None) -> Array:
                 )
     if bias is not None:
         made = made + bias
-    made = made.astype(x.dtype)
-    return xp.ascontiguousarray(xp.moveaxis(made, -1, 1)) if first else made
+    return xp.moveaxis(made, -1, 1) if first else made
 
 
 def _transposed(
@@ -94,4 +92,4 @@ def grouped_matmul(part: Part, x: Array, w: Array, starts: Array, *_: Array) -> 
     for expert in range(w.shape[0]):
         rows = slice(int(starts[expert]), int(starts[expert + 1]))
         made[rows] = in_accumulator(x[rows]) @ in_accumulator(w[expert]).T
-    return made.astype(x.dtype)
+    return made

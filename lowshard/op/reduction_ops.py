@@ -24,7 +24,7 @@ def _dims(part: Part, x: Array) -> tuple[int, ...]:
 @kernel("sum")
 def sum_(part: Part, x: Array) -> Array:
     """In the accumulator's type."""
-    return in_accumulator(x).sum(axis=_dims(part, x), keepdims=True).astype(x.dtype)
+    return in_accumulator(x).sum(axis=_dims(part, x), keepdims=True)
 
 
 @kernel("mean")
@@ -32,8 +32,16 @@ def mean(part: Part, x: Array) -> Array:
     """Over what the rank holds where the result is an average, over the whole extent where it is a sum."""
     dims = _dims(part, x)
     count = prod(part.shape()[d] if part.axes("scale", 0, d) else x.shape[d] for d in dims)
-    total = in_accumulator(x).sum(axis=dims, keepdims=True)
-    return (total / count).astype(x.dtype) if x.dtype.kind not in "iu" else (total // count).astype(x.dtype)
+    return _average(x, dims, count, keepdims=True)
+
+
+def _average(x: Array, dims: int | tuple[int, ...], count: int, keepdims: bool) -> Array:
+    """Return the sum over dims by a count; of integers rounded down, exact though their sum may be beyond 64 bits."""
+    if x.dtype.kind not in "iu":
+        return in_accumulator(x).sum(axis=dims, keepdims=keepdims) / count
+    wide = x.astype(x.dtype.kind + "8")
+    rest = (wide % count).sum(axis=dims, keepdims=keepdims) // count
+    return (wide // count).sum(axis=dims, keepdims=keepdims) + rest
 
 
 @kernel("max", "min", "prod")
@@ -41,8 +49,7 @@ def extreme(part: Part, x: Array) -> Array:
     """An empty shard gives what changes nothing; products run in the accumulator's type."""
     wide = in_accumulator(x) if part.op == "prod" else x
     start = identity(part.op, wide.dtype)
-    made = getattr(part.xp, part.op)(wide, axis=_dims(part, x), keepdims=True, initial=start)
-    return made.astype(x.dtype)
+    return getattr(part.xp, part.op)(wide, axis=_dims(part, x), keepdims=True, initial=start)
 
 
 @kernel("argmax", "argmin")
@@ -52,7 +59,7 @@ def arg_extreme(part: Part, x: Array) -> Array:
     best = getattr(xp, part.op)
     axes = part.axes("pairs", 0, dim)
     if not axes:
-        return best(x, axis=dim, keepdims=True).astype(np.int64)
+        return best(x, axis=dim, keepdims=True)
     start = part.box()[dim][0]
     shape = tuple(1 if d == dim else n for d, n in enumerate(x.shape))
     if x.shape[dim]:
@@ -79,8 +86,7 @@ def softmax(part: Part, x: Array) -> Array:
     top = part.reduce(xp.max(wide, axis=dim, keepdims=True, initial=-np.inf), "max", axes)
     shifted = wide - top
     total = part.reduce(xp.exp(shifted).sum(axis=dim, keepdims=True), "sum", axes)
-    made = xp.exp(shifted) / total if part.op == "softmax" else shifted - xp.log(total)
-    return made.astype(x.dtype)
+    return xp.exp(shifted) / total if part.op == "softmax" else shifted - xp.log(total)
 
 
 @kernel("cumsum")
@@ -96,7 +102,7 @@ def cumsum(part: Part, x: Array) -> Array:
         for i in sorted(range(len(spans)), key=lambda i: spans[i]):
             if spans[i] < spans[group.place]:
                 made = made + totals[i]
-    return made.astype(x.dtype)
+    return made
 
 
 @kernel("layer_norm", "rms_norm")
@@ -112,7 +118,7 @@ def norm(part: Part, x: Array, weight: Array, bias: Array | None = None) -> Arra
         wide = wide - part.reduce(wide.sum(axis=dims, keepdims=True), "sum", axes) / count
     square = part.reduce((wide * wide).sum(axis=dims, keepdims=True), "sum", axes) / count
     made = wide / part.xp.sqrt(square + eps) * weight
-    return (made if bias is None else made + bias).astype(x.dtype)
+    return made if bias is None else made + bias
 
 
 @kernel("group_norm")
@@ -123,12 +129,12 @@ def group_norm(part: Part, x: Array, weight: Array, bias: Array) -> Array:
     wide = wide - wide.mean(axis=-1, keepdims=True)
     wide = wide / part.xp.sqrt((wide * wide).mean(axis=-1, keepdims=True) + eps)
     shape = (1, -1) + (1,) * (x.ndim - 2)
-    return (wide.reshape(x.shape) * weight.reshape(shape) + bias.reshape(shape)).astype(x.dtype)
+    return wide.reshape(x.shape) * weight.reshape(shape) + bias.reshape(shape)
 
 
 @kernel("max_pool", "avg_pool")
 def pool(part: Part, x: Array) -> Array:
-    """Windows over height and width; an average counts the padding."""
+    """Windows over height and width; an average counts the padding, and is rounded down among integers."""
     xp = part.xp
     size, stride, low = pool_geometry(part.args)
     fill: Any = 0 if part.op == "avg_pool" else identity("max", x.dtype)
@@ -140,4 +146,4 @@ def pool(part: Part, x: Array) -> Array:
     ]
     if part.op == "max_pool":
         return xp.max(xp.stack(seen), axis=0)
-    return (in_accumulator(xp.stack(seen)).sum(axis=0) / len(seen)).astype(x.dtype)
+    return _average(xp.stack(seen), 0, len(seen), keepdims=False)

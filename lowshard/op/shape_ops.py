@@ -6,9 +6,10 @@ from math import prod
 
 import numpy as np
 
+from lowshard import dtypes
 from lowshard.box import Interval
 from lowshard.op.op_part import Part
-from lowshard.op.op_registry import Array, kernel
+from lowshard.op.op_registry import Array, converted, in_accumulator, kernel
 from lowshard.op.run_moves import Held, Run, along, exchange
 from lowshard.solver.table.op_rule import Call
 from lowshard.solver.table.reshape_groups import groups, major
@@ -26,8 +27,8 @@ def _call(part: Part) -> Call:
 
 @kernel("permute", "transpose")
 def permute(part: Part, x: Array) -> Array:
-    """A copy in row-major order."""
-    return part.xp.ascontiguousarray(part.xp.transpose(x, permutation(_call(part))))
+    """In row-major order, as all results are."""
+    return part.xp.transpose(x, permutation(_call(part)))
 
 
 @kernel("unsqueeze", "squeeze", "interleaved_complex")
@@ -64,15 +65,20 @@ def _scaled(spans: list[Interval], by: int) -> list[Interval]:
 
 @kernel("broadcast_to")
 def broadcast_to(part: Part, x: Array) -> Array:
-    """A copy of full size."""
-    return part.xp.ascontiguousarray(part.xp.broadcast_to(x, part.out_shape()))
+    """Of full size."""
+    return part.xp.broadcast_to(x, part.out_shape())
+
+
+def _alike(part: Part, arrays: tuple[Array, ...]) -> tuple[Array, ...]:
+    """Return arrays in the dtype of the first."""
+    return tuple(converted(part.xp, x, dtypes.get(arrays[0].dtype)) for x in arrays)
 
 
 @kernel("concat")
 def concat(part: Part, *arrays: Array) -> Array:
     """Along a cut dim every rank fetches what the new split gives it."""
     dim = part.dim("axis", 0)
-    axes = part.axes("halo", 0, dim)
+    axes, arrays = part.axes("halo", 0, dim), _alike(part, arrays)
     if not axes:
         return part.xp.concatenate(arrays, axis=dim)
     group = part.group(axes)
@@ -88,7 +94,7 @@ def concat(part: Part, *arrays: Array) -> Array:
 @kernel("stack")
 def stack(part: Part, *arrays: Array) -> Array:
     """Along a new dim."""
-    return part.xp.stack(arrays, axis=int(part.args.get("axis", 0)) % (arrays[0].ndim + 1))
+    return part.xp.stack(_alike(part, arrays), axis=int(part.args.get("axis", 0)) % (arrays[0].ndim + 1))
 
 
 @kernel("split", "chunk")
@@ -99,7 +105,7 @@ def split(part: Part, x: Array) -> tuple[Array, ...]:
     sizes = piece_sizes(_call(part), part.shape()[dim])
     stops = np.cumsum(sizes).tolist()
     if not axes:
-        return tuple(part.xp.ascontiguousarray(p) for p in part.xp.split(x, stops[:-1], axis=dim))
+        return tuple(part.xp.split(x, stops[:-1], axis=dim))
     group = part.group(axes)
     held = [Held(along(x, dim), group.intervals(part.action.inputs[0], dim))]
     made = []
@@ -125,7 +131,7 @@ def slice_(part: Part, x: Array) -> Array:
             x = moved.reshape(*x.shape[:d], moved.shape[1], *x.shape[d + 1 :])
         whole = axes or (start, stop, step) == (0, part.shape()[d], 1)
         index.append(slice(None) if whole else slice(start, stop, step))
-    return part.xp.ascontiguousarray(x[tuple(index)])
+    return x[tuple(index)]
 
 
 @kernel("pad")
@@ -165,14 +171,13 @@ def resize(part: Part, x: Array) -> Array:
     h, w = part.out_shape()[1:3]
     rows = part.xp.arange(h) * x.shape[1] // h
     columns = part.xp.arange(w) * x.shape[2] // w
-    return part.xp.ascontiguousarray(x[:, rows][:, :, columns])
+    return x[:, rows][:, :, columns]
 
 
 @kernel("irfft")
 def irfft(part: Part, x: Array) -> Array:
     """Of a real spectrum along the last dim."""
-    made = part.xp.fft.irfft(x, part.out_shape()[-1], axis=-1)
-    return made.astype(x.dtype)
+    return part.xp.fft.irfft(in_accumulator(x), part.out_shape()[-1], axis=-1)
 
 
 @kernel("fold")
@@ -182,8 +187,8 @@ def fold(part: Part, x: Array) -> Array:
     kh, kw = part.args["kernel"]
     stride = int(part.args.get("stride", 1))
     rows, columns = (h - kh) // stride + 1, (w - kw) // stride + 1
-    blocks = x.reshape(n, c, kh, kw, rows, columns)
-    made = part.xp.zeros((n, c, h, w), x.dtype)
+    blocks = in_accumulator(x).reshape(n, c, kh, kw, rows, columns)
+    made = part.xp.zeros((n, c, h, w), blocks.dtype)
     for i in range(kh):
         for j in range(kw):
             made[:, :, i : i + rows * stride : stride, j : j + columns * stride : stride] += blocks[

@@ -173,7 +173,7 @@ def test_what_else_is_wrong() -> None:
             solve_graph(g, TP, solver)  # type: ignore[arg-type]
     with pytest.raises(LowshardError):
         GraphSolver().solve(g, TP, rules="all")  # type: ignore[arg-type]
-    for rates in (("fast", 1e9), (0, 1e9), (1e9, float("inf")), (True, 1e9)):
+    for rates in (("fast", 1e9), (0, 1e9), (1e9, float("inf")), (True, 1e9), (5e-324, 1e9)):
         with pytest.raises(LowshardError):
             Rates(*rates)  # type: ignore[arg-type]
 

@@ -218,7 +218,7 @@ def test_a_profile_and_its_rates_count(
         (["--profile", "nowhere.json"], 2, "nowhere.json"),
         (["--budget", "much"], 2, "a budget is a number of bytes"),
         (["--budget", "0"], 2, "budget_bytes is a number of bytes above 0"),
-        (["--flops", "0"], 2, "flops_per_s is a number above 0"),
+        (["--flops", "0"], 2, "flops_per_s is a number of at least 1"),
         (["--node-size", "0"], 2, "node_size is a number of ranks"),
     ],
 )

@@ -335,6 +335,19 @@ def test_the_same_graph_gives_the_same_plan() -> None:
     prove(again)
 
 
+def test_a_plan_of_ops_with_several_results_and_arrays_of_no_dims_is_read_and_proved() -> None:
+    g = Graph("several")
+    one = g.op("exp", g.input("one", ()))
+    values, places = g.op("top_k", g.input("x", (6,)), k=4, name="best")
+    for part in g.op("split", g.op("mul", values, one), sizes=[1, 3]):
+        g.output(part)
+    g.output(g.op("cast", places, dtype="float32"), place="R")
+    plan = GraphSolver().solve(g, TP)
+    again = GraphPlan.from_json(json.loads(json.dumps(plan.to_json())))
+    assert (again, again.digest()) == (plan, plan.digest())
+    prove(again)
+
+
 # ---- one protocol
 
 
@@ -479,8 +492,53 @@ def test_a_bound_above_a_price_that_was_reached_is_an_error(monkeypatch: pytest.
 def test_what_cannot_be_reached_is_said() -> None:
     g = Graph("no way")
     g.output(g.pointwise("relu", g.input("x", (8,), place="tp=S0")), place="tp=P:prod")
+    for budget_bytes in (None, 1.0):
+        with pytest.raises(SolverError, match="no layouts lead to the wanted outputs"):
+            GraphSolver(budget_bytes=budget_bytes).solve(g, TP)
+
+
+@pytest.mark.parametrize("budget_bytes", [None, 1e6])
+def test_terms_that_nothing_reduces_at_published_prices_are_said(budget_bytes: float | None) -> None:
+    g = Graph("no way")
+    x = g.input("x", (4,), place="tp=P:min")
+    g.output(g.op("concat", x, x, axis=0), place="tp=S0")
+    g.op("cast", x, dtype="float64")
     with pytest.raises(SolverError, match="no layouts lead to the wanted outputs"):
-        GraphSolver().solve(g, TP)
+        GraphSolver(objective="published", budget_bytes=budget_bytes).solve(g, TP)
+
+
+def test_what_the_integer_program_proves_impossible_is_not_blamed_on_time() -> None:
+    g = Graph("no way")
+    g.output(g.op("exp", g.input("x", (4,), place="tp=P:min")))
+    with pytest.raises(SolverError, match="no layouts lead to the wanted outputs"):
+        GraphSolver(objective="published", method="ilp").solve(g, TP, rules="documented")
+
+
+def test_a_bound_that_is_all_rounding_is_no_defect() -> None:
+    g = Graph("nothing moves")
+    x = g.weight("x", (5, 1, 5), "float64")
+    g.weight("beside", (6, 5, 2), "int32")
+    g.op("concat", x, x, axis=-1)
+    mesh = DeviceMesh((2, 2), ("a", "b"))
+    solver = GraphSolver(objective="published", method="dp", allow_partial_to_sharded=False, budget_bytes=300)
+    plan = solver.solve(g, mesh, rules="documented")
+    assert plan.price == 0
+    assert plan.peak_bytes <= 300
+
+
+@pytest.mark.parametrize("objective", ["seconds", "volume", "published"])
+def test_the_copy_that_an_op_needs_counts_at_every_price(objective: Any) -> None:
+    g = Graph("copies")
+    x = g.input("x", (8,), place="tp=P")
+    g.output(g.op("abs", g.op("negate", g.op("exp", x))), place="R")
+    plan = GraphSolver(objective=objective).solve(g, TP)
+    (move,) = plan.needed_moves(0)
+    held = [plan.layout("x"), move.dst, plan.layout("exp_0")]
+    assert plan.memory_bytes[0] == sum(layout.local_bytes(0) for layout in held)
+    least = GraphSolver(objective=objective, budget_bytes=plan.peak_bytes).solve(g, TP)
+    assert least.peak_bytes <= plan.peak_bytes
+    with pytest.raises(BudgetError, match="The smallest budget that would do"):
+        GraphSolver(objective=objective, budget_bytes=plan.layout("x").local_bytes(0)).solve(g, TP)
 
 
 def test_shapes_with_symbols_need_numbers() -> None:

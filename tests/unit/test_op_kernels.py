@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from support.op_samples import SAMPLES, real
 
+from lowshard import dtypes
 from lowshard.op import KERNELS, unsharded
 
 Rng = np.random.Generator
@@ -191,6 +192,13 @@ def test_narrow_floats_are_summed_wide_and_rounded_once() -> None:
     x = np.full((1, 4096), 1.0, np.float16)
     assert one("sum", x)[0, 0] == 4096
     assert one("matmul", x, x.T)[0, 0] == 4096
+    places = np.zeros(4096, np.int64)
+    assert one("scatter_add", np.zeros(1, np.float16), x[0], places) == 4096
+    overlapping = np.ones((1, 64, 65), np.float16)
+    overlapping[..., 0] = 2048
+    assert (
+        one("fold", overlapping, shape=[1, 1, 1, 128], kernel=[1, 64])[0, 0, 0, 63] == 2112
+    )  # 2048 and 63 ones, rounded to even
 
 
 def test_every_kernel_gives_the_shapes_and_dtypes_of_its_rule(rng: Rng) -> None:
@@ -225,3 +233,70 @@ def test_what_has_no_finite_value_is_nan_or_infinite_without_a_warning(op: str) 
         warnings.simplefilter("error")
         (made,) = unsharded(op, *arrays, **args)
     assert not np.isfinite(made).any()
+
+
+# ---- dtypes at their ends
+
+
+def test_integers_of_64_bits_are_not_computed_as_floats() -> None:
+    x = np.array([2**53 + 1, -(2**63), 2**63 - 1])
+    for op in ("round", "floor", "trunc"):
+        np.testing.assert_array_equal(one(op, x), x)
+    np.testing.assert_array_equal(one("where", x < 0, x, np.zeros(3, np.float32)), np.minimum(x, 0))
+    np.testing.assert_array_equal(one("where", x < 0, np.zeros_like(x), x), np.maximum(x, 0))
+    assert one("mul_scalar", np.array([2**64 - 1], np.uint64), value=0.75) == 3 * 2**62
+    assert one("mean", np.full(4, 2**62), axis=0) == 2**62
+    assert one("mean", np.full(3, 2**64 - 1, np.uint64), axis=0) == 2**64 - 1
+    np.testing.assert_array_equal(one("concat", x, np.zeros(1, np.float32))[:3], x)
+
+
+def test_averages_of_integers_are_rounded_down() -> None:
+    x = np.array([-1, 0, 2, 5, -7, -8], np.int8)
+    assert one("mean", x, axis=0) == x.sum() // 6
+    made = one("avg_pool", x.reshape(1, 6, 1, 1), size=[2, 1])
+    np.testing.assert_array_equal(made.ravel(), x.reshape(3, 2).sum(axis=1) // 2)
+
+
+@pytest.mark.parametrize(
+    "dtype", ["float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu"]
+)
+def test_nan_is_sorted_last_in_every_dtype(dtype: str) -> None:
+    x = np.array([4, np.nan, 1, np.nan, 2, 8], np.float32).astype(dtypes.get(dtype).numpy)
+    np.testing.assert_array_equal(one("sort", x).astype(np.float32), [1, 2, 4, 8, np.nan, np.nan])
+    np.testing.assert_array_equal(one("argsort", x), [2, 4, 0, 5, 1, 3])
+    np.testing.assert_array_equal(unsharded("top_k", x, k=4)[1], [1, 3, 5, 0])
+    np.testing.assert_array_equal(unsharded("bottom_k", x, k=2)[1], [2, 4])
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+def test_what_an_integer_does_not_hold_is_cast_alike_wherever_it_stands(dtype: str) -> None:
+    """NumPy's vector code and the code for the rest of an array differ."""
+    ends = np.array([np.nan, np.inf, -np.inf, 5e9, -5e9, 1e20]).astype(dtypes.get(dtype).numpy)
+    for to in ("int8", "int32", "int64", "uint8", "uint32"):
+        each = [one("cast", x, dtype=to)[0] for x in ends[:, None]]
+        np.testing.assert_array_equal(one("cast", np.repeat(ends, 19), dtype=to), np.repeat(each, 19))
+
+
+def test_results_have_the_dtype_of_their_rule_whatever_comes_beside_the_first_operand() -> None:
+    x, y = np.ones(2, np.float32), np.full(2, 0.5)
+    for op in ("concat", "stack", "outer", "add", "maximum"):
+        assert one(op, x, y).dtype == np.float32, op
+    half = np.ones(2, np.float16)
+    assert one("where", half > 0, half.astype(dtypes.get("bfloat16").numpy), half).dtype == "bfloat16"
+
+
+def test_a_scale_of_attention_may_be_zero(rng: Rng) -> None:
+    q, k, v = real(rng, 1, 1, 2, 4), real(rng, 1, 1, 3, 4), real(rng, 1, 1, 3, 2)
+    made = one("attention", q, k, v, scale=0.0)
+    np.testing.assert_allclose(made, np.broadcast_to(v.mean(axis=2, keepdims=True), made.shape), atol=1e-6)
+
+
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_results_are_row_major_and_what_is_an_operand_still_is_read_only(order: Any, rng: Rng) -> None:
+    for op in sorted(KERNELS):
+        arrays, args = SAMPLES[op](rng)
+        arrays = [np.asarray(x, order=order) for x in arrays]
+        for k, made in enumerate(unsharded(op, *arrays, **args)):
+            assert made.flags.c_contiguous, (op, k)
+            shares = any(np.may_share_memory(made, x) for x in arrays)
+            assert made.flags.writeable is not shares, (op, k)

@@ -223,6 +223,8 @@ def test_scalars_that_do_not_fit(op: str, values: Any, error: str) -> None:
         ("top_k", [(4, 8)], {"k": 2.5}, "'k' is an integer"),
         ("reshape", [(4, 8)], {"shape": ("8", 4)}, "'shape' is an integer"),
         ("chunk", [(4, 8)], {"chunks": 1 << 58}, "from 1 to 10,000"),
+        ("sum", [(4, 8)], {"axis": 1 << 60}, "'axis' is a number from -5"),
+        ("pad", [(4,)], {"pads": [(0, 1)], "mode": "maximum"}, "mode is 'constant', 'edge'"),
         ("cast", [(4, 8)], {"dtype": 3}, "dtype"),
     ],
 )
@@ -236,12 +238,19 @@ def test_operands_and_arguments_that_do_not_go_together_are_refused_by_the_rule(
         pick(op, layouts, **args)
 
 
+def test_a_scalar_may_be_any_that_64_bits_hold() -> None:
+    (made,) = unsharded("add_scalar", np.zeros(1, np.int64), value=2**63 - 1)
+    assert made == 2**63 - 1
+    with pytest.raises(LayoutError, match="is a number from -9223372036854775807 to 9223372036854775807"):
+        unsharded("add_scalar", np.zeros(1, np.uint64), value=2**63)
+
+
 def test_a_kernel_that_does_not_take_its_operands_is_told_with_the_op() -> None:
     mesh = DeviceMesh((1,), ("tp",))
-    x = Layout(mesh, (4, 8), "float32", (R,))
-    action = pick("pad", [x], pads=[(0, 0), (1, 1)], mode="sideways")
-    with pytest.raises(LayoutError, match=r"pad does not take operands .* mode='sideways'"):
-        lc.run_loopback(1, lambda comm: run_action(action, [np.ones((4, 8), np.float32)], comm))
+    x = Layout(mesh, (4, 0), "float32", (R,))
+    action = pick("pad", [x], pads=[(0, 0), (1, 1)], mode="edge")
+    with pytest.raises(LayoutError, match=r"pad does not take operands .* mode='edge'"):
+        lc.run_loopback(1, lambda comm: run_action(action, [np.ones((4, 0), np.float32)], comm))
 
 
 # ---- values that are not finite
@@ -254,6 +263,7 @@ def test_a_kernel_that_does_not_take_its_operands_is_told_with_the_op() -> None:
         ("div", P, [3.0, -1.0], 0.0, np.inf),
         ("add", MAX, [1.0, -np.inf], np.inf, np.inf),
         ("mul_scalar", P, [1.0, 0.0], np.inf, np.inf),
+        ("mul_scalar", P, [1.0, 0.0], 1e300, np.inf),  # infinite where float32 is computed in
     ],
 )
 def test_infinities_are_those_of_the_unsharded_op(
@@ -264,8 +274,8 @@ def test_infinities_are_those_of_the_unsharded_op(
     action = pick(op, layouts[:1], value=other) if op == "mul_scalar" else pick(op, layouts)
 
     def work(comm: lc.Communicator) -> Any:
-        mine = [np.full(3, parts[comm.rank], np.float32), np.full(3, other, np.float32)]
-        return run_action(action, mine[: len(action.sources)], comm)[0]
+        mine = [np.full(3, x, np.float32) for x in (parts[comm.rank], other)[: len(action.sources)]]
+        return run_action(action, mine, comm)[0]
 
     assert not any(action.outputs[0].partials)
     assert all((x == expected).all() for x in lc.run_loopback(2, work, 10))

@@ -18,9 +18,9 @@ from lowshard.errors import (
     MeshError,
     MismatchError,
 )
-from lowshard.op import run_action
+from lowshard.op import KERNELS, run_action
 from lowshard.op.op_part import _GROUPS
-from lowshard.solver import GreedyReshard, pick
+from lowshard.solver import AxisAssignment, GreedyReshard, build_action_set, pick
 
 MESH = DeviceMesh((2,), ("tp",))
 X = Layout(MESH, (4, 6), "float32", (Sharded(1),))
@@ -149,3 +149,68 @@ def test_the_busiest_rank_moves_what_the_pick_is_priced_at(
         return comm.traffic.received_bytes
 
     assert max(lc.run_loopback(4, work, 10)) == action.cost_bytes, action.explain()
+
+
+@pytest.mark.parametrize("op", ["gather", "gather_nd", "scatter"])
+def test_an_index_out_of_range_on_one_rank_is_every_ranks_error(op: str) -> None:
+    table = Layout(MESH, (4, 6), "float32", (Sharded(1) if op == "scatter" else Replicated(),))
+    shape = {"gather": (6,), "gather_nd": (6, 1), "scatter": (4, 6)}[op]
+    ids = Layout(MESH, shape, "uint64", (Sharded(1 if op == "scatter" else 0),))
+    updates = [table] if op == "scatter" else []
+    args = {"gather": {"axis": 0}, "gather_nd": {}, "scatter": {"axis": 0}}[op]
+    action = pick(op, [table, *updates, ids], **args)
+    if op == "gather_nd":  # no row keeps such indices cut
+        action = pick(op, [table, ids := ids.with_placements((Replicated(),))], **args)
+
+    def call(comm: lc.Communicator) -> None:
+        places = np.zeros(ids.local_shape(comm.rank), np.uint64)
+        places[-1] = comm.rank * (2**64 - 1)
+        run_action(action, [*(part(comm, x) for x in (table, *updates)), places], comm)
+
+    errors = everywhere(2, call)
+    assert {type(e) for e in errors} == {LayoutError}
+    assert all(
+        "rank 1" in str(e) and "indices of 4 elements are from -4 to 3, got 0 to 184467" in str(e)
+        for e in errors
+    )
+
+
+@pytest.mark.parametrize(
+    ("dtype", "wrong"), [("int32", LayoutError), ("float32", DTypeError), ("bool", DTypeError)]
+)
+def test_a_lookup_in_a_cut_dim_refuses_what_no_rank_holds_and_what_is_no_index(
+    dtype: str, wrong: Any
+) -> None:
+    table = Layout(MESH, (4, 6), "float32", (Sharded(0),))
+    action = pick("gather", [table, Layout(MESH, (3,), dtype, (Replicated(),))], axis=0)
+    assert action.rows[0].how == "mask"
+    given = np.full(3, 4).astype(dtype)
+    errors = everywhere(2, lambda c: run_action(action, [part(c, table), given], c))
+    assert {type(e) for e in errors} == {wrong}
+
+
+@pytest.mark.parametrize(
+    ("op", "args"), [("rebind", {}), ("reshape", {"shape": [24]}), ("split", {"sizes": [2, 2]})]
+)
+def test_a_result_that_is_an_operand_seen_otherwise_cannot_be_written(op: str, args: Any) -> None:
+    whole = Layout(MESH, (4, 6), "float32", (Replicated(),))
+    action = pick(op, [whole], **args)
+
+    def work(comm: lc.Communicator) -> None:
+        x = part(comm, whole)
+        for result in run_action(action, [x], comm):
+            assert result is not None
+            assert np.shares_memory(result, x)
+            assert not result.flags.writeable
+
+    lc.run_loopback(2, work, 10)
+
+
+def test_an_op_of_ones_own_runs_by_ones_own_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(KERNELS, "doubled", lambda part, x: 2 * x)
+    row = AxisAssignment((Sharded(1),), Sharded(1))
+    action = GreedyReshard()(build_action_set([row], layouts=[X], op="doubled"), [X])
+    assert action.rows == (row,)
+    for (made,) in lc.run_loopback(2, lambda c: run_action(action, [part(c)], c), 10):
+        assert made is not None
+        assert (made == 2).all()

@@ -509,11 +509,13 @@ def _rebuilt(graph: BoundGraph) -> BoundGraph:
     """Return the graph that the same calls make."""
     made, left = Graph(graph.name), list(graph.nodes)
     known: list[Tensor] = []
-    for info in graph.tensors:
+    for number, info in enumerate(graph.tensors):
+        if number < len(known):  # a further result of the op before
+            continue
         if info.kind != "result":
             add = made.input if info.kind == "input" else made.weight
             known.append(add(info.name, info.shape or (), info.dtype, info.place))
-        elif left and left[0].results and left[0].results[0] == len(known):
+        elif left and left[0].results and left[0].results[0] == number:
             node = left.pop(0)
             if not all(0 <= t < len(known) for t in node.operands):
                 raise PlanError(f"graph {graph.name!r}: {node.op} reads tensors that are not there by then")

@@ -30,7 +30,9 @@ PROVED = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class GraphMove:
-    """A tensor is brought into another layout before a step; the copy serves every later use of that layout."""
+    """A tensor is brought into another layout before a step; the copy serves every later use of that layout, or that
+    step alone where bytes are the price.
+    """
 
     tensor: int
     step: int
@@ -75,7 +77,7 @@ class GraphPlan:
         fullest: what that is at the fullest step, the largest first.
         bound: no plan that fits has a smaller price; equal to the price where the plan is proved best, 0 where nothing
             is known.
-        unit: "s", or "bytes".
+        unit: "s", or "bytes": then each use of a tensor in another layout makes its own move.
         method: how it was found.
         budget_bytes: the limit that it was solved for.
         profile: the cluster profile its prices come from; None for the built-in default.
@@ -92,7 +94,7 @@ class GraphPlan:
     memory_bytes: tuple[int, ...] = field(compare=False)
     fullest: tuple[Holding, ...] = field(compare=False, repr=False)
     bound: float = field(compare=False)
-    unit: str = field(compare=False)
+    unit: str
     method: str = field(compare=False)
     budget_bytes: float | None = field(default=None, compare=False)
     profile: ClusterProfile | None = field(default=None, compare=False, repr=False)
@@ -250,7 +252,7 @@ class GraphPlan:
         moves = [(m.tensor, m.step, m.src.digest(), m.dst.digest()) for m in self.moves]
         parts = [
             graph_to_json(self.graph), [x.digest() for x in self.layouts], [a.digest() for a in self.actions], moves,
-            self.node_size,
+            self.node_size, self.unit,
         ]  # fmt: skip
         text = json.dumps(parts, sort_keys=True, separators=(",", ":"))
         return text_digest(text).hex()

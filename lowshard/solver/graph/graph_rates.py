@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import inf, prod
 from typing import Any, Literal
 
-from lowshard.argument import instance, real
+from lowshard.argument import instance, number
 from lowshard.cost import ClusterProfile, Level
 from lowshard.errors import ProfileError
 from lowshard.layout import Layout
@@ -36,7 +36,7 @@ class Rates:
 
     def __post_init__(self) -> None:
         for name in ("flops_per_s", "memory_bytes_per_s"):
-            real(getattr(self, name), f"{name} is a number above 0", ProfileError)
+            number(getattr(self, name), f"{name} is a number of at least 1", ProfileError, least=1.0)
 
     @classmethod
     def of(cls, profile: ClusterProfile | None) -> Rates:

@@ -74,7 +74,8 @@ def schedule(space: Space, assignment: Assignment) -> Schedule:
 
     A tensor is held from its making to its last use, a weight all the time; a copy in another layout is made before the
     first op that needs it, from the source or from a copy made earlier, whichever is cheaper, and held to the last use
-    of the tensor: later ops that need it find it. Where the timing reuses nothing, each use pays for its own move.
+    of the tensor: later ops that need it find it. Where the timing reuses nothing, each use pays for its own move, and
+    holds its own copy for that step.
     """
     moves: list[Move] = []
     steps = space.steps
@@ -91,6 +92,8 @@ def schedule(space: Space, assignment: Assignment) -> Schedule:
                 continue
             if not space.timing.reuses:
                 moves.append(Move(tensor, step, source, need, family.move(source, need)))
+                change[step] += family.bytes[need]
+                change[step + 1] -= family.bytes[need]
                 continue
             price, place = min((family.move(have, need), i) for i, have in enumerate(held))
             moves.append(Move(tensor, step, held[place], need, price))
@@ -131,7 +134,8 @@ def holders(space: Space, assignment: Assignment, step: int) -> list[tuple[int, 
         held = [assignment.layout(space, tensor)]
         for at, k, fixed in uses:
             need = assignment.choices[at].inputs[k] if fixed is None else fixed
-            if at <= step <= space.copies_until[tensor] and need not in held:
+            until = space.copies_until[tensor] if space.timing.reuses else at
+            if at <= step <= until and need not in held:
                 held.append(need)
         found += [(family.bytes[layout], tensor, layout) for layout in held]
     return sorted(found, key=lambda f: (-f[0], f[1], f[2]))

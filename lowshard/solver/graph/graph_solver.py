@@ -15,7 +15,7 @@ from lowshard.layout import Layout
 from lowshard.mesh import DeviceMesh
 from lowshard.solver.action import Action, ActionSet, Solver
 from lowshard.solver.graph.bound_graph import BoundGraph, Graph
-from lowshard.solver.graph.elimination import TooWideError
+from lowshard.solver.graph.elimination import BIG, TooWideError
 from lowshard.solver.graph.graph_plan import PROVED, GraphMove, GraphPlan, Holding, show_bytes
 from lowshard.solver.graph.graph_rates import Objective, Rates, Timing
 from lowshard.solver.graph.graph_schedule import (
@@ -36,6 +36,8 @@ from lowshard.solver.pick import pick
 from lowshard.solver.table import Rules
 
 Method = Literal["auto", "dp", "ilp"]
+_NOTHING = 1e-12
+"""Seconds or bytes that are rounding beside every price, where the price is 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,16 +145,14 @@ class GraphSolver(Bindable):
         best, low, method = self._free(space, greedy, end_s)
         if greedy is not None and not is_feasible(greedy, budget):
             greedy = None
-        if budget is not None and not is_feasible(best, budget):
+        is_reached = best.price != inf or low < BIG
+        if budget is not None and is_reached and not is_feasible(best, budget):
             best, low, method = self._within(space, budget, best, low, greedy, end_s)
         if greedy is not None and greedy.price < best.price * (1 - 1e-9):
             best, method = greedy, "greedy"
         if best.price == inf:
-            raise SolverError(
-                f"graph {bound.name!r}: no layouts lead to the wanted outputs by moves that can be made; an output "
-                "wanted partial must come so from its op, and allow_partial_to_sharded=False bars P -> S"
-            )
-        if low > best.price * (1 + PROVED):
+            raise _no_way(bound)
+        if low > best.price * (1 + PROVED) + _NOTHING:
             raise InternalError(
                 f"graph {bound.name!r} on mesh {mesh}: {method} gave {low!r} as the least price of any plan, and a "
                 f"plan was found for {best.price!r}. This is a defect of lowshard: please report it with the graph"
@@ -173,7 +173,7 @@ class GraphSolver(Bindable):
                 best = schedule(space, assignment)
                 if greedy is not None and greedy.price < best.price:
                     best = greedy
-                if best.price <= low * (1 + PROVED):
+                if best.price <= low * (1 + PROVED) or low >= BIG:
                     return best, low, "dynamic programming"
                 space = relaxation.pruned(best.price)
             except TooWideError:
@@ -206,6 +206,8 @@ class GraphSolver(Bindable):
                 best = found
         if best is None and greedy is not None:
             return greedy, max(low, answer.bound), "greedy"
+        if best is None and answer.is_infeasible:
+            raise _no_way(space.graph)
         if best is None:
             raise SolverError(
                 f"graph {space.graph.name!r}: no plan was found within {self.time_limit_s:g} s; raise time_limit_s"
@@ -387,6 +389,13 @@ def walk(space: Space, solver: Solver) -> Schedule:
         choices.append(choice)
         at.update(zip(node.results, choice.outputs, strict=True))
     return schedule(space, Assignment(leaves, tuple(choices)))
+
+
+def _no_way(graph: BoundGraph) -> SolverError:
+    return SolverError(
+        f"graph {graph.name!r}: no layouts lead to the wanted outputs by moves that can be made; an output wanted "
+        "partial must come so from its op, and allow_partial_to_sharded=False bars P -> S"
+    )
 
 
 def _budget_of(given: float | None, mesh: DeviceMesh) -> float | None:

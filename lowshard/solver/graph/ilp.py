@@ -249,11 +249,14 @@ class IntegerProgram:
                     self._rows.add([*((a, 1.0) for a in arcs), (column, -1.0)], -np.inf, 0)
             for need, column in needs.items():
                 self._rows.add([*((a, 1.0) for a in into[need]), (column, -1.0)], 0, 0)
-            if space.timing.reuses:
-                earlier.append(needs)
+            if not space.timing.reuses:
                 if has_memory:
-                    end = uses[place + 1][0] if place + 1 < len(uses) else space.copies_until[tensor] + 1
-                    copies_held = self._hold(tensor, copies_held, needs, range(step, end))
+                    self._hold(tensor, {}, needs, range(step, step + 1))
+                continue
+            earlier.append(needs)
+            if has_memory:
+                end = uses[place + 1][0] if place + 1 < len(uses) else space.copies_until[tensor] + 1
+                copies_held = self._hold(tensor, copies_held, needs, range(step, end))
 
     def _hold(
         self, tensor: int, before: dict[int, int], needs: dict[int, int], span: range

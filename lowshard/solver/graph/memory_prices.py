@@ -17,6 +17,8 @@ from lowshard.solver.graph.network import Network
 from lowshard.solver.graph.space import Space
 
 _ROUNDS = 60
+_ROUNDING = 1e-11
+"""What a sum over thousands of ops is off by, as a share: the difference of two large ones may be all rounding."""
 _PEAK_ROUNDS = 24
 
 
@@ -55,7 +57,7 @@ def fit(space: Space, budget_bytes: float, start: Schedule, known: Schedule | No
         prices = np.maximum(0.0, prices + stride * over)
         network = Network(space, prices.tolist(), split="under")
         value, assignment = network.solve()
-        low = value - budget_bytes * float(prices.sum())
+        low = value - budget_bytes * float(prices.sum()) - _ROUNDING * abs(value)
         if low > bound * (1 + 1e-6):
             bound, patience = low, 0
         else:

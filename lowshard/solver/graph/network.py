@@ -81,7 +81,9 @@ class Network:
                 continue
             needs = tuple(self._chosen(self._use[step, k], values) for k in range(len(node.operands)))
             comes = tuple(self._chosen(self._source[t], values) for t in node.results)
-            choices.append(next(c for c in offered if c.inputs == needs and c.outputs == comes))
+            # Where nothing can be made at all, the elimination ends with what is no way of the op.
+            fits = (c for c in offered if c.inputs == needs and c.outputs == comes)
+            choices.append(next(fits, offered[0]))
         return price, Assignment(leaves, tuple(choices))
 
     def _chosen(self, variable: int, values: Sequence[int]) -> int:
@@ -144,7 +146,7 @@ class Network:
             return
         ends: list[tuple[int | None, list[int], float]] = []
         for step, k, fixed in uses:
-            held = self._held(step, space.copies_until[tensor])
+            held = self._held(step, space.copies_until[tensor] if space.timing.reuses else step)
             if fixed is None:
                 ends.append((self._use[step, k], self._values[self._use[step, k]], held))
             else:
@@ -162,7 +164,7 @@ class Network:
             is_under = self.split == "under"
             moves = space.least_moves(tensor, mine, needs) if is_under else family.table(mine, needs)
             table = self.use_price * np.minimum(moves, BIG)
-            if self.memory_price is not None and space.timing.reuses:
+            if self.memory_price is not None:
                 new = np.array([[a != b for b in needs] for a in mine])
                 table = table + new * share * held * np.array([family.bytes[b] for b in needs], np.float64)
             self._append((source, variable), table)

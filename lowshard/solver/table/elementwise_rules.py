@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from numbers import Integral, Real
 
+import numpy as np
+
 from lowshard import dtypes
 from lowshard.errors import LayoutError
 from lowshard.placement import Placement
@@ -75,9 +77,15 @@ def mul_scalar(call: Call) -> Offer:
     """Linear: any cut and any sum stays; of integers where the factor is one. Args: value."""
     value, rows = scalar(call), _every_dim(call)
     whole = isinstance(value, Integral)
-    if math.isfinite(value):
+    if math.isfinite(value) and abs(value) <= _largest(call.dtype):
         rows += [row(p, out=p, kinds=passing(p) if whole else FLOAT) for p in call.linear()]
     return Offer(rows, (call.same(*call.shape()),))
+
+
+def _largest(dtype: str) -> float:
+    """Return the largest factor that is finite where an op computes on a dtype."""
+    wide = dtypes.get(dtype).accumulator
+    return float(np.finfo(wide.numpy).max) if wide.kind == "float" else math.inf
 
 
 @rule("add_scalar", "pow_scalar", args=("value",))
@@ -169,7 +177,7 @@ def binary(call: Call) -> Offer:
     return Offer(rows, (Result(shape, dtype),), (ONE_SIDED,))
 
 
-@rule("where", operands=3, indices=(0,))
+@rule("where", operands=3, indices=(0,), index_kinds=EVERY_KIND)
 def where(call: Call) -> Offer:
     """Cut alike along a dim of the result. Operands: condition, x, y."""
     shape = broadcast(call)

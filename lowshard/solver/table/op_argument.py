@@ -95,7 +95,8 @@ def _number(value: Any, what: str, is_real: bool, depth: int) -> Any:
     if value is None or isinstance(value, bool):
         return value
     if hasattr(value, "__index__") and not getattr(value, "ndim", 0):
-        return whole(value, f"{what} is a number", LayoutError, -MOST_ELEMS, MOST_ELEMS)
+        most = (1 << 63) - 1 if is_real else MOST_ELEMS  # what JSON files hold
+        return whole(value, f"{what} is a number from {-most} to {most}", LayoutError, -most, most)
     if is_real and isinstance(value, numbers.Real):
         return _as_float(value)
     if depth and (isinstance(value, (list, tuple)) or getattr(value, "ndim", 0)):

@@ -26,7 +26,8 @@ R = Replicated()
 P = Partial("sum")
 AVG, MAX, MIN, PROD = Partial("avg"), Partial("max"), Partial("min"), Partial("prod")
 FLOAT: frozenset[Kind] = frozenset(("float",))
-NUMBER: frozenset[Kind] = frozenset(("float", "int", "uint"))
+INTEGER: frozenset[Kind] = frozenset(("int", "uint"))
+NUMBER = INTEGER | FLOAT
 ACCUMULATOR_BYTES = 4
 
 
@@ -170,6 +171,13 @@ class Rule:
     """The operands that are indices or conditions. The others are values, which the op computes on."""
     args: tuple[str, ...] | None
     """The names of the arguments that are no tensors; None: any, of an op that runs in the caller's own code."""
+    index_kinds: frozenset[Kind]
+    """The kinds of dtype that those may have."""
+
+    @property
+    def reads_indices(self) -> bool:
+        """Whether it looks elements up: then it may find that there is none."""
+        return bool(self.indices) and self.index_kinds == INTEGER
 
     def values(self, layouts: Sequence[Layout]) -> list[dtypes.DType]:
         """Return the dtypes of the operands that are values."""
@@ -185,13 +193,14 @@ def rule(
     kinds: frozenset[Kind] = EVERY_KIND,
     indices: tuple[int, ...] = (),
     args: tuple[str, ...] | None = (),
+    index_kinds: frozenset[Kind] = INTEGER,
 ) -> Callable[[Offering], Offering]:
     """Register a rule for ops; the arguments are the fields of `Rule`, one number of operands for (n, n)."""
 
     def register(function: Offering) -> Offering:
         arity = (operands, operands) if isinstance(operands, int) else operands
         for name in names:
-            RULES[name] = Rule(function, arity, kinds, indices, args)
+            RULES[name] = Rule(function, arity, kinds, indices, args, index_kinds)
         return function
 
     return register
@@ -266,13 +275,22 @@ def common_kind(values: Sequence[dtypes.DType]) -> Kind | None:
 
 
 def dtype_error(op: str, layouts: Sequence[Layout], rows: Sequence[AxisAssignment]) -> DTypeError | None:
-    """Return what keeps an op from running by these rows on operands of these dtypes, or None."""
-    found = RULES[op]
+    """Return what keeps an op from running by these rows on operands of these dtypes, or None.
+
+    Of an op without a rule, which is the caller's own, nothing is known.
+    """
+    found = RULES.get(op)
+    if found is None:
+        return None
     values = found.values(layouts)
-    wrong = next((dtype for dtype in values if dtype.kind not in found.kinds), None)
-    if wrong is not None:
-        kinds = " or ".join(sorted(found.kinds))
-        return DTypeError(f"{op} takes operands of kind {kinds}, got {wrong}; cast first")
+    for k, layout in enumerate(layouts):
+        is_index = k in found.indices
+        kinds, dtype = found.index_kinds if is_index else found.kinds, dtypes.get(layout.dtype)
+        if dtype.kind not in kinds:
+            what = f"indices as operand {k}" if is_index else "operands"
+            return DTypeError(
+                f"{op} takes {what} of kind {' or '.join(sorted(kinds))}, got {dtype}; cast first"
+            )
     kind = common_kind(values)
     bad = next((r for r in rows if not r.holds_for(kind)), None)
     if bad is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
-from lowshard.argument import whole
+from lowshard.argument import choice, whole
 from lowshard.errors import LayoutError
 from lowshard.solver.assignment import AxisAssignment, Result
 from lowshard.solver.table.exchange_bytes import (
@@ -320,17 +320,21 @@ def pad_pairs(call: Call) -> list[tuple[int, int]]:
     return [(p[0], p[1]) for p in pads]
 
 
+_PAD_MODES = ("constant", "edge", "reflect", "symmetric")
+
+
 @rule("pad", args=("pads", "value", "mode", "padded_axes"))
 def pad(call: Call) -> Offer:
     """Dims that are not padded stay cut; sums stay where the pad is zero or mirrors.
 
-    Args: pads, value, mode, padded_axes.
+    Args: pads, value, mode (constant, edge, reflect or symmetric), padded_axes.
     """
-    pads = pad_pairs(call)
+    pads, mode = pad_pairs(call), call.args.get("mode", "constant")
+    choice(mode, _PAD_MODES, "pad: mode is 'constant', 'edge', 'reflect' or 'symmetric'", LayoutError)
     padded = {d for d, p in enumerate(pads) if p != (0, 0)}
     padded |= {int(d) % call.ndim() for d in call.args.get("padded_axes") or ()}
     rows = [row(S(d), out=S(d)) for d in range(call.ndim()) if d not in padded]
-    if call.args.get("mode", "constant") != "constant" or call.args.get("value", 0) == 0:
+    if mode != "constant" or call.args.get("value", 0) == 0:
         rows += [row(p, out=p) for p in call.linear()]
     target = tuple(n + a + b for n, (a, b) in zip(call.shape(), pads, strict=True))
     return Offer(rows, (call.same(*target),))
