@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Collection, Iterable, Mapping
 from itertools import islice
-from math import nan, prod, ulp
+from math import inf, nan, prod, ulp
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -54,7 +54,12 @@ def wholes(
     values: object, rule: str, error: type[LowshardError], least: int | None = None, most: int | None = None
 ) -> tuple[int, ...]:
     """Return a sequence of integers as a tuple, each checked as `whole` does, or raise."""
-    return tuple(whole(v, f"{rule}: {brief(values)}", error, least, most) for v in items(values, rule, error))
+    found = tuple(items(values, rule, error))
+    low, high = (-inf if least is None else least), (inf if most is None else most)
+    if all(type(v) is int and low <= v <= high for v in found):  # of thousands of layouts: no text is made
+        return found
+    told = f"{rule}: {brief(values)}"
+    return tuple(whole(v, told, error, least, most) for v in found)
 
 
 def as_shape(shape: object, rule: str, error: type[LowshardError]) -> tuple[int, ...]:

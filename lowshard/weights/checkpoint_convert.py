@@ -50,7 +50,8 @@ from lowshard.weights.sharded_load import saved_tilings
 MIN_MEMORY_BYTES = 256_000_000
 _COMPANIONS = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
-    "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model",
+    "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "chat_template.jinja",
+    "preprocessor_config.json",
 )  # fmt: skip
 FORMAT = MXFP8["e4m3"]
 """What `mxfp8` stores linear weights as."""

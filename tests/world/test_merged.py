@@ -125,13 +125,15 @@ def read_as_others_do(folder: Path) -> Values:
 @pytest.mark.parametrize(("size", "files"), [("1KB", 4), ("30KB", 2), ("1GB", 1)])
 def test_a_folder_with_an_index_of_hugging_face_s(cut: Path, tmp_path: Path, size: str, files: int) -> None:
     (cut / "config.json").write_text("{}")
-    (cut / "tokenizer.model").write_text("t")
+    for name in ("tokenizer.model", "chat_template.jinja"):
+        (cut / name).write_text("t")
     assert run(cut, tmp_path / "hf", "--merged", "--file-size", size, "-n", "1") == 0
     found = read_as_others_do(tmp_path / "hf")
     assert set(found) == set(VALUES)
     assert all(same(found[n], v) for n, v in VALUES.items())
     assert len(list((tmp_path / "hf").glob("*.safetensors"))) == files
-    assert (tmp_path / "hf" / "tokenizer.model").read_text() == "t"
+    for name in ("tokenizer.model", "chat_template.jinja"):
+        assert (tmp_path / "hf" / name).read_text() == "t"
     # Our own readers, and the library's own reader of such folders, take it again.
     again = Catalog.open(tmp_path / "hf" / HF_INDEX)
     assert set(again.tensors) == set(VALUES)
