@@ -25,7 +25,6 @@ from lowshard.checkpoint.catalog import Catalog, Files, StoredPart
 from lowshard.checkpoint.crc import Tally
 from lowshard.comm import Communicator, agree, share_text
 from lowshard.comm.agreement import control_of
-from lowshard.content_hash import text_digest
 from lowshard.errors import CheckpointError, CommError, LowshardError, PlanError
 from lowshard.kernels.buffer import address
 from lowshard.tiling import Tiling
@@ -91,7 +90,9 @@ def load(
         control_of(comm)
     rank, size = (0, 1) if comm is None else (comm.rank, comm.size)
     error = _argument_error(plan, size, verify, mapped, progress, reports)
-    digest = b"" if error is not None else text_digest(f"{plan.digest()} {verify}")
+    digest = b"" if error is not None else plan.digest_bytes
+    if verify is not True:  # checksums are compared between ranks, so all do it or none
+        digest = digest[::-1]
     said = None if error is not None else partial(_in_words, plan, verify)
     source: ByteSource | None = None
     try:

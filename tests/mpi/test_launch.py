@@ -284,15 +284,15 @@ def test_a_killed_launcher_takes_its_ranks_along(launcher: Launcher) -> None:
 
 def test_a_daemon_that_a_rank_leaves_behind_is_ended(launcher: Launcher) -> None:
     script = launcher.script(
-        "import subprocess, sys\n"
+        "import pathlib, subprocess, sys\n"
         "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], start_new_session=True)\n"
-        "print(subprocess.Popen(['env', '-i', 'yes'], start_new_session=True, stderr=-3).pid)\n"
+        "yes = subprocess.Popen(['env', '-i', 'yes'], start_new_session=True, stderr=-3)\n"
+        f"pathlib.Path({str(launcher.folder / 'pid')!r}).write_text(str(yes.pid))\n"
     )
     done = launcher.run("-n", "1", "--no-prefix", script)
     assert done.code == 0, done.err
     assert launcher.living() == []
-    (pid,) = (int(line) for line in done.out.splitlines() if line.isdecimal())
-    assert not Path(f"/proc/{pid}").exists()
+    assert not Path(f"/proc/{(launcher.folder / 'pid').read_text()}").exists()
 
 
 def test_a_reader_that_goes_away_ends_the_job(launcher: Launcher) -> None:
