@@ -35,7 +35,7 @@ STREAMS = 4
 serves them all."""
 MOST_APART = 256
 """Blocks from one of these places to the next, at most."""
-_AHEAD_BYTES = {(1, 1): 8 << 10, (2, 1): 0, (1, STREAMS): 2 << 10, (2, STREAMS): 0}
+_AHEAD_BYTES = {(1, 1): 8 << 10, (2, 1): 0, (1, STREAMS): 1 << 10, (2, STREAMS): 0}
 """By the bytes of a unit and by streams, how far ahead lines are asked for: what takes few steps needs it not."""
 _PAD = 64
 """Weights on either side of a block's, for lines of which a part is masked."""
