@@ -174,7 +174,7 @@ def test_the_command_line_predicts_and_refuses(tmp_path: Path, capsys: pytest.Ca
     path.write_text("[" * 20_000)
     assert main(["bench", "simulate", str(path)]) == 2
     assert "plan.json is not a valid reshard plan: it nests too deep" in capsys.readouterr().err
-    assert main(["bench", "simulate", "desne"]) == 2
+    assert main(["bench", "simulate", "dens"]) == 2
     assert "did you mean dense?" in capsys.readouterr().err
 
 
