@@ -184,6 +184,7 @@ class Subscriber:
         self._greeting = Greeting(name, socket.gethostname(), os.getpid(), self._comm.size)
         self._now = _Served()
         self._holds = [_Snapshot(), _Snapshot()]
+        self._is_misled = False  # what was said to have changed could not be: the next version is taken whole
         """By set. What is served is whole; the other set holds the version before, or nothing."""
         self._delta, self._fetched = delta, Fetched()
         self._attempt, self._closed = 0, False
@@ -335,8 +336,7 @@ class Subscriber:
                 return {"why": why, "over": time.monotonic() >= end_s}
             newer = self.version if self._offers == self._holds[self._now.at].mark else None
             wait_s = min(WANT_S, max(0.0, end_s - time.monotonic()))
-            since = self._held if self._delta == "auto" else 0
-            self._control.say(Request("want", self._offers, newer, wait_s, since=since))
+            self._control.say(Request("want", self._offers, newer, wait_s, since=self._since))
             answer_s = min(WANT_S + _TURN_S + STALLED_S / 3, self._patience_s)
             answer = self._control.hear(read_answer, time.monotonic() + answer_s)
             if answer.state == "here":
@@ -466,11 +466,16 @@ class Subscriber:
         """The snapshot of the publisher that this job serves; 0 where that is another one's."""
         return self._number_in(self._now.at)
 
+    @property
+    def _since(self) -> int:
+        """The snapshot from which on changes are asked for; 0 to take the next version whole."""
+        return self._held if self._delta == "auto" and not self._is_misled else 0
+
     def _fetch(self, offer: Answer) -> Fetched:
         """Fill the arrays that are not served, or raise on all ranks."""
         source = self._source
         assert source is not None
-        since = self._held if self._delta == "auto" else 0
+        since = self._since
         at = 1 - self._now.at
         served, target, behind = self._sets[1 - at], self._sets[at], self._number_in(at)
         self._holds[at] = _Snapshot()
@@ -501,7 +506,9 @@ class Subscriber:
             elif found is not None:  # the others hear of it, instead of waiting
                 error = CommError(f"version {offer.version} was not taken: {type(found).__name__}: {found}")
             agree(self._comm, b"", error, "pull")
-        except LowshardError:
+            self._is_misled = False
+        except LowshardError as agreed:
+            self._is_misled = since > 0 and type(agreed) is CommError  # not of a rank or link that has failed
             if not self._vote.decide(self._attempt, False):
                 self._disconnect()
                 raise

@@ -26,6 +26,7 @@ from lowshard import dtypes
 from lowshard.checkpoint.crc import crc32
 from lowshard.comm.door import enter
 from lowshard.comm.interface import network_name
+from lowshard.errors import VerificationError
 from lowshard.kernels.change_text import Changes
 from lowshard.kernels.changes import ChangeBoxes
 from lowshard.reshard.reshard_plan import ReshardPlan
@@ -345,7 +346,9 @@ class _Stream:
                 continue
             sizes = units * kept.unit_bytes, gaps, lengths
             if min(sizes) < 0 or sum(sizes) > kept.size_bytes:
-                raise Lost(f"it sent {sum(sizes)} bytes as changes of {kept.size_bytes}")
+                raise VerificationError(
+                    f"{sum(sizes)} bytes were said to be what has changed of {kept.size_bytes}"
+                )
             text = np.frombuffer(incoming.take(sum(sizes)), np.uint8)
             changes = Changes(units, gaps, lengths, text, changed)
             if boxes.name not in up:

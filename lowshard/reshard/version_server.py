@@ -21,8 +21,8 @@ from lowshard.checkpoint.crc import crc32
 from lowshard.comm.door import Door, Guest
 from lowshard.errors import KernelError
 from lowshard.kernels.change_search import Room
-from lowshard.kernels.change_text import Changes
 from lowshard.kernels.changes import ChangeBoxes
+from lowshard.reshard.shared_search import NOT_TOLD, SharedSearch
 from lowshard.reshard.version_store import Memory, Place
 from lowshard.reshard.version_wire import (
     CHANGES_HEAD,
@@ -44,7 +44,6 @@ from lowshard.reshard.version_wire import (
 
 _GREETING_S = 10.0
 _TURN_S = 0.5
-_NOT_TOLD = Changes(0, 0, 0, None, 0)
 
 
 @dataclass(frozen=True)
@@ -193,6 +192,7 @@ class VersionServer:
         """
         self._doors, self._store, self._mark = tuple(doors), store, mark
         self._newest, self._table = newest, table
+        self._search = SharedSearch()
         self._closing = threading.Event()
         self._lock = threading.Lock()
         self._lines: set[Line] = set()
@@ -339,7 +339,7 @@ class VersionServer:
                     line.say(Answer("none"))
                     continue
                 line.say(Answer("here"))
-                crc = self._send_changes(line, found, base, request.since, boxes)
+                crc = self._send_changes(line, found, request.number, base, request.since, boxes)
                 self._end(line, found, request.number, crc)
             else:
                 raise Lost(f"asked for {request.ask!r} over a data connection")
@@ -375,19 +375,18 @@ class VersionServer:
         return crc
 
     def _send_changes(
-        self, line: Line, found: Memory, base: Memory, since: int, boxes: Sequence[_Wanted]
+        self, line: Line, found: Memory, number: int, base: Memory, since: int, boxes: Sequence[_Wanted]
     ) -> int:
         """Send what differs from another snapshot, tensor by tensor; return the CRC-32 of all bytes.
 
-        That snapshot may be written over meanwhile. Its number tells, and then the tensors come whole.
+        That snapshot may be written over meanwhile. Then the tensors come whole.
         """
         crc, room = 0, Room()
         for wanted in boxes:
-            new, old = wanted.place.view(found.bytes), wanted.place.view(base.bytes)
-            told = _NOT_TOLD
+            told = NOT_TOLD
             if wanted.by_changes:
-                told = wanted.changes.find(new, old, room, may_stop=True)
-            text = told.text if base.number == since else None
+                told = self._search.find(found, number, base, since, wanted.place, wanted.changes, room)
+            text = told.text
             units = WHOLE if text is None else told.units
             head = CHANGES_HEAD.pack(units, told.gaps_bytes, told.lengths_bytes, told.changed_elems)
             crc = crc32(head, crc)

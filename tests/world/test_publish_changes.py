@@ -156,7 +156,7 @@ def test_changes_that_go_wrong_leave_the_old_version_or_come_whole(
                     told.text[told.units * 4 : told.units * 4 + told.gaps_bytes] = 127
                 elif worst == "too long":
                     return told._replace(units=1 << 40)
-                else:
+                elif turn == 1:
                     raise RuntimeError("this thread ends amid a stream")
                 return told
 
@@ -169,8 +169,8 @@ def test_changes_that_go_wrong_leave_the_old_version_or_come_whole(
                     subscriber.pull(10)
                 assert subscriber.version == 1
                 assert all((subscriber.weights[n] == before[n]).all() for n in layout)
-                monkeypatch.setattr(ChangeBoxes, "find", find)
-                assert subscriber.pull(10) == 2
+                assert subscriber.pull(10) == 2  # though what was found is as wrong as before
+                assert worst == "broken off" or subscriber.report()["received_bytes"] == 2 * 4 * 5000
             assert all((subscriber.weights[n] == arrays[n]).all() for n in layout)
 
 
@@ -218,9 +218,9 @@ def test_the_set_that_is_a_version_behind_is_brought_up_and_not_copied(
             with pytest.raises(CommError):
                 subscriber.pull(10)
             monkeypatch.setattr(version_target.ArrayTarget, "write", write)
-            pull(2)  # what was written to holds no version any more
+            pull(0)  # all of it: what has changed could not be taken once
             publish(10)
-            pull(0)
+            pull(2)  # the other set is a version behind, and nobody has told what came between
             publish(11, 0.6)
             pull(0)  # and comes whole
             publish(12)
