@@ -20,7 +20,7 @@ import time
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self, overload
 
 import numpy as np
 
@@ -218,6 +218,15 @@ class Publisher:
     def members(self) -> tuple[Member, ...]:
         """Return the subscribers that are in touch, with what they serve. On rank 0; elsewhere nothing."""
         return self._newest.members() if self._newest is not None else ()
+
+    @overload
+    def publish(self, version: int, wait: Literal[True] = True, *, stream: Stream = None) -> None: ...
+
+    @overload
+    def publish(self, version: int, wait: Literal[False], *, stream: Stream = None) -> Work: ...
+
+    @overload
+    def publish(self, version: int, wait: bool, *, stream: Stream = None) -> Work | None: ...
 
     def publish(self, version: int, wait: bool = True, *, stream: Stream = None) -> Work | None:
         """Offer the arrays' present content as a version.

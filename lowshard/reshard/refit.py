@@ -257,6 +257,9 @@ class Refit:
     @overload
     def push(self, version: int, *, wait: Literal[False], stream: Stream = None) -> Work: ...
 
+    @overload
+    def push(self, version: int, *, wait: bool, stream: Stream = None) -> Report | Work: ...
+
     def push(self, version: int, *, wait: bool = True, stream: Stream = None) -> Report | Work:
         """Give the sources' present content as a version; on a rank that also serves, take it as well.
 
@@ -299,6 +302,9 @@ class Refit:
 
     @overload
     def pull(self, version: int | None = None, *, wait: Literal[False], stream: Stream = None) -> Work: ...
+
+    @overload
+    def pull(self, version: int | None = None, *, wait: bool, stream: Stream = None) -> Report | Work: ...
 
     def pull(self, version: int | None = None, *, wait: bool = True, stream: Stream = None) -> Report | Work:
         """Take the version that is pushed; with a number, that one and no other. Otherwise as `push`."""

@@ -242,6 +242,9 @@ class Subscriber:
         self, timeout_s: float | None = None, *, wait: Literal[False], stream: Stream = None
     ) -> Work: ...
 
+    @overload
+    def pull(self, timeout_s: float | None = None, *, wait: bool, stream: Stream = None) -> int | Work: ...
+
     def pull(self, timeout_s: float | None = None, *, wait: bool = True, stream: Stream = None) -> int | Work:
         """Wait for a version newer than this one, take it, and return its number.
 
