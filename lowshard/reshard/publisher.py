@@ -33,6 +33,7 @@ from lowshard.comm.interface import addresses_towards, interface_addresses, is_l
 from lowshard.comm.work import Stream, Work
 from lowshard.content_hash import text_digest
 from lowshard.errors import CommError, LowshardError, PeerFailed, PlanError, TimedOut
+from lowshard.foreign_array import never_change
 from lowshard.layout import Layout
 from lowshard.reshard.publication_address import (
     Address,
@@ -44,7 +45,7 @@ from lowshard.reshard.publication_address import (
     tcp_door,
     write_token,
 )
-from lowshard.reshard.published_tensors import local_arrays, tensor_layouts
+from lowshard.reshard.published_tensors import local_arrays, same_again, tensor_layouts
 from lowshard.reshard.tensor_layout import TensorLayout
 from lowshard.reshard.version_server import Member, Newest, VersionServer
 from lowshard.reshard.version_store import MARK_BYTES, VersionStore
@@ -79,7 +80,8 @@ class Publisher:
 
     Args:
         layouts: by name, what the ranks hold: a Layout, a Tiling or a TensorLayout.
-        arrays: by name, this rank's local arrays; the same ones serve every version.
+        arrays: by name, this rank's local arrays; the same ones serve every version. JAX's never change: for those give
+            NumPy's, and copy into them before each version.
         comm: the communicator; None for one rank.
         address: `unix:/folder` for subscribers of this host and user; or `tcp://host:port` (port
             0: a free one).
@@ -122,6 +124,7 @@ class Publisher:
         try:
             self._layouts = tensor_layouts(layouts, whole.size)
             self._arrays = local_arrays(self._layouts, arrays, whole.rank)
+            self._never_changes = never_change(arrays.values())
             self._copies = DeviceCopies(self._arrays.values(), whole.timeout_s)
             where = Address.parse(address)
             given = None if token is None else checked_token(token)
@@ -245,7 +248,8 @@ class Publisher:
         Every rank raises the same error.
 
         Raises:
-            PlanError: a version that is not such an integer; nothing has changed.
+            PlanError: a version that is not such an integer, or a second one of arrays that never change; nothing has
+                changed.
             StreamError: stream is no stream of the arrays' GPU; nothing has changed.
             MismatchError: ranks publish different versions; nothing has changed.
             CommError: wait is neither True nor False; nothing has changed. There is no memory for a snapshot; the last
@@ -279,6 +283,8 @@ class Publisher:
             version = version_number(version)
             if self._version is not None and version <= self._version:
                 raise PlanError(f"versions rise: version {self._version} is out, got {version}")
+            if self._version is not None and self._never_changes:
+                raise same_again(version)
         except LowshardError as found:
             error, version = error or found, -1
         agree(comm, str(version).encode(), error, "publish", lambda: f"version {version}")
