@@ -32,6 +32,7 @@ from lowshard.comm.abort import (
     fail,
     fail_with,
     install_abort_hook,
+    show_by,
 )
 from lowshard.errors import LaunchError, LowshardError, PeerFailed
 from lowshard.launch.environment import find_rank
@@ -120,7 +121,7 @@ def _run(mode: str, argv: list[str], rank: int) -> None:
         await_end()  # another thread may have failed, and this error be what came of it
         error.with_traceback(_without_our_frames(error.__traceback__))
         if sys.excepthook.__module__ not in ("sys", install_abort_hook.__module__):
-            sys.excepthook(type(error), error, error.__traceback__)  # the program has its own way to show it
+            show_by(sys.excepthook, type(error), error, error.__traceback__)
         fail(rank, error)
     if os.getpid() == rank_pid:
         await_end()  # a thread may have failed

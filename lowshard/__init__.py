@@ -42,7 +42,19 @@ __all__ = [
     "redistribute",
 ]
 
-_PACKAGES = ("checkpoint", "comm", "fsdp", "kernels", "launch", "op", "reshard", "rules", "solver", "weights")
+_PACKAGES = (
+    "checkpoint",
+    "comm",
+    "fsdp",
+    "interop",
+    "kernels",
+    "launch",
+    "op",
+    "reshard",
+    "rules",
+    "solver",
+    "weights",
+)
 
 
 def __dir__() -> list[str]:

@@ -378,5 +378,8 @@ def _array_error(array: Array | None, layout: Layout, name: str, comm: Communica
             f"got shape {tuple(array.shape)} and dtype {array.dtype}"
         )
     if name == "out" and not array.flags.c_contiguous:
-        return f"out is C-contiguous, got strides {array.strides} for shape {shape}"
+        return (
+            f"out is C-contiguous, got strides {array.strides} for shape {shape}; pass a contiguous array and copy the "
+            "result, or no out"
+        )
     return None

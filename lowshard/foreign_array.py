@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache, lru_cache
 from typing import Any
 
@@ -48,6 +48,12 @@ def is_foreign(*values: object) -> bool:
         if _is_foreign(value):
             return True
     return False
+
+
+def never_change(arrays: Iterable[object]) -> bool:
+    """Say whether there are arrays, and all of them are of a library whose arrays never change (JAX)."""
+    ways = [_way_to_see(type(array)) for array in arrays]  # type: ignore[arg-type]  # types can be hashed
+    return bool(ways) and all(way is _jax_view for way in ways)
 
 
 def view_of(value: object, name: str, writes: bool = False) -> Array:

@@ -87,7 +87,7 @@ class Layout:
         names: list[list[str]] = [[] for _ in extents]
         splits: list[Split] = []
         for axis, placement in zip(mesh.axis_names, placements, strict=True):
-            if not isinstance(placement, Placement):
+            if not isinstance(placement, Replicated | Sharded | Partial):
                 raise LayoutError(
                     f"mesh axis {axis!r} got {brief(placement)}; write Replicated(), Sharded(dim) or Partial(op)"
                 )

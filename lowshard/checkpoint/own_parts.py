@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 
@@ -19,7 +20,7 @@ from lowshard.foreign_array import view_in_call
 from lowshard.layout import Layout
 from lowshard.tiling import Tiling
 
-State = Mapping[str, tuple[Layout | Tiling, np.ndarray | None]]
+State = Mapping[str, tuple[Layout | Tiling, Any]]  # arrays of any library, or None
 Parts = Sequence[tuple[Share, np.ndarray]]
 """Boxes that a rank writes, with their content."""
 _LINE_BYTES = 64

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import numpy as np
 
@@ -22,6 +22,8 @@ from lowshard.checkpoint.header import FilePath, Header, TensorEntry, header_fro
 from lowshard.errors import BufferMismatchError, CheckpointError, LayoutError
 from lowshard.foreign_array import view_in_call
 from lowshard.layout import Layout
+
+Out = TypeVar("Out")  # an array of any library
 
 
 @dataclass(frozen=True)
@@ -144,9 +146,15 @@ class CheckpointReader:
         _check_layout(entry, layout, reshape, f"{self.header.path}: tensor {name!r}")
         return plan_box(entry, layout.box(rank), shape=layout.shape)
 
+    @overload
     def read(
-        self, name: str, layout: Layout, rank: int, out: np.ndarray | None = None, *, reshape: bool = False
-    ) -> np.ndarray:
+        self, name: str, layout: Layout, rank: int, out: None = None, *, reshape: bool = False
+    ) -> np.ndarray: ...
+
+    @overload
+    def read(self, name: str, layout: Layout, rank: int, out: Out, *, reshape: bool = False) -> Out: ...
+
+    def read(self, name: str, layout: Layout, rank: int, out: Any = None, *, reshape: bool = False) -> Any:
         """Return a rank's local array of a layout, `layout.local_shape(rank)`; only its bytes are read.
 
         Args:
@@ -165,14 +173,24 @@ class CheckpointReader:
         plan = self.plan(name, layout, rank, reshape=reshape)
         return self._fill(plan, layout.local_shape(rank), out)
 
+    @overload
     def read_box(
-        self,
-        name: str,
-        box: Box | None = None,
-        out: np.ndarray | None = None,
-        *,
-        shape: Sequence[int] | None = None,
-    ) -> np.ndarray:
+        self, name: str, box: Box | None = None, out: None = None, *, shape: Sequence[int] | None = None
+    ) -> np.ndarray: ...
+
+    @overload
+    def read_box(
+        self, name: str, box: Box | None, out: Out, *, shape: Sequence[int] | None = None
+    ) -> Out: ...
+
+    @overload
+    def read_box(
+        self, name: str, box: Box | None = None, *, out: Out, shape: Sequence[int] | None = None
+    ) -> Out: ...
+
+    def read_box(
+        self, name: str, box: Box | None = None, out: Any = None, *, shape: Sequence[int] | None = None
+    ) -> Any:
         """Return one box of a tensor; only its bytes are read.
 
         Args:
@@ -207,7 +225,7 @@ class CheckpointReader:
         state = ", closed" if self._file.closed else ""
         return f"<CheckpointReader {self.header.path}: {len(self.header.tensors)} tensors{state}>"
 
-    def _fill(self, plan: ReadPlan, shape: tuple[int, ...], out: np.ndarray | None) -> np.ndarray:
+    def _fill(self, plan: ReadPlan, shape: tuple[int, ...], out: Any) -> Any:
         dtype = dtypes.get(self.header.entry(plan.name).dtype).numpy
         if self._file.closed:
             raise CheckpointError(f"{self.header.path}: this reader is closed; open a new CheckpointReader")

@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType, TracebackType
@@ -46,6 +46,7 @@ __all__ = [
     "read_failures",
     "remove_watch",
     "report_exception",
+    "show_by",
     "world_rank",
     "write_failure",
 ]
@@ -338,36 +339,54 @@ def end_job(exit_code: int) -> NoReturn:
 def install_abort_hook(rank: int | None = None) -> None:
     """Makes an uncaught exception in any thread of this rank end the whole job, with the rank in the traceback.
 
-    May be called any number of times. A hook that the program had put in `sys.excepthook` prints in place of
-    our text. Nothing changes in an interactive session, in a forked child, or in a world of one rank.
-    A nonzero `sys.exit` does not come through here (Python offers no hook for it); `lowshard run` handles it.
+    May be called any number of times. Hooks that the program had put in `sys.excepthook` and `threading.excepthook`
+    are called before the job ends. Nothing changes in an interactive session, in a forked child, or in a world of
+    one rank. A nonzero `sys.exit` does not come through here (Python offers no hook for it); `lowshard run` handles it.
 
     Args:
         rank: this process's rank, if known before MPI is initialised; else MPI is asked when the time comes.
     """
+    _wrap_thread_hook(rank)
     if _installed.get("pid") == os.getpid():
         return
     _installed["pid"] = os.getpid()
     previous_hook = sys.excepthook
-    previous_thread_hook = threading.excepthook
 
     def hook(cls: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if not _must_end_job(rank):
             previous_hook(cls, error, trace)
             return
         if previous_hook is not sys.__excepthook__:
-            previous_hook(cls, error, trace)
-        _fail_here(rank, error)
-
-    def thread_hook(args: threading.ExceptHookArgs) -> None:
-        error = args.exc_value
-        if error is None or isinstance(error, SystemExit) or not _must_end_job(rank):
-            previous_thread_hook(args)  # Python's own says nothing about a SystemExit in a thread, nor do we
-            return
+            show_by(previous_hook, cls, error, trace)
         _fail_here(rank, error)
 
     sys.excepthook = hook
-    threading.excepthook = thread_hook
+
+
+def _wrap_thread_hook(rank: int | None) -> None:
+    """Puts ours before the hook for threads that is there now: a program may have set one since a launcher put ours."""
+    previous_hook = threading.excepthook
+    if getattr(previous_hook, "__module__", "") == __name__:
+        return
+
+    def hook(args: threading.ExceptHookArgs) -> None:
+        error = args.exc_value
+        if error is None or isinstance(error, SystemExit) or not _must_end_job(rank):
+            previous_hook(args)  # Python's own says nothing about a SystemExit in a thread, nor do we
+            return
+        if previous_hook is not threading.__excepthook__:
+            show_by(previous_hook, args)
+        _fail_here(rank, error)
+
+    threading.excepthook = hook
+
+
+def show_by(hook: Callable[..., object], *args: object) -> None:
+    """Has a program's own hook show an exception. What goes wrong in it is printed, and the job ends all the same."""
+    try:
+        hook(*args)
+    except BaseException:
+        traceback.print_exc()
 
 
 def _fail_here(rank: int | None, error: BaseException) -> NoReturn:

@@ -174,6 +174,7 @@ class Caller:
     def close(self) -> None:
         """Close the transport, once what was started has ended; see `Communicator.close`."""
         t = self.transport
+        self.end_threads()
         if t.closed:
             return
         if self.in_group() and not t.failed:
@@ -207,10 +208,17 @@ class Caller:
 
     def settle_all(self) -> None:
         """Wait for all that was started."""
-        for worker in (self._worker, *self._lines.values()):
-            if worker is not None:
-                worker.settle()
+        for worker in self._workers():
+            worker.settle()
         self.transport.settle()
+
+    def end_threads(self) -> None:
+        """Have the threads of started calls end; those of calls that are started later are new."""
+        for worker in self._workers():
+            worker.end()
+
+    def _workers(self) -> list[Worker]:
+        return [worker for worker in (self._worker, *self._lines.values()) if worker is not None]
 
     def turn(self, what: str) -> AbstractContextManager[None]:
         """Take the turn of this thread for a `with` block; see `Communicator.turn`."""

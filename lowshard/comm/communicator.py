@@ -523,7 +523,8 @@ class Communicator:
         elif not all(b.idle for b in behind):
             t.closed = True  # what goes on reads what would be given back
             return
-        self._caller.close()
+        for front in reversed(fronts):
+            front._caller.close()
         if untold:
             raise untold[0]
 

@@ -359,6 +359,8 @@ def run_loopback(size: int, function: Callable[[Communicator], T], timeout_s: fl
         error.add_note(f"raised on loopback rank {rank} of {size}")
         raise error
     board.programs.forget()
+    for comm in comms:
+        comm._caller.end_threads()
     return results
 
 

@@ -25,7 +25,7 @@ from lowshard.comm.check import HostBuffers
 from lowshard.comm.reach import Reach
 from lowshard.comm.reduction import fold
 from lowshard.comm.work import Work
-from lowshard.errors import LowshardError
+from lowshard.errors import CommError, LowshardError
 from lowshard.settings import CHECK, TIMEOUT_S
 
 Array = Any  # a NumPy or CuPy array; CuPy ships no types
@@ -142,6 +142,12 @@ class Transport(ABC):
         self.closed = self.ended = self.failed = self.forked = False
         self.why = ""
         self._reach: Reach | None = None
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise CommError(
+            "a communicator, and what holds one, belongs to the process that made it and cannot be pickled or copied; "
+            "make one in each process, and send plans, layouts and arrays, which can"
+        )
 
     # ---- primitives
 

@@ -122,14 +122,14 @@ def failed_work(name: str, error: LowshardError) -> ThreadWork:
 class Worker:
     """The thread that runs a communicator's started calls, one after the other.
 
-    It ends by itself after a while without work.
+    It ends by itself after a while without work, and at once where it is told to.
     """
 
     _IDLE_S = 5.0
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._queue: queue.SimpleQueue[ThreadWork] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[ThreadWork | None] = queue.SimpleQueue()  # None ends the thread
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._last: ThreadWork | None = None
@@ -159,15 +159,28 @@ class Worker:
             return
         last._ended.wait()
 
+    def end(self) -> None:
+        """Have the thread end after what was queued, and wait for that where there is nothing to wait for."""
+        with self._lock:
+            thread, is_idle = self._thread, self.idle
+            if thread is not None:
+                self._queue.put(None)
+        if thread is not None and is_idle and not self.is_current():
+            thread.join()
+
     def _drive(self) -> None:
         while True:
             try:
-                self._queue.get(timeout=self._IDLE_S).run()
+                work = self._queue.get(timeout=self._IDLE_S)
             except queue.Empty:
-                with self._lock:
-                    if self._queue.empty():
-                        self._thread = None
-                        return
+                work = None
+            if work is not None:
+                work.run()
+                continue
+            with self._lock:
+                if self._queue.empty():
+                    self._thread = None
+                    return
 
 
 def wait_all(works: Sequence[Work], timeout_s: float | None = None) -> None:

@@ -79,6 +79,11 @@ class Channel:
         with self._count:
             return self.failures + self._due
 
+    def close(self) -> None:
+        """Give the communicator and the thread back; all ranks of it call this."""
+        self.comm.close()
+        self._teller.end()
+
     def start_refusal(self, error: LowshardError, again: bool, after: Work) -> Work:
         """Refuse the next call, in a thread of its own: ranks may come to several channels in any order.
 
@@ -147,6 +152,9 @@ class Lane(Protocol):
     def idle(self) -> bool:
         """Whether all jobs have ended."""
 
+    def end(self) -> None:
+        """Give back what runs the jobs; for the last one."""
+
 
 class ThreadLane:
     """A thread, for host memory: compiled calls release the GIL."""
@@ -169,6 +177,10 @@ class ThreadLane:
         """Whether all jobs have ended."""
         return self._worker.idle
 
+    def end(self) -> None:
+        """Have the thread end."""
+        self._worker.end()
+
 
 class InlineLane:
     """Runs each job at once: where there is no other rank."""
@@ -186,6 +198,9 @@ class InlineLane:
     def idle(self) -> bool:
         """True."""
         return True
+
+    def end(self) -> None:
+        """Return."""
 
 
 class _StreamWork:
@@ -258,6 +273,9 @@ class StreamLane:
     def idle(self) -> bool:
         """Whether the stream is empty."""
         return bool(self._stream.done)
+
+    def end(self) -> None:
+        """Return: the stream goes with this."""
 
 
 class Links:
@@ -413,8 +431,9 @@ class Links:
         Collective: all ranks of the communicator call this.
         """
         self.settle()
-        for channel, _ in self.channels:
-            channel.comm.close()
+        for channel, lane in self.channels:
+            channel.close()
+            lane.end()
 
 
 def _difference(texts: list[str], rank: int) -> str:

@@ -45,9 +45,10 @@ def layout(sharding: Any, shape: Sequence[int], dtype: object, *, mesh: Any = No
     elif isinstance(sharding, jax.PartitionSpec):
         given = sharding
     else:
+        is_laid_out = isinstance(getattr(sharding, "sharding", None), jax.NamedSharding)  # an array of one
+        write = "x.sharding" if is_laid_out else "jax.device_put(x, NamedSharding(mesh, spec)).sharding"
         raise ShardingError(
-            f"layout takes a NamedSharding, or a PartitionSpec and mesh=, got {brief(sharding)}. Write "
-            "jax.device_put(x, NamedSharding(mesh, spec)) first"
+            f"layout takes a NamedSharding, or a PartitionSpec and mesh=, got {brief(sharding)}. Pass {write}"
         )
     if getattr(given, "reduced", None):
         raise ShardingError(
@@ -115,7 +116,10 @@ def sharding(layout: Layout, jax_mesh: Any, *, memory_kind: str | None = None) -
     try:
         return jax.NamedSharding(jax_mesh, entries, memory_kind=memory_kind)
     except ValueError as error:
-        raise ShardingError(f"JAX refuses {entries} on {jax_mesh}: {error}") from error
+        hint = "; make the mesh with axis_types=(AxisType.Explicit, ...), or reduce the array first"
+        raise ShardingError(
+            f"JAX refuses {entries} on {jax_mesh}: {error}{hint if any(layout.partials) else ''}"
+        ) from error
 
 
 def _jax() -> Any:

@@ -14,7 +14,7 @@ from lowshard.reshard.tensor_layout import TensorLayout
 
 
 def kv_cache_layout(
-    layers: int, heads: int, inner: Sequence[int], dtype: str = "bfloat16", *, tp: int = 1, pp: int = 1,
+    layers: int, heads: int, inner: Sequence[int], dtype: object = "bfloat16", *, tp: int = 1, pp: int = 1,
     copies: int = 1, windows: Sequence[int] | None = None, offset: int = 0,
 ) -> TensorLayout:  # fmt: skip
     """Return the layout of a key-value cache [layers, heads, *inner].
@@ -53,7 +53,7 @@ def kv_cache_layout(
 
 
 def ssm_state_layouts(
-    layers: int, heads: int, head_dim: int, groups: int, state_dim: int, conv_width: int, dtype: str = "float32", *,
+    layers: int, heads: int, head_dim: int, groups: int, state_dim: int, conv_width: int, dtype: object = "float32", *,
     batch: int = 1, tp: int = 1, pp: int = 1, offset: int = 0,
 ) -> dict[str, TensorLayout]:  # fmt: skip
     """Return the layouts of a Mamba-2 model's states: "conv" and "recurrent".

@@ -382,7 +382,7 @@ def _swizzled(r: Array, c: Array, width: int) -> Array:
     return tile * TILE_BYTES + (r % 32) * 16 + (r % TILE_ROWS) // 32 * 4 + c % TILE_COLS
 
 
-def ensure_sendable(tensor: Any, dtype: str = "bfloat16") -> Array:
+def ensure_sendable(tensor: Any, dtype: object = "bfloat16") -> Array:
     """Return an array that can be sliced and sent: what is quantised as a new bf16 array, an array as it is.
 
     Raises:

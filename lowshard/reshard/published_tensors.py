@@ -15,6 +15,15 @@ from lowshard.reshard.tensor_layout import TensorLayout, as_tensor_layout
 Array = Any
 
 
+def same_again(version: object) -> PlanError:
+    """Return the error for a further version of arrays that never change."""
+    return PlanError(
+        f"all arrays that this rank gives are JAX's, which never change, so version {brief(version)} would be the last "
+        "one again; give NumPy's arrays as buffers, buffer = numpy.array(x), and before each version write "
+        "numpy.copyto(buffer, x)"
+    )
+
+
 def tensor_layouts(given: object, size: int) -> dict[str, TensorLayout]:
     """Return layouts by name, each over ranks that the job has.
 

@@ -17,9 +17,10 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Mapping
+import weakref
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self, overload
 
 import numpy as np
 
@@ -32,6 +33,7 @@ from lowshard.comm.interface import addresses_towards, interface_addresses, is_l
 from lowshard.comm.work import Stream, Work
 from lowshard.content_hash import text_digest
 from lowshard.errors import CommError, LowshardError, PeerFailed, PlanError, TimedOut
+from lowshard.foreign_array import never_change
 from lowshard.layout import Layout
 from lowshard.reshard.publication_address import (
     Address,
@@ -43,7 +45,7 @@ from lowshard.reshard.publication_address import (
     tcp_door,
     write_token,
 )
-from lowshard.reshard.published_tensors import local_arrays, tensor_layouts
+from lowshard.reshard.published_tensors import local_arrays, same_again, tensor_layouts
 from lowshard.reshard.tensor_layout import TensorLayout
 from lowshard.reshard.version_server import Member, Newest, VersionServer
 from lowshard.reshard.version_store import MARK_BYTES, VersionStore
@@ -54,6 +56,8 @@ from lowshard.transfer.device_copies import DeviceCopies
 
 Array = Any
 _ANY = ("0.0.0.0", "::")
+_Opened = tuple[int, FolderLock | None, tuple[Door, ...], Newest | None, VersionServer | None, Path | None]
+"""What `_give_back` takes."""
 _ROUND_S = 1.0
 """How long rank 0 waits for members at most, before the other ranks hear that it still does."""
 
@@ -70,12 +74,14 @@ class Publisher:
     subscriber that is still copying an older one.
 
     Collective: all ranks of the communicator make it, publish, and close it. It can be used in a `with` block: one that
-    ends by an exception waits for nobody. A forked child has nothing of it: what it closes, or leaves, stays with its
+    ends by an exception waits for nobody, and neither does one that nothing refers to any more, or the end of the
+    program. A forked child has nothing of it: what it closes, or leaves, stays with its
     parent.
 
     Args:
         layouts: by name, what the ranks hold: a Layout, a Tiling or a TensorLayout.
-        arrays: by name, this rank's local arrays; the same ones serve every version.
+        arrays: by name, this rank's local arrays; the same ones serve every version. JAX's never change: for those give
+            NumPy's, and copy into them before each version.
         comm: the communicator; None for one rank.
         address: `unix:/folder` for subscribers of this host and user; or `tcp://host:port` (port
             0: a free one).
@@ -113,10 +119,12 @@ class Publisher:
         self.token_file: Path | None = None
         self._lock: FolderLock | None = None
         self._doors: list[Door] = []
+        self._when_lost: weakref.finalize[..., Publisher] | None = None
         asked, words, error = b"", "", None
         try:
             self._layouts = tensor_layouts(layouts, whole.size)
             self._arrays = local_arrays(self._layouts, arrays, whole.rank)
+            self._never_changes = never_change(arrays.values())
             self._copies = DeviceCopies(self._arrays.values(), whole.timeout_s)
             where = Address.parse(address)
             given = None if token is None else checked_token(token)
@@ -175,6 +183,7 @@ class Publisher:
             self._layouts, comm.rank, bytes.fromhex(mark), self._copies, sums=where.folder is None
         )
         self._server = VersionServer(self._doors, self._store, mark, self._newest, table)
+        self._when_lost = weakref.finalize(self, _give_back, *self._opened())
 
     def _open_first(self, where: Address, given: bytes | None) -> list[str]:
         """Open rank 0's door and keep the token; return address, token, mark and token file as text."""
@@ -213,6 +222,15 @@ class Publisher:
         """Return the subscribers that are in touch, with what they serve. On rank 0; elsewhere nothing."""
         return self._newest.members() if self._newest is not None else ()
 
+    @overload
+    def publish(self, version: int, wait: Literal[True] = True, *, stream: Stream = None) -> None: ...
+
+    @overload
+    def publish(self, version: int, wait: Literal[False], *, stream: Stream = None) -> Work: ...
+
+    @overload
+    def publish(self, version: int, wait: bool, *, stream: Stream = None) -> Work | None: ...
+
     def publish(self, version: int, wait: bool = True, *, stream: Stream = None) -> Work | None:
         """Offer the arrays' present content as a version.
 
@@ -230,7 +248,8 @@ class Publisher:
         Every rank raises the same error.
 
         Raises:
-            PlanError: a version that is not such an integer; nothing has changed.
+            PlanError: a version that is not such an integer, or a second one of arrays that never change; nothing has
+                changed.
             StreamError: stream is no stream of the arrays' GPU; nothing has changed.
             MismatchError: ranks publish different versions; nothing has changed.
             CommError: wait is neither True nor False; nothing has changed. There is no memory for a snapshot; the last
@@ -264,6 +283,8 @@ class Publisher:
             version = version_number(version)
             if self._version is not None and version <= self._version:
                 raise PlanError(f"versions rise: version {self._version} is out, got {version}")
+            if self._version is not None and self._never_changes:
+                raise same_again(version)
         except LowshardError as found:
             error, version = error or found, -1
         agree(comm, str(version).encode(), error, "publish", lambda: f"version {version}")
@@ -370,34 +391,22 @@ class Publisher:
             self._comm.__exit__(type(error), error, None)
 
     def _let_go(self) -> None:
-        """Give back what this rank has opened, each thing whatever becomes of the others. Again, it does nothing."""
-        with contextlib.ExitStack() as stack:  # the last one first
-            if self._lock is not None:
-                stack.callback(self._lock.release)
-            if self._server is None or os.getpid() != self._pid:
-                for door in self._doors:
-                    stack.callback(door.close)
-            if os.getpid() == self._pid:
-                stack.callback(self._close_server)
-                if self._comm.rank == 0 and self.token_file is not None and self._doors:
-                    stack.callback(remove_token, self.token_file, self._doors[0].token)
-            self._closed = True
-
-    def _close_server(self) -> None:
-        """End what answers members, and drop arrays and snapshots; who reads one still has it until then."""
-        if self._newest is not None:
-            with self._newest.changed:
-                self._newest.closing = True
-                self._newest.changed.notify_all()
-        server, self._server, self._doors = self._server, None, []
-        if server is None:
-            return
+        """Give back what this rank has opened, and drop arrays and snapshots. Again, it does nothing."""
+        if self._when_lost is not None:
+            self._when_lost.detach()
+        self._closed, is_served = True, self._server is not None
         try:
-            server.close()
+            _give_back(*self._opened())
         finally:
-            if self._background.idle:  # nobody fills one
-                self._arrays = {}
-                self._store.close()
+            if os.getpid() == self._pid:
+                self._server, self._doors = None, []
+                if is_served and self._background.idle:  # nobody fills a snapshot
+                    self._arrays = {}
+                    self._store.close()
+
+    def _opened(self) -> _Opened:
+        token_file = self.token_file if self._comm.rank == 0 else None
+        return self._pid, self._lock, tuple(self._doors), self._newest, self._server, token_file
 
     def __enter__(self) -> Self:
         return self
@@ -407,6 +416,35 @@ class Publisher:
             self.close()
         else:
             self._leave(error)
+
+
+def _give_back(
+    pid: int,
+    lock: FolderLock | None,
+    doors: Sequence[Door],
+    newest: Newest | None,
+    server: VersionServer | None,
+    token_file: Path | None,
+) -> None:
+    """Give back what a rank has opened, each thing whatever becomes of the others.
+
+    A forked child only lets go of its descriptors. Who reads a snapshot still has it until then.
+    """
+    is_own = os.getpid() == pid
+    with contextlib.ExitStack() as stack:  # the last one first
+        if lock is not None:
+            stack.callback(lock.release)
+        if server is None or not is_own:
+            for door in doors:
+                stack.callback(door.close)
+        if is_own and server is not None:
+            stack.callback(server.close)
+        if is_own and newest is not None:
+            with newest.changed:
+                newest.closing = True
+                newest.changed.notify_all()
+        if is_own and token_file is not None and doors:
+            stack.callback(remove_token, token_file, doors[0].token)
 
 
 def _door_of(where: Address, rank: int, token: bytes) -> Door:

@@ -28,8 +28,9 @@ from lowshard.errors import (
     TimedOut,
     VerificationError,
 )
-from lowshard.foreign_array import like, view_of
+from lowshard.foreign_array import like, never_change, view_of
 from lowshard.reshard.last_given import Copies, Digests
+from lowshard.reshard.published_tensors import same_again
 from lowshard.reshard.reshard_plan import ReshardPlan
 from lowshard.reshard.reshard_run import RefitCost, Report, Reshard, Settings, argument_error
 from lowshard.reshard.source_sample import sample
@@ -77,7 +78,8 @@ class Refit:
     Args:
         plan: from `build_reshard_plan`, equal on every rank.
         comm: a communicator with every rank of the plan.
-        src: this rank's source arrays by name; the same arrays serve every version.
+        src: this rank's source arrays by name; the same arrays serve every version. JAX's never change: for those give
+            NumPy's, and copy into them before each version.
         dst: its destination arrays, which hold version `version`.
         transform: what this rank's tensors go through.
         buffering: what becomes of the arrays of `dst`, and of what the transform stores into (the persistent buffers of
@@ -162,6 +164,7 @@ class Refit:
         self.comm: Communicator = self._background.comm
         comm = self.comm
         self._serves_sources = any(comm.rank in entry.src for entry in plan.entries)
+        self._never_changes, self._has_pushed = never_change((src or {}).values()), False
         self._served, self._transforms = served, transforms
         self._movers: list[Reshard] = []
         for arrays, how in zip(sets, transforms, strict=True):
@@ -257,6 +260,9 @@ class Refit:
     @overload
     def push(self, version: int, *, wait: Literal[False], stream: Stream = None) -> Work: ...
 
+    @overload
+    def push(self, version: int, *, wait: bool, stream: Stream = None) -> Report | Work: ...
+
     def push(self, version: int, *, wait: bool = True, stream: Stream = None) -> Report | Work:
         """Give the sources' present content as a version; on a rank that also serves, take it as well.
 
@@ -280,8 +286,8 @@ class Refit:
                 the caller, also in the background.
 
         Raises:
-            PlanError: a version that is not an integer from 0 to 2^63 - 1, or only ranks without sources push it; on
-                all ranks, and nothing has changed.
+            PlanError: a version that is not an integer from 0 to 2^63 - 1, or a second one of arrays that never change,
+                or only ranks without sources push it; on all ranks, and nothing has changed.
             MismatchError: ranks push different versions, or one waits for another than is pushed; on all ranks, and
                 nothing has changed.
             VerificationError: a checksum does not agree, or sources were changed while they were pushed in the
@@ -300,6 +306,9 @@ class Refit:
     @overload
     def pull(self, version: int | None = None, *, wait: Literal[False], stream: Stream = None) -> Work: ...
 
+    @overload
+    def pull(self, version: int | None = None, *, wait: bool, stream: Stream = None) -> Report | Work: ...
+
     def pull(self, version: int | None = None, *, wait: bool = True, stream: Stream = None) -> Report | Work:
         """Take the version that is pushed; with a number, that one and no other. Otherwise as `push`."""
         return self._call("pull", version, False, wait, stream)
@@ -313,6 +322,8 @@ class Refit:
             raise CommError("this Refit is closed; make a new one")
         if not isinstance(wait, bool):
             wait, error = True, PlanError(f"wait of {name} is True or False, got {brief(wait)}")
+        if pushes and self._never_changes and self._has_pushed and version != self.version:
+            error = error or same_again(version)
         if wait:
             with self.comm.meeting(what, stream) as wrong:
                 return self._refit(version, pushes, error or wrong, None)
@@ -362,7 +373,7 @@ class Refit:
             # What cannot be kept makes the next version go whole; this one is there.
             with cost.phase("keep"), contextlib.suppress(Exception):
                 self._changes.commit(target, self._attempt)
-        self._cost = cost
+        self._cost, self._has_pushed = cost, self._has_pushed or pushes
         return report
 
     def _move(self, target: int, number: int, follows: bool, cost: RefitCost) -> Report:

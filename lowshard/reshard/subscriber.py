@@ -22,6 +22,7 @@ import os
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -194,6 +195,7 @@ class Subscriber:
         self._table_text, self._offers, self._proven = "", "", b""
         self._source: Source | None = None
         self._shelf: Shelf | None = None
+        self._when_lost: weakref.finalize[..., Subscriber] | None = None  # closes the shelf
         self._group = ""
         if network and len(set(share_text(self._comm, network))) == 1:
             self._group = hashlib.blake2b(network.encode() + layouts_text, digest_size=16).hexdigest()
@@ -239,6 +241,9 @@ class Subscriber:
     def pull(
         self, timeout_s: float | None = None, *, wait: Literal[False], stream: Stream = None
     ) -> Work: ...
+
+    @overload
+    def pull(self, timeout_s: float | None = None, *, wait: bool, stream: Stream = None) -> int | Work: ...
 
     def pull(self, timeout_s: float | None = None, *, wait: bool = True, stream: Stream = None) -> int | Work:
         """Wait for a version newer than this one, take it, and return its number.
@@ -442,6 +447,7 @@ class Subscriber:
                     self._shelf = Shelf(
                         self._layouts, comm.rank, [one.arrays for one in self._sets], mark, self._proven
                     )
+                    self._when_lost = weakref.finalize(self, self._shelf.close)
                     self._shelf.put(self._now.at, self._held)
         own = () if self._shelf is None else self._shelf.addresses
         doors = [tuple(json.loads(text)) for text in share_text(comm, json.dumps(own))]
@@ -452,7 +458,8 @@ class Subscriber:
             self._close_shelf()
 
     def _close_shelf(self) -> None:
-        if self._shelf is not None:
+        if self._shelf is not None and self._when_lost is not None:
+            self._when_lost.detach()
             self._shelf.close()
             self._shelf = None
 

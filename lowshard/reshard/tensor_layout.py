@@ -69,7 +69,7 @@ class TensorLayout:
     def sharded(
         cls,
         shape: Sequence[int],
-        dtype: str,
+        dtype: object,
         axes: Mapping[str, tuple[int, int]],
         dims: Mapping[int, Cut | str | tuple[str, ...]] | None = None,
         *,
@@ -124,7 +124,7 @@ class TensorLayout:
             cuts.append(cut)
             places.append(tuple(axes[n] for n in names))
         copies = tuple(axis for name, axis in axes.items() if name not in used and axis[0] > 1)
-        return cls(dtype, Cuts(tuple(cuts)), Grid(tuple(places), copies, offset))
+        return cls(dtypes.get(dtype).name, Cuts(tuple(cuts)), Grid(tuple(places), copies, offset))
 
     @classmethod
     def from_layout(cls, layout: Layout) -> TensorLayout:

@@ -194,7 +194,8 @@ class VersionServer:
         self._newest, self._table = newest, table
         self._search = SharedSearch()
         self._closing = threading.Event()
-        self._lock = threading.Lock()
+        self._pid = os.getpid()
+        self._lock = threading.RLock()  # the garbage collector may close this within
         self._lines: set[Line] = set()
         self._wake, wakes = os.pipe()
         self._wakes = wakes
@@ -202,10 +203,16 @@ class VersionServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Let nobody in any more and end all connections."""
+        """Let nobody in any more and end all connections. In a forked child they are left to the parent.
+
+        Closing twice is safe.
+        """
+        if self._closing.is_set() or os.getpid() != self._pid:
+            return
         self._closing.set()
         os.write(self._wakes, b"x")
-        self._thread.join()
+        if threading.current_thread() is not self._thread:  # where the garbage collector runs there
+            self._thread.join()
         with self._lock:
             lines = list(self._lines)
         for line in lines:

@@ -439,6 +439,12 @@ def refits_and_their_buffers(count: int, seed: int) -> None:
             src = {"w": given("jax", whole[4 * r : 4 * r + 4])} if r < 2 else {}
             dst = {"w": given("torch", np.zeros((8, 32), numpy_dtype(dtype)))} if r >= 2 else {}
             execute_reshard_plan(plan, src, dst, comm)
+            with Refit(plan, comm, src, {"w": dst["w"].clone()} if r >= 2 else {}) as refit:
+                for version in (1, 1):  # again, as where a server has failed
+                    refit.push(version) if r < 2 else refit.pull()
+                new = told(lambda: refit.push(2) if r < 2 else refit.pull())
+                assert "are JAX's, which never change, so version 2" in new
+                assert refit.version == 1
             if r >= 2:
                 assert bits(dst["w"]) == bits(whole[:, 32 * r - 64 : 32 * r - 32])
 
@@ -494,6 +500,10 @@ def publishers_and_subscribers(count: int, seed: int) -> None:
                 assert library_of(held) == "torch"
                 assert (held == source).all()
                 assert (held is out) == (version == 2)
+        with Publisher({"w": layout}, {"w": jnp.ones((8, 4), "bfloat16")}, **where) as publisher:  # type: ignore[arg-type]
+            publisher.publish(1)
+            assert "numpy.copyto(buffer, x)" in told(lambda: publisher.publish(2))
+            assert publisher.version == 1
 
 
 @case

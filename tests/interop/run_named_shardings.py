@@ -176,7 +176,11 @@ def refused() -> None:
     rows = Layout(ours, (8, 8), "float32", (Sharded(0), Replicated()))
     explicit = Mesh(mesh.devices, ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
     cases: list[tuple[Any, str]] = [
-        (lambda: lj.layout(SingleDeviceSharding(DEVICES[0]), (8,), "f32"), "takes a NamedSharding"),
+        (lambda: lj.layout(SingleDeviceSharding(DEVICES[0]), (8,), "f32"), r"\(x, NamedSharding"),
+        (
+            lambda: lj.layout(jax.device_put(np.ones(8), NamedSharding(mesh, P("x"))), (8,), "f32"),
+            r"Pass x\.sharding",
+        ),
         (lambda: lj.layout(P("x"), (8,), "f32"), "a mesh is JAX's Mesh"),
         (lambda: lj.layout(NamedSharding(mesh, P("x")), (8,), "f32", mesh=mesh), "has a mesh"),
         (lambda: lj.layout(NamedSharding(mesh, P("x")), (9, 2), "f32"), r"dim 0 of 9 .* x=2 .* Pad it to 10"),
@@ -189,7 +193,7 @@ def refused() -> None:
         (lambda: lj.sharding(rows, Mesh(mesh.devices[::-1], ("x", "y"))), "same names"),
         (lambda: lj.sharding(rows.with_shape((9, 8)), mesh), "only evenly"),
         (lambda: lj.sharding(rows.with_placements((Partial("max"), Replicated())), mesh), "x=max"),
-        (lambda: lj.sharding(rows.with_placements((Partial("sum"), Replicated())), mesh), "Explicit"),
+        (lambda: lj.sharding(rows.with_placements((Partial("sum"), Replicated())), mesh), "axis_types="),
     ]
     for call, text in cases:
         with pytest.raises(LowshardError, match=text):

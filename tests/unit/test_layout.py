@@ -25,6 +25,7 @@ from lowshard.box import (
     volume,
 )
 from lowshard.errors import DTypeError, LayoutError, MeshError
+from lowshard.placement import Placement
 
 
 def brute_box(layout: Layout, rank: int) -> tuple[tuple[int, int], ...]:
@@ -172,6 +173,7 @@ MESH = DeviceMesh((2, 4), ("dp", "tp"))
         (lambda: Layout(MESH, (-4,), "f32", (Replicated(), Replicated())), LayoutError, "extents >= 0"),
         (lambda: Layout(MESH, (4,), "f33", (Replicated(), Replicated())), DTypeError, "float32"),
         (lambda: Layout(MESH, (4,), "f32", ("dp", "tp")), LayoutError, "write Replicated"),
+        (lambda: Layout(MESH, (4,), "f32", (Placement(), Replicated())), LayoutError, "write Replicated"),
         (lambda: Layout(MESH, (4,), "f32", (Partial("sum"), Partial("max"))), LayoutError, "share one op"),
         (lambda: Layout(MESH, (4,), "e8m0", (Partial(), Replicated())), DTypeError, "scale"),
         (lambda: Layout.from_spec(MESH, (4, 4), "f32", ("tp", "tp")), LayoutError, "used twice"),

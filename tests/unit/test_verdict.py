@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from lowshard.comm.abort import FailureRecord
@@ -173,3 +176,37 @@ def test_a_time_limit_tells_who_had_left_or_who_was_elsewhere() -> None:
     assert place_in(b"") == ""
     late = judge((), 3, 1.0, status=1, limit_s=3.0, places={0: "train.py:31", 1: "", 2: "train.py:31"})
     assert late.message.endswith("; ranks 0, 2 were in train.py:31, rank 1 was in an unknown line")
+
+
+PROGRAM = """\
+import sys, threading, time
+from lowshard.comm.abort import install_abort_hook
+
+def mine(*args):
+    print("the program's own hook", flush=True)
+    raise KeyError("a fault of the hook")
+
+{first}
+sys.excepthook = threading.excepthook = mine
+install_abort_hook(1)
+{fails}
+time.sleep(20)
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "fails"),
+    [
+        ("", "raise ValueError('boom')"),
+        ("install_abort_hook(1)", "threading.Thread(target=int, args='x').start()"),
+    ],
+    ids=["program", "thread under a launcher"],
+)
+def test_a_hook_of_the_program_is_called_and_the_job_ends_whatever_it_does(first: str, fails: str) -> None:
+    program = PROGRAM.format(first=first, fails=fails)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=False
+    )
+    assert (done.returncode, done.stdout) == (1, "the program's own hook\n"), done.stderr
+    assert "rank 1 | ValueError: " in done.stderr
+    assert "a fault of the hook" in done.stderr

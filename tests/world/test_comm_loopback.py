@@ -19,6 +19,7 @@ from lowshard import comm as lc
 from lowshard.comm import Communicator
 from lowshard.comm.reduction import fold, identity
 from lowshard.errors import BufferMismatchError, CommError, MismatchError, PeerFailed, TimedOut
+from lowshard.fsdp import FSDP, Param
 
 
 @pytest.mark.parametrize(
@@ -242,6 +243,34 @@ def test_communicators_serve_threads_that_the_caller_made() -> None:
     for thread in threads:
         thread.join(20.0)
     assert sums == [6.0] * 3
+
+
+def test_no_thread_is_left_where_ranks_end_or_close_their_communicators() -> None:
+    def start_calls(comm: Communicator) -> None:
+        buf, got = np.ones(2), np.empty(2)
+        comm.start.all_reduce(buf, buf).wait()
+        for work in (comm.start.send(buf, 1 - comm.rank), comm.start.recv(got, 1 - comm.rank)):
+            work.wait()
+
+    def train(comm: Communicator) -> None:
+        with FSDP({"u": [Param("w", (4,))]}, comm) as engine:
+            engine.fill(lambda name, box: np.zeros(4, np.float32))
+            engine.open("u", "forward")
+            engine.close("u")
+
+    before = set(threading.enumerate())
+    for use in (start_calls, train):
+        lc.run_loopback(2, use, 20)
+        assert set(threading.enumerate()) <= before, use.__name__
+    comms = lc.loopback(2)
+    threads = [threading.Thread(target=start_calls, args=(comm,)) for comm in comms]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20.0)
+    for comm in comms:
+        comm.close()
+    assert set(threading.enumerate()) <= before
 
 
 def test_a_forked_child_makes_no_call_in_the_place_of_its_parent() -> None:

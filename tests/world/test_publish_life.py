@@ -6,6 +6,8 @@ import contextlib
 import gc
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -90,6 +92,39 @@ def test_what_one_rank_raises_in_the_block_is_what_comes_out_of_it(
     assert type(came.pop(rank)) is RuntimeError
     assert all(isinstance(error, LowshardError) for error in came.values())
     assert others == "leave" or came
+
+
+@pytest.mark.parametrize("kind", ["unix", "tcp"])
+def test_a_publisher_that_nothing_refers_to_frees_its_address_and_its_memory(
+    tmp_path: Path, kind: str
+) -> None:
+    address, snapshots = f"unix:{tmp_path}/p" if kind == "unix" else "tcp://127.0.0.1:0", []
+
+    def step(address: str) -> str:
+        publisher = _publisher(address, np.zeros(1000, np.float32))
+        publisher.publish(1)
+        publisher.cycle = publisher  # type: ignore[attr-defined]  # so that the garbage collector finds it
+        snapshots.append(weakref.ref(publisher._store))
+        return publisher.address
+
+    for _ in range(2):
+        address = step(address)
+        gc.collect()
+        assert [store() for store in snapshots] == [None] * len(snapshots)
+    assert not [t for t in threading.enumerate() if t.name == "lowshard-publisher"]
+
+
+def test_a_program_that_ends_without_closing_its_publisher_leaves_no_file(tmp_path: Path) -> None:
+    program = (
+        "import numpy as np, lowshard as ls\n"
+        "from lowshard.reshard import Publisher\n"
+        "one = ls.Layout(ls.DeviceMesh((1,), ('x',)), (4,), 'float32', (ls.Replicated(),))\n"
+        f"p = Publisher({{'w': one}}, {{'w': np.zeros(4, 'float32')}}, address='unix:{tmp_path}/p')\n"
+        "p.publish(1)\n"
+        "assert p.token_file.exists()\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=30)
+    assert not (tmp_path / "p").exists()
 
 
 def test_a_rank_that_publishes_while_another_closes_hears_of_it(tmp_path: Path) -> None:

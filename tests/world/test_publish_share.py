@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections.abc import Iterator
@@ -72,6 +73,21 @@ def test_who_comes_late_takes_it_from_who_is_there(publisher: Publisher) -> None
                 assert late.report() == {
                     "dense_bytes": SIZE, "received_bytes": SIZE, "changed_elems": SIZE // 4, "near_bytes": SIZE,
                 }  # fmt: skip
+
+
+def test_a_subscriber_that_nothing_refers_to_leaves_no_door_open(publisher: Publisher) -> None:
+    before = set(threading.enumerate())
+
+    def doors() -> list[threading.Thread]:
+        return [t for t in threading.enumerate() if t.name == "lowshard-publisher" and t not in before]
+
+    subscriber = _subscriber(publisher)
+    subscriber.pull(5)
+    assert len(doors()) == 1
+    with pytest.warns(ResourceWarning, match="unclosed"):  # of its connection
+        del subscriber
+    gc.collect()
+    assert doors() == []
 
 
 @pytest.mark.parametrize("who", ["giver", "taker"])

@@ -460,7 +460,10 @@ def _on_rank_1(wrong: dict[str, object]) -> list[str]:
         ({"local": np.zeros(3, np.float64)}, "BufferMismatchError: execute: rank 1: local .*dtype"),
         ({"local": None}, "BufferMismatchError: execute: rank 1: local is a numpy array"),
         ({"out": np.zeros(5, np.float32)}, "BufferMismatchError: execute: rank 1: out .*shape"),
-        ({"out": np.zeros(12, np.float32)[::2]}, "BufferMismatchError: execute: rank 1: out is C-contiguous"),
+        (
+            {"out": np.zeros(12, np.float32)[::2]},
+            "BufferMismatchError: execute: rank 1: out is C-.* or no out",
+        ),
         ({"plan": plan_redistribute(SRC, SRC)}, "MismatchError: execute: every rank asks for the same"),
     ],
 )

@@ -165,7 +165,7 @@ class Graph:
     # ---- leaves and outputs
 
     def input(
-        self, name: str, shape: Sequence[Extent], dtype: str = "float32", place: Place = None
+        self, name: str, shape: Sequence[Extent], dtype: object = "float32", place: Place = None
     ) -> Tensor:
         """Add a tensor that comes from outside, held until its last use.
 
@@ -183,7 +183,7 @@ class Graph:
         return self._leaf(name, "input", shape, dtype, place)
 
     def weight(
-        self, name: str, shape: Sequence[Extent], dtype: str = "float32", place: Place = None
+        self, name: str, shape: Sequence[Extent], dtype: object = "float32", place: Place = None
     ) -> Tensor:
         """Add a tensor that stays on the devices for good. Arguments: as `input`."""
         return self._leaf(name, "weight", shape, dtype, place)
@@ -346,7 +346,7 @@ class Graph:
         read = {t for node in self._nodes for t in node.operands}
         return {t: None for node in self._nodes for t in node.results if t not in read}
 
-    def _leaf(self, name: str, kind: Kind, shape: Sequence[Extent], dtype: str, place: Place) -> Tensor:
+    def _leaf(self, name: str, kind: Kind, shape: Sequence[Extent], dtype: object, place: Place) -> Tensor:
         rule = f"{kind} {brief(name)} of graph {self.name!r}: {_SHAPE}"
         extents = tuple(self._extent(e, rule) for e in items(shape, rule, LayoutError))
         if len(extents) > DIMS_MOST:
