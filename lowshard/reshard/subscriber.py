@@ -68,6 +68,7 @@ from lowshard.transfer.transform_contract import ReshardTransform
 
 Array = Any
 _TURN_S = 1.0
+_CLOSED = "this Subscriber was closed while it waited for a version"
 
 
 class _Served(NamedTuple):
@@ -187,11 +188,13 @@ class Subscriber:
         self._is_misled = False  # what was said to have changed could not be: the next version is taken whole
         """By set. What is served is whole; the other set holds the version before, or nothing."""
         self._delta, self._fetched = delta, Fetched()
-        self._attempt, self._closed = 0, False
+        self._attempt, self._closed, self._pulls = 0, False, False
+        self._leaving = threading.RLock()
+        """Held to say that a pull begins or ends, or that this is closed: one of the two threads lets go, once."""
         self._patience_s = self._comm.timeout_s / 2 if self._comm.size > 1 else STALLED_S
         """How long rank 0 may listen to the publisher, or a rank fetch, before the ranks meet again."""
         self._control: Line | None = None
-        self._table_text, self._offers, self._proven = "", "", b""
+        self._table_text, self._offers, self._tried, self._proven = "", "", b"", b""
         self._source: Source | None = None
         self._shelf: Shelf | None = None
         self._group = ""
@@ -284,6 +287,19 @@ class Subscriber:
 
     def _pull(self, limit_s: float, error: Exception | None) -> int:
         """Take a version, unless a rank is to tell what went wrong."""
+        with self._leaving:
+            self._pulls = True
+        try:
+            self._check_open()
+            return self._taken(limit_s, error)
+        finally:
+            with self._leaving:
+                self._pulls = False
+                if self._closed:  # by another thread, which has left this to the one that uses it
+                    self._let_go()
+
+    def _taken(self, limit_s: float, error: Exception | None) -> int:
+        """Take a version and switch to it; return its number."""
         agree(self._comm, b"", error, "pull")
         offer = self._offered(time.monotonic() + limit_s, limit_s)
         self._attempt += 1  # ahead of calls in which all ranks meet: whatever interrupts one, all count alike
@@ -345,7 +361,8 @@ class Subscriber:
                 raise PeerFailed(f"the publisher at {self._address} has closed")
         except Lost as lost:
             self._disconnect()
-            said["error"] = ["PeerFailed", f"the publisher at {self._address} has gone: {lost}"]
+            gone = ["PeerFailed", f"the publisher at {self._address} has gone: {lost}"]
+            said["error"] = ["CommError", _CLOSED] if self._closed else gone
         except LowshardError as found:
             self._disconnect()
             said["error"] = [type(found).__name__, str(found)]
@@ -366,8 +383,7 @@ class Subscriber:
             self._check_open()
             left_s = max(0.05, end_s - time.monotonic())
             try:
-                token = self._read_token() if self._token is None else self._token
-                line = Line(enter([self._address.door], token, CONTROL, 0, min(ENTER_S, left_s)))
+                line = Line(enter([self._address.door], self._next_token, CONTROL, 0, min(ENTER_S, left_s)))
                 break
             except (ConnectionError, CommError) as error:
                 if time.monotonic() >= end_s:
@@ -379,19 +395,25 @@ class Subscriber:
         table: Table = line.hear(read_table, time.monotonic() + min(STALLED_S, self._patience_s))
         self._offers = table.mark
         self._table_text = text_of(table)
-        self._proven = token
+        self._proven = self._tried
         return None
 
-    def _read_token(self) -> bytes:
-        """Return the token in the file that was named, or where the publisher keeps it."""
-        if self._token_file == self._address.token_file:
-            return read_token(self._token_file, self._address.no_token)
-        return read_token(self._token_file)
+    def _next_token(self) -> bytes:
+        """Return the token for one try: that of the user, or the one that is in the file by now, as the publisher that
+        left a file may have been killed, and the next one writes its own.
+        """
+        if self._token is not None:
+            self._tried = self._token
+        elif self._token_file == self._address.token_file:
+            self._tried = read_token(self._token_file, self._address.no_token)
+        else:
+            self._tried = read_token(self._token_file)
+        return self._tried
 
     def _check_open(self) -> None:
         """Raise CommError where another thread has left a `with` block by an error meanwhile."""
         if self._closed:
-            raise CommError("this Subscriber was closed while it waited for a version")
+            raise CommError(_CLOSED)
 
     def _take_table(self, text: str, token: str) -> None:
         """Plan for what a publisher has. All ranks do so from the same text."""
@@ -500,9 +522,10 @@ class Subscriber:
             fetched, found = self._in_turns(take, source.stop)
             error: LowshardError | None = None
             if isinstance(found, Lost):
-                error = PeerFailed(
+                lost = PeerFailed(
                     f"version {offer.version} did not arrive: {found}; version {self.version} stays"
                 )
+                error = CommError(_CLOSED) if self._closed else lost
             elif found is not None:  # the others hear of it, instead of waiting
                 error = CommError(f"version {offer.version} was not taken: {type(found).__name__}: {found}")
             agree(self._comm, b"", error, "pull")
@@ -612,12 +635,22 @@ class Subscriber:
             raise error
 
     def _leave(self) -> None:
-        self._closed = True
+        """Let go of everything; a pull in another thread is told to end, and does it then."""
+        with self._leaving:
+            self._closed = True
+            if not self._pulls:
+                self._let_go()
+                return
+            control, source = self._control, self._source
+        if control is not None:
+            control.stop()
+        if source is not None:
+            source.stop()
+
+    def _let_go(self) -> None:
         self._disconnect()
         self._close_shelf()
-        if self._source is not None:
-            self._source.stop()
-            self._source.close()
+        self._drop_source()
 
     def __enter__(self) -> Self:
         return self

@@ -34,6 +34,7 @@ from lowshard.reshard import (
     execute_reshard_plan,
     version_fetch,
 )
+from lowshard.reshard.publication_address import write_token
 from lowshard.reshard.version_wire import Line, Lost
 from lowshard.tiling import Tiling
 
@@ -53,6 +54,33 @@ def _in_thread(call: Callable[[], object]) -> threading.Thread:
     thread = threading.Thread(target=call)
     thread.start()
     return thread
+
+
+def test_the_publisher_that_comes_after_a_killed_one_is_found_by_the_pull_that_waits(tmp_path: Path) -> None:
+    """The killed one has left its token, which the subscriber reads first; the next one's is another."""
+    folder = tmp_path / "p"
+    write_token(folder / "token", TOKEN)
+    with Subscriber(_layout(1), {"w": _values(0)}, address=f"unix:{folder}") as subscriber:
+        work = subscriber.pull(4.0, wait=False)
+        time.sleep(0.05)
+        with Publisher(_layout(1), {"w": _values(3)}, address=f"unix:{folder}") as publisher:
+            publisher.publish(7)
+            assert work.wait() == 7
+
+
+def test_who_leaves_by_an_error_is_not_told_that_the_publisher_has_gone(tmp_path: Path) -> None:
+    """The pull in the background ends, and lets go of what it alone may close."""
+    where: dict[str, Any] = {"address": f"unix:{tmp_path}/p", "token": TOKEN}
+    with Publisher(_layout(1), {"w": _values(3)}, **where) as publisher:
+        publisher.publish(7)
+        left = Subscriber(_layout(1), {"w": _values(0)}, **where)
+        left.pull(4.0)
+        work = left.pull(4.0, wait=False)
+        time.sleep(0.05)  # it asks, and waits for the answer
+        left.__exit__(KeyError, KeyError("mine"), None)
+        with pytest.raises(CommError, match="this Subscriber was closed while it waited"):
+            work.wait()
+        assert float(left.weights["w"].sum()) == 36
 
 
 def test_ranks_that_wait_for_a_publisher_meet_and_the_next_pull_works(tmp_path: Path) -> None:
@@ -282,7 +310,6 @@ def test_a_block_that_ends_by_an_error_ends_the_pull_in_the_background(tmp_path:
         publisher.publish(1)
         with pytest.raises(CommError, match="closed"):
             work.wait(20)
-        assert not publisher.members()
         assert subscriber.version is None
         begun = time.monotonic()
         publisher.close(20)
