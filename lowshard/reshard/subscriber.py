@@ -68,7 +68,6 @@ from lowshard.transfer.transform_contract import ReshardTransform
 
 Array = Any
 _TURN_S = 1.0
-_CLOSED = "this Subscriber was closed while it waited for a version"
 
 
 class _Served(NamedTuple):
@@ -290,8 +289,10 @@ class Subscriber:
         with self._leaving:
             self._pulls = True
         try:
-            self._check_open()
             return self._taken(limit_s, error)
+        except LowshardError:  # what it says may follow from that, as that the publisher has gone
+            self._check_open()
+            raise
         finally:
             with self._leaving:
                 self._pulls = False
@@ -361,8 +362,7 @@ class Subscriber:
                 raise PeerFailed(f"the publisher at {self._address} has closed")
         except Lost as lost:
             self._disconnect()
-            gone = ["PeerFailed", f"the publisher at {self._address} has gone: {lost}"]
-            said["error"] = ["CommError", _CLOSED] if self._closed else gone
+            said["error"] = ["PeerFailed", f"the publisher at {self._address} has gone: {lost}"]
         except LowshardError as found:
             self._disconnect()
             said["error"] = [type(found).__name__, str(found)]
@@ -413,7 +413,7 @@ class Subscriber:
     def _check_open(self) -> None:
         """Raise CommError where another thread has left a `with` block by an error meanwhile."""
         if self._closed:
-            raise CommError(_CLOSED)
+            raise CommError("this Subscriber was closed while it waited for a version")
 
     def _take_table(self, text: str, token: str) -> None:
         """Plan for what a publisher has. All ranks do so from the same text."""
@@ -522,10 +522,9 @@ class Subscriber:
             fetched, found = self._in_turns(take, source.stop)
             error: LowshardError | None = None
             if isinstance(found, Lost):
-                lost = PeerFailed(
+                error = PeerFailed(
                     f"version {offer.version} did not arrive: {found}; version {self.version} stays"
                 )
-                error = CommError(_CLOSED) if self._closed else lost
             elif found is not None:  # the others hear of it, instead of waiting
                 error = CommError(f"version {offer.version} was not taken: {type(found).__name__}: {found}")
             agree(self._comm, b"", error, "pull")
