@@ -123,7 +123,8 @@ class Delta:
         if (changed.dtype or dtype, changed.shape or shape) != (dtype, shape):
             raise CheckpointError(
                 f"{where}: the delta changes {changed.dtype}{list(changed.shape or ())}, the base has "
-                f"{dtype}{list(shape)}: they are of different models"
+                f"{dtype}{list(shape)}: they are of different models, or one was quantised: apply deltas to what they "
+                "were made from, then quantise (`lowshard reshard --apply` with --mxfp8)"
             )
         if self.encoding == "sparse":
             held = changed.parts[1][1]

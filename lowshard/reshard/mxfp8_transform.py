@@ -89,7 +89,8 @@ class MXFP8ReshardTransform(ReshardTransform):
         elems = {_checked(name, held) for name, held in self.persistent_buffers.items()}
         if len(elems) > 1:
             raise KernelError(
-                f"the persistent buffers of a transform share one elem, got {sorted(elems)}; make two"
+                f"the persistent buffers of a transform share one elem, got {sorted(elems)}; give all of them one, or "
+                "move the others by a plan and a transform of their own"
             )
         if elem is not None and elems and elems != {elem}:
             raise KernelError(f"elem is {elem!r}, but the buffers hold {next(iter(elems))!r}")

@@ -148,6 +148,10 @@ class Subscriber:
             self._layouts = tensor_layouts(layouts, whole.size)
             self._sets = two_sets(self._layouts, out, transform, whole.rank, whole.timeout_s)
             self._address = Address.parse(address)
+            if self._address.folder is None and not self._address.port:
+                raise CommError(
+                    f"a subscriber is given the port that its publisher has, as publisher.address says, got {address!r}"
+                )
             if token is not None and token_file is not None:
                 raise CommError("a subscriber is given token or token_file, not both")
             self._token = None if token is None else checked_token(token)
@@ -182,6 +186,7 @@ class Subscriber:
         self._background = Background(whole, "lowshard pull")
         self._comm: Communicator = self._background.comm
         self._greeting = Greeting(name, socket.gethostname(), os.getpid(), self._comm.size)
+        self._pid = os.getpid()
         self._now = _Served()
         self._holds = [_Snapshot(), _Snapshot()]
         self._is_misled = False  # what was said to have changed could not be: the next version is taken whole
@@ -269,6 +274,10 @@ class Subscriber:
             PlanError, CommError: the publisher lacks a tensor that is wanted, or has it in another shape or dtype.
             StreamError: stream is no stream of the arrays' GPU; nothing has changed.
         """
+        if os.getpid() != self._pid:
+            raise CommError(
+                f"a Subscriber is its process's, {self._pid}, and this is a forked child of it; make one here"
+            )
         if self._closed:  # so is its communicator, over which nothing can be told
             raise CommError("this Subscriber is closed; make a new one")
         error = self._background.settle()

@@ -553,7 +553,7 @@ def test_what_is_no_delta_between_two_is_refused(tmp_path: Path, versions: list[
             write_delta(tmp_path / "v0", tmp_path / "v1", tmp_path / "v2")
         with pytest.raises(CheckpointError, match="its name says version 7, and version 8 was asked for"):
             write_delta(tmp_path / "v0", tmp_path / "v1", tmp_path / "weight_v000007", version=8)
-        with pytest.raises(CheckpointError, match=r"norm': the delta changes float32\[600\], the base has"):
+        with pytest.raises(CheckpointError, match=r"float32\[600\], the base has .* or one was quantised"):
             apply_deltas(tmp_path / "other", [path], tmp_path / "no")
 
 

@@ -381,13 +381,35 @@ def test_a_forked_child_that_leaves_ends_no_connection_of_its_parent() -> None:
     [
         ({"token_file": 3}, "token_file is the path"),
         ({"name": "m\ud800", "token": TOKEN}, "name of a Subscriber"),
+        ({"address": "tcp://127.0.0.1:0"}, "the port that its publisher has"),
     ],
 )
 def test_wrong_arguments_are_refused_when_it_is_made(
     tmp_path: Path, given: dict[str, Any], error: str
 ) -> None:
     with pytest.raises(CommError, match=error):
-        Subscriber(_layout(1), {"w": _values(0)}, address=f"unix:{tmp_path}/p", **given)
+        Subscriber(_layout(1), {"w": _values(0)}, **{"address": f"unix:{tmp_path}/p", **given})
+
+
+def test_a_forked_child_takes_no_version_over_its_parents_connection(tmp_path: Path) -> None:
+    where: dict[str, Any] = {"address": f"unix:{tmp_path}/p", "token": TOKEN}
+    with (
+        Publisher(_layout(1), {"w": _values(3)}, **where) as publisher,
+        Subscriber(_layout(1), {"w": _values(0)}, **where) as subscriber,
+    ):
+        publisher.publish(7)
+        subscriber.pull(5.0)
+        child = os.fork()
+        if not child:
+            try:
+                subscriber.pull(0.1)
+            except CommError as error:
+                os._exit(0 if "is a forked child of it" in str(error) else 3)
+            finally:
+                os._exit(4)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        publisher.publish(8)
+        assert subscriber.pull(5.0) == 8
 
 
 def test_arrays_of_another_byte_order_are_refused(tmp_path: Path) -> None:
