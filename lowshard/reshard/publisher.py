@@ -77,8 +77,8 @@ class Publisher:
         layouts: by name, what the ranks hold: a Layout, a Tiling or a TensorLayout.
         arrays: by name, this rank's local arrays; the same ones serve every version.
         comm: the communicator; None for one rank.
-        address: `unix:/folder` for subscribers of this host and user; or `tcp://host:port` (port
-            0: a free one).
+        address: `unix:/folder` for subscribers of this host and user; or `tcp://host:port` (port 0: a free one; host
+            0.0.0.0 or [::]: the addresses of this host that others reach, not loopback).
         token: the secret that subscribers must know, 16 bytes or more; by default a new one, in `token_file`.
 
     Attributes:
