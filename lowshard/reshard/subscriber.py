@@ -261,7 +261,8 @@ class Subscriber:
 
         Args:
             timeout_s: how long to wait for a version to begin, in seconds; by default the communicator's. A version
-                that has begun to arrive is given the time it needs, and a publisher that has stopped answering up to 12 s.
+                that has begun to arrive is given the time it needs, and a publisher that has stopped answering up to
+                12 s.
             wait: False does it in the background.
             stream: on GPUs, behind whose work the arrays that are not served are written, of CuPy or torch; by default
                 the current one of the caller, also in the background.
