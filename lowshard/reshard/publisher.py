@@ -16,6 +16,7 @@ import errno
 import json
 import os
 import secrets
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -108,6 +109,8 @@ class Publisher:
         whole = self._alone if comm is None else control_of(comm)
         assert whole is not None
         self._closed, self._number, self._pid = False, 0, os.getpid()
+        self._publishes, self._dropping = False, threading.RLock()
+        """Whether a version is being copied, and what is held to say so, or to drop what it is copied to."""
         self._version: int | None = None
         self._server: VersionServer | None = None
         self.token_file: Path | None = None
@@ -259,6 +262,22 @@ class Publisher:
 
     def _publish(self, version: int, error: Exception | None) -> None:
         """Publish a version, unless a rank is to tell what went wrong with the last one."""
+        with self._dropping:
+            self._publishes = True
+        try:
+            self._offer(version, error)
+        except LowshardError:  # what it says may follow from that, as that the communicator is closed
+            if self._closed:
+                raise CommError("this Publisher was closed while it published a version") from None
+            raise
+        finally:
+            with self._dropping:
+                self._publishes = False
+                if self._closed:  # by another thread, which has left this to the one that uses them
+                    self._drop()
+
+    def _offer(self, version: int, error: Exception | None) -> None:
+        """Copy the arrays as a version, and offer it."""
         comm = self._comm
         try:
             version = version_number(version)
@@ -395,9 +414,13 @@ class Publisher:
         try:
             server.close()
         finally:
-            if self._background.idle:  # nobody fills one
-                self._arrays = {}
-                self._store.close()
+            with self._dropping:
+                if not self._publishes:
+                    self._drop()
+
+    def _drop(self) -> None:
+        self._arrays = {}
+        self._store.close()
 
     def __enter__(self) -> Self:
         return self
