@@ -121,9 +121,16 @@ class Delta:
         changed = self._changed(name)
         where = f"{self.where}: tensor {name!r}"
         if (changed.dtype or dtype, changed.shape or shape) != (dtype, shape):
+            is_model = (changed.shape or shape) != shape
+            advice = (
+                "they are of different models"
+                if is_model
+                else "one was quantised or converted: apply deltas to what they were made from, and quantise what "
+                "comes out (`lowshard reshard --apply` with --mxfp8)"
+            )
             raise CheckpointError(
                 f"{where}: the delta changes {changed.dtype}{list(changed.shape or ())}, the base has "
-                f"{dtype}{list(shape)}: they are of different models"
+                f"{dtype}{list(shape)}: {advice}"
             )
         if self.encoding == "sparse":
             held = changed.parts[1][1]

@@ -83,7 +83,7 @@ def write_delta(
         base: the version that the delta is to stand on.
         following: the version that it makes.
         path: of the delta.
-        version: its number; None takes it from a path that ends in `weight_v000123`, else 1.
+        version: its number; None takes it from a name `weight_v000123` or `weight_v000123.safetensors`, else it is 1.
         base_version: that of the base; None is the one before.
         encoding: of a folder: "xor", the bits that flip, or "overwrite", positions and new bytes.
         compression: of a folder: "zlib", "none", or "zstd" where the zstandard package is installed.
@@ -157,7 +157,7 @@ def version_of(target: Path, version: int | None) -> int:
     Raises:
         CheckpointError: it is no version, or its name says another one.
     """
-    named = FOLDER_NAME.fullmatch(target.name)
+    named = FOLDER_NAME.fullmatch(target.name.removesuffix(".safetensors"))
     if version is None:
         return int(named[1]) if named else 1
     number = whole(version, "version is a number of 0 or more", CheckpointError, 0, _MOST_VERSION)

@@ -132,7 +132,7 @@ def open_for_reading(path: FilePath) -> int:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a FIFO must not block us
     except FileNotFoundError as error:
         raise CheckpointError(
-            f"{path}: there is no such file; give the path of a .safetensors file"
+            f"{path}: there is no such file; give the path of a .safetensors file, or of a checkpoint's folder"
         ) from error
     except (OSError, TypeError, ValueError) as error:  # TypeError: no path; ValueError: one with a NUL in it
         raise CheckpointError(f"{path}: cannot be opened: {error}") from error

@@ -24,7 +24,7 @@ import socket
 import stat
 import struct
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -252,12 +252,14 @@ class Door:
         del self._waiting[waiting.connection]
 
 
-def enter(addresses: Sequence[str], token: bytes, purpose: int, rank: int, limit_s: float) -> socket.socket:
+def enter(
+    addresses: Sequence[str], token: bytes | Callable[[], bytes], purpose: int, rank: int, limit_s: float
+) -> socket.socket:
     """Return a connection through a door, tried at one address after the other, again and again until the limit.
 
     Args:
         addresses: of the door.
-        token: of the door.
+        token: of the door; or what returns it, called before each try, where another door may take its place meanwhile.
         purpose: what the connection is for.
         rank: whose it is.
         limit_s: how long to try; each address is tried once at least.
@@ -276,7 +278,8 @@ def enter(addresses: Sequence[str], token: bytes, purpose: int, rank: int, limit
         for address in addresses:
             try:
                 left_s = max(0.05, end_s - time.monotonic())
-                return _entered(address, token, purpose, rank, min(round_s, left_s))
+                secret = token if isinstance(token, bytes) else token()
+                return _entered(address, secret, purpose, rank, min(round_s, left_s))
             except OSError as error:
                 said[address] = (error.strerror or str(error)).lower()
         turn += 1

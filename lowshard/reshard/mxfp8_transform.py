@@ -34,10 +34,11 @@ class MXFP8ReshardTransform(ReshardTransform):
     """Tensors that arrive in bf16 (or are converted before they leave) are stored as MXFP8, in place.
 
     Blocks of 32 lie along the last dim of the *destination's* local array, from its start. Their bytes are those of
-    quantising the bf16 array as a whole, in both modes. The persistent buffers are written in place, and their
-    addresses never change. In a `Refit` with buffering="double", its default, a twin of the transform has buffers of
-    its own, and versions take turns between the two: what is served is in `Refit.weights`. Where addresses are to stay
-    as they are from version to version (a CUDA graph reads them, say), refit with buffering="in_place".
+    quantising the bf16 array as a whole, in both modes; fp32 and fp16 are rounded to bf16 first. The persistent
+    buffers are written in place, and their addresses never change. In a `Refit` with buffering="double", its default,
+    a twin of the transform has buffers of its own, and versions take turns between the two: what is served is in
+    `Refit.weights`. Where addresses are to stay as they are from version to version (a CUDA graph reads them, say),
+    refit with buffering="in_place".
 
     Args:
         convertible_params: names of the tensors to quantise, as the rank calls them.
@@ -89,7 +90,8 @@ class MXFP8ReshardTransform(ReshardTransform):
         elems = {_checked(name, held) for name, held in self.persistent_buffers.items()}
         if len(elems) > 1:
             raise KernelError(
-                f"the persistent buffers of a transform share one elem, got {sorted(elems)}; make two"
+                f"the persistent buffers of a transform share one elem, got {sorted(elems)}; give all of them one, or "
+                "move the others by a plan and a transform of their own"
             )
         if elem is not None and elems and elems != {elem}:
             raise KernelError(f"elem is {elem!r}, but the buffers hold {next(iter(elems))!r}")

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from lowshard.argument import brief, instance, mapping
 from lowshard.box import full_box
 from lowshard.comm import Communicator
-from lowshard.comm.agreement import agree, control_of, share
+from lowshard.comm.agreement import agree, control_of, share, share_text
 from lowshard.content_hash import text_digest
 from lowshard.errors import BufferMismatchError, MeshError, PlanError, VerificationError
 from lowshard.foreign_array import host_of
@@ -212,9 +212,12 @@ class _Side:
         first = rows[holders[0]]
         other = next((r for r in holders if rows[r] != first), None)
         if other is not None:
+            names = [
+                brief(json.loads(text)) for text in share_text(self._comm.control, json.dumps(self.names))
+            ]
             error = BufferMismatchError(
-                f"the arrays of all ranks have the same names: rank {holders[0]} has {first[0]}, rank {other} "
-                f"{rows[other][0]}, or other ones"
+                f"the arrays of all ranks have the same names: rank {holders[0]} has {names[holders[0]]}, rank {other} "
+                f"{names[other]}"
             )
             agree(self._comm, b"", error, _WHAT)
         return first[0]

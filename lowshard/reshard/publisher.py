@@ -16,6 +16,7 @@ import errno
 import json
 import os
 import secrets
+import threading
 import time
 import weakref
 from collections.abc import Mapping, Sequence
@@ -83,8 +84,8 @@ class Publisher:
         arrays: by name, this rank's local arrays; the same ones serve every version. JAX's never change: for those give
             NumPy's, and copy into them before each version.
         comm: the communicator; None for one rank.
-        address: `unix:/folder` for subscribers of this host and user; or `tcp://host:port` (port
-            0: a free one).
+        address: `unix:/folder` for subscribers of this host and user; or `tcp://host:port` (port 0: a free one; host
+            0.0.0.0 or [::]: the addresses of this host that others reach, not loopback).
         token: the secret that subscribers must know, 16 bytes or more; by default a new one, in `token_file`.
 
     Attributes:
@@ -114,6 +115,8 @@ class Publisher:
         whole = self._alone if comm is None else control_of(comm)
         assert whole is not None
         self._closed, self._number, self._pid = False, 0, os.getpid()
+        self._publishes, self._dropping = False, threading.RLock()
+        """Whether a version is being copied, and what is held to say so, or to drop what it is copied to."""
         self._version: int | None = None
         self._server: VersionServer | None = None
         self.token_file: Path | None = None
@@ -278,6 +281,22 @@ class Publisher:
 
     def _publish(self, version: int, error: Exception | None) -> None:
         """Publish a version, unless a rank is to tell what went wrong with the last one."""
+        with self._dropping:
+            self._publishes = True
+        try:
+            self._offer(version, error)
+        except LowshardError:  # what it says may follow from that, as that the communicator is closed
+            if self._closed:
+                raise CommError("this Publisher was closed while it published a version") from None
+            raise
+        finally:
+            with self._dropping:
+                self._publishes = False
+                if self._closed:  # by another thread, which has left this to the one that uses them
+                    self._drop()
+
+    def _offer(self, version: int, error: Exception | None) -> None:
+        """Copy the arrays as a version, and offer it."""
         comm = self._comm
         try:
             version = version_number(version)
@@ -400,13 +419,17 @@ class Publisher:
         finally:
             if os.getpid() == self._pid:
                 self._server, self._doors = None, []
-                if is_served and self._background.idle:  # nobody fills a snapshot
-                    self._arrays = {}
-                    self._store.close()
+                with self._dropping:
+                    if is_served and not self._publishes:
+                        self._drop()
 
     def _opened(self) -> _Opened:
         token_file = self.token_file if self._comm.rank == 0 else None
         return self._pid, self._lock, tuple(self._doors), self._newest, self._server, token_file
+
+    def _drop(self) -> None:
+        self._arrays = {}
+        self._store.close()
 
     def __enter__(self) -> Self:
         return self

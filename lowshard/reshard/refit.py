@@ -439,7 +439,12 @@ class Refit:
         pushed = {number for number, pushes, *_ in rows if pushes}
         wanted = {number for number, *_ in rows if number != _NONE}
         if not any(row[3] for row in rows):
-            if len(pushed) != 1 or wanted != pushed:
+            if not pushed:
+                error = MismatchError(
+                    "a version is pushed by the ranks that have sources, and every rank has called pull; call "
+                    "push(version) on those with sources"
+                )
+            elif len(pushed) != 1 or wanted != pushed:
                 error = MismatchError(
                     f"one version is pushed and every rank takes it: pushed {sorted(pushed)}, asked for "
                     f"{sorted(wanted)}"

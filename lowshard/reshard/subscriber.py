@@ -149,6 +149,10 @@ class Subscriber:
             self._layouts = tensor_layouts(layouts, whole.size)
             self._sets = two_sets(self._layouts, out, transform, whole.rank, whole.timeout_s)
             self._address = Address.parse(address)
+            if self._address.folder is None and not self._address.port:
+                raise CommError(
+                    f"a subscriber is given the port that its publisher has, as publisher.address says, got {address!r}"
+                )
             if token is not None and token_file is not None:
                 raise CommError("a subscriber is given token or token_file, not both")
             self._token = None if token is None else checked_token(token)
@@ -183,16 +187,19 @@ class Subscriber:
         self._background = Background(whole, "lowshard pull")
         self._comm: Communicator = self._background.comm
         self._greeting = Greeting(name, socket.gethostname(), os.getpid(), self._comm.size)
+        self._pid = os.getpid()
         self._now = _Served()
         self._holds = [_Snapshot(), _Snapshot()]
         self._is_misled = False  # what was said to have changed could not be: the next version is taken whole
         """By set. What is served is whole; the other set holds the version before, or nothing."""
         self._delta, self._fetched = delta, Fetched()
-        self._attempt, self._closed = 0, False
+        self._attempt, self._closed, self._pulls = 0, False, False
+        self._leaving = threading.RLock()
+        """Held to say that a pull begins or ends, or that this is closed: one of the two threads lets go, once."""
         self._patience_s = self._comm.timeout_s / 2 if self._comm.size > 1 else STALLED_S
         """How long rank 0 may listen to the publisher, or a rank fetch, before the ranks meet again."""
         self._control: Line | None = None
-        self._table_text, self._offers, self._proven = "", "", b""
+        self._table_text, self._offers, self._tried, self._proven = "", "", b"", b""
         self._source: Source | None = None
         self._shelf: Shelf | None = None
         self._when_lost: weakref.finalize[..., Subscriber] | None = None  # closes the shelf
@@ -259,7 +266,8 @@ class Subscriber:
 
         Args:
             timeout_s: how long to wait for a version to begin, in seconds; by default the communicator's. A version
-                that has begun to arrive is given the time it needs.
+                that has begun to arrive is given the time it needs, and a publisher that has stopped answering up to
+                12 s.
             wait: False does it in the background.
             stream: on GPUs, behind whose work the arrays that are not served are written, of CuPy or torch; by default
                 the current one of the caller, also in the background.
@@ -272,6 +280,10 @@ class Subscriber:
             PlanError, CommError: the publisher lacks a tensor that is wanted, or has it in another shape or dtype.
             StreamError: stream is no stream of the arrays' GPU; nothing has changed.
         """
+        if os.getpid() != self._pid:
+            raise CommError(
+                f"a Subscriber is its process's, {self._pid}, and this is a forked child of it; make one here"
+            )
         if self._closed:  # so is its communicator, over which nothing can be told
             raise CommError("this Subscriber is closed; make a new one")
         error = self._background.settle()
@@ -289,6 +301,21 @@ class Subscriber:
 
     def _pull(self, limit_s: float, error: Exception | None) -> int:
         """Take a version, unless a rank is to tell what went wrong."""
+        with self._leaving:
+            self._pulls = True
+        try:
+            return self._taken(limit_s, error)
+        except LowshardError:  # what it says may follow from that, as that the publisher has gone
+            self._check_open()
+            raise
+        finally:
+            with self._leaving:
+                self._pulls = False
+                if self._closed:  # by another thread, which has left this to the one that uses it
+                    self._let_go()
+
+    def _taken(self, limit_s: float, error: Exception | None) -> int:
+        """Take a version and switch to it; return its number."""
         agree(self._comm, b"", error, "pull")
         offer = self._offered(time.monotonic() + limit_s, limit_s)
         self._attempt += 1  # ahead of calls in which all ranks meet: whatever interrupts one, all count alike
@@ -371,8 +398,7 @@ class Subscriber:
             self._check_open()
             left_s = max(0.05, end_s - time.monotonic())
             try:
-                token = self._read_token() if self._token is None else self._token
-                line = Line(enter([self._address.door], token, CONTROL, 0, min(ENTER_S, left_s)))
+                line = Line(enter([self._address.door], self._next_token, CONTROL, 0, min(ENTER_S, left_s)))
                 break
             except (ConnectionError, CommError) as error:
                 if time.monotonic() >= end_s:
@@ -384,14 +410,20 @@ class Subscriber:
         table: Table = line.hear(read_table, time.monotonic() + min(STALLED_S, self._patience_s))
         self._offers = table.mark
         self._table_text = text_of(table)
-        self._proven = token
+        self._proven = self._tried
         return None
 
-    def _read_token(self) -> bytes:
-        """Return the token in the file that was named, or where the publisher keeps it."""
-        if self._token_file == self._address.token_file:
-            return read_token(self._token_file, self._address.no_token)
-        return read_token(self._token_file)
+    def _next_token(self) -> bytes:
+        """Return the token for one try: that of the user, or the one that is in the file by now, as the publisher that
+        left a file may have been killed, and the next one writes its own.
+        """
+        if self._token is not None:
+            self._tried = self._token
+        elif self._token_file == self._address.token_file:
+            self._tried = read_token(self._token_file, self._address.no_token)
+        else:
+            self._tried = read_token(self._token_file)
+        return self._tried
 
     def _check_open(self) -> None:
         """Raise CommError where another thread has left a `with` block by an error meanwhile."""
@@ -619,12 +651,22 @@ class Subscriber:
             raise error
 
     def _leave(self) -> None:
-        self._closed = True
+        """Let go of everything; a pull in another thread is told to end, and does it then."""
+        with self._leaving:
+            self._closed = True
+            if not self._pulls:
+                self._let_go()
+                return
+            control, source = self._control, self._source
+        if control is not None:
+            control.stop()
+        if source is not None:
+            source.stop()
+
+    def _let_go(self) -> None:
         self._disconnect()
         self._close_shelf()
-        if self._source is not None:
-            self._source.stop()
-            self._source.close()
+        self._drop_source()
 
     def __enter__(self) -> Self:
         return self

@@ -99,6 +99,12 @@ class TensorLayout:
         axes = {name: (pair[0], pair[1]) for name, pair in pairs.items()}
         dims = _by_dim(dims, len(shape), "dims is a mapping of a dim to its cut, or to the axes that cut it")
         by = _by_dim(by, len(shape), "by is a mapping of a dim to the axes that cut it")
+        uncut = next((dim for dim in by if not isinstance(dims.get(dim), Cut)), None)
+        if uncut is not None:
+            raise LayoutError(
+                f"by names the axes of a dim for which dims has a Cut, and for dim {uncut} it has none; an even cut is "
+                f"dims={{{uncut}: {brief(by[uncut])}}}"
+            )
         cuts: list[Cut] = []
         places: list[tuple[tuple[int, int], ...]] = []
         used: set[str] = set()
@@ -120,6 +126,7 @@ class TensorLayout:
                 raise LayoutError(
                     f"dim {dim} of {tuple(shape)} cut by {list(names)} has a cut of length {length} into {parts} "
                     f"parts, got {cut}"
+                    + ("" if names or cut.parts == 1 else f"; name the axes that cut it: by={{{dim}: ...}}")
                 )
             cuts.append(cut)
             places.append(tuple(axes[n] for n in names))

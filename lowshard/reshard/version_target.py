@@ -243,6 +243,11 @@ def two_sets(
     if transform is not None and not isinstance(transform, ReshardTransform):
         raise PlanError(f"transform is a ReshardTransform or None, got {type(transform).__name__}")
     stored = {} if transform is None else _stored(layouts, transform, rank)
+    both = sorted(stored.keys() & out.keys()) if isinstance(out, Mapping) else []
+    if both:
+        raise PlanError(
+            f"what the transform stores has no array in out, got one of {', '.join(both)}; leave it out"
+        )
     plain = {name: layout for name, layout in layouts.items() if name not in stored}
     first = local_arrays(plain, out, rank, writes=True)
     second = {

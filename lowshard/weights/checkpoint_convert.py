@@ -178,8 +178,15 @@ class ConvertPlan:
         quantised: dict[str, BlockFormat] = {}
         if settings.mxfp8:
             scales = weights_of_scales({name: shape for name, (_, shape) in shapes.items()})
-            linear = (n for n, (dtype, shape) in sorted(shapes.items()) if _fits(n, dtype, shape))
-            quantised = {n: FORMAT for n in linear if n not in scales}
+            linear = [n for n, (dtype, shape) in sorted(shapes.items()) if _is_linear(n, dtype, shape)]
+            linear = [n for n in linear if n not in scales]
+            block = FORMAT.block[-1]
+            quantised = {n: FORMAT for n in linear if shapes[n][1][-1] % block == 0}
+            if linear and not quantised:
+                raise ShardingError(
+                    f"{catalog.where}: --mxfp8 quantises linear weights whose last dim is a multiple of {block}, and "
+                    f"none is: {linear[0]} is {list(shapes[linear[0]][1])}; pad them, or leave --mxfp8 out"
+                )
         for name, form in quantised.items():
             if name + form.suffix in shapes:
                 raise ShardingError(
@@ -571,7 +578,7 @@ def _copy_companions(source: Path, target: Path, private: Path) -> None:
                 os.replace(private, target / name)
 
 
-def _fits(name: str, dtype: str, shape: tuple[int, ...]) -> bool:
+def _is_linear(name: str, dtype: str, shape: tuple[int, ...]) -> bool:
     """Return whether a tensor is a linear weight: a float matrix (or stacked ones), no embedding, head or router."""
     parts = name.split(".")
     whole = {"embed_tokens", "lm_head", "gate", "router", "shared_expert_gate", "embeddings", "pooler"}
@@ -580,7 +587,6 @@ def _fits(name: str, dtype: str, shape: tuple[int, ...]) -> bool:
         and dtype in ("float32", "bfloat16", "float16")
         and parts[-1] != "bias"
         and not whole & set(parts)
-        and shape[-1] % FORMAT.block[-1] == 0
     )
 
 

@@ -238,9 +238,11 @@ def plan_load(
         stored = catalog.tensor(name)
         if (stored.dtype, stored.shape) != (tiling.dtype, tiling.shape):
             file = stored.parts[0].file if stored.parts else catalog.where
+            is_dtype = stored.shape == tiling.shape
+            advice = "load it as it is, then convert" if is_dtype else "give the shape that is stored"
             raise CheckpointError(
                 f"{file}: tensor {name!r} is {stored.dtype}{list(stored.shape)}, it is to be loaded as "
-                f"{tiling.dtype}{list(tiling.shape)}: load it as it is, then convert"
+                f"{tiling.dtype}{list(tiling.shape)}: {advice}"
             )
         made[name] = tiling.widened(size)
     reads = tuple(_reads(made, catalog, places, strategy))

@@ -388,6 +388,18 @@ def test_an_expert_that_a_rank_does_not_have_is_an_error() -> None:
 # ---- errors
 
 
+def test_axes_of_a_dim_and_its_cut_come_together() -> None:
+    def made(dims: dict[int, Any], by: dict[int, Any]) -> TensorLayout:
+        return TensorLayout.sharded((8, 6), "float32", {"tp": (2, 1), "dp": (2, 2)}, dims, by=by)
+
+    with pytest.raises(LayoutError, match=r"for dim 1 it has none; an even cut is dims={1: 'tp'}"):
+        made({}, {1: "tp"})  # was taken for copies
+    with pytest.raises(LayoutError, match="for dim 0 it has none"):
+        made({0: "dp"}, {0: "tp"})
+    with pytest.raises(LayoutError, match=r"name the axes that cut it: by={0: ...}"):
+        made({0: Cut(8, 2)}, {})
+
+
 def test_sides_that_are_not_one_tensor_are_refused() -> None:
     with pytest.raises(PlanError, match=r"source has shape \[128\] and the destination \[100\]"):
         build_reshard_plan(tp((0, 1), (64,)), tp((2,), (100,)))

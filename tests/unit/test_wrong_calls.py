@@ -73,6 +73,7 @@ from lowshard.solver import (
     pick,
     solver,
 )
+from lowshard.tiling import Tiling
 from lowshard.weights import Segment, ShardingStrategy, Weight, load, plan_load, save, shard_module
 
 PLAN = plan_redistribute(LAYOUT, MOVED)
@@ -633,3 +634,13 @@ def test_traffic_is_readable_where_it_is_printed() -> None:
     told = "<Traffic: no calls; 0 bytes sent, 0 received, 0 of these by memory> "
     told += "<Traffic: all_gather 1; 8 bytes sent, 8 received, 0 of these by memory>"
     assert run_loopback(2, main) == [told, told]
+
+
+def test_a_load_of_another_form_says_what_to_give(tmp_path: Path) -> None:
+    save(tmp_path / "c", {"w": (Tiling.whole((4,), "float32"), np.zeros(4, np.float32))})
+    for wanted, advice in (
+        (((5,), "float32"), "give the shape that is stored"),
+        (((4,), "float16"), "then convert"),
+    ):
+        with pytest.raises(CheckpointError, match=f"{advice}$"):
+            plan_load(tmp_path / "c", {"w": Tiling.whole(*wanted)})

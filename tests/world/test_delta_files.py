@@ -553,8 +553,19 @@ def test_what_is_no_delta_between_two_is_refused(tmp_path: Path, versions: list[
             write_delta(tmp_path / "v0", tmp_path / "v1", tmp_path / "v2")
         with pytest.raises(CheckpointError, match="its name says version 7, and version 8 was asked for"):
             write_delta(tmp_path / "v0", tmp_path / "v1", tmp_path / "weight_v000007", version=8)
-        with pytest.raises(CheckpointError, match=r"norm': the delta changes float32\[600\], the base has"):
+        with pytest.raises(
+            CheckpointError, match=r"norm': the delta changes float32\[600\], the base has .* models"
+        ):
             apply_deltas(tmp_path / "other", [path], tmp_path / "no")
+        with pytest.raises(
+            CheckpointError, match="one was quantised or converted: apply deltas to what they"
+        ):
+            Delta.open(path).check_tensor("norm", "float8_e4m3fn", (600,))
+        with pytest.raises(CheckpointError, match="its name says version 7, and version 8 was asked for"):
+            write_delta(tmp_path / "v0", tmp_path / "v1", tmp_path / "weight_v000007.safetensors", version=8)
+    report = write_delta(tmp_path / "v0", tmp_path / "v1", tmp_path / "weight_v000007.safetensors")
+    assert (report.version, report.base_version) == (7, 6)
+    assert Delta.open(tmp_path / "weight_v000007.safetensors").version == 7
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -291,6 +291,28 @@ def test_memory_is_given_back_though_the_publisher_is_kept(
         assert (subscriber.weights["w"] == 0).all()
 
 
+def test_a_block_that_is_left_while_a_version_is_copied_gives_the_memory_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publisher = _publisher(f"unix:{tmp_path}/p", np.zeros(1000, np.float32))
+    begun, left, fill = threading.Event(), threading.Event(), publisher._store.fill
+
+    def late(*given: Any) -> None:
+        begun.set()
+        left.wait(10)
+        fill(*given)
+
+    monkeypatch.setattr(publisher._store, "fill", late)
+    work = publisher.publish(1, wait=False)
+    assert work is not None
+    assert begun.wait(10)
+    publisher.__exit__(RuntimeError, RuntimeError("mine"), None)
+    left.set()
+    with pytest.raises(CommError, match="this Publisher was closed while it published a version"):
+        work.wait()
+    assert publisher._store.kept == 0
+
+
 # ---- forked children, successors
 
 

@@ -323,7 +323,7 @@ def test_a_transform_that_does_not_fit_is_refused_at_once(tmp_path: Path) -> Non
         with pytest.raises(error, match=text):
             Subscriber(layouts, {}, address=f"unix:{tmp_path}/p", token=TOKEN, **options)
     room = np.zeros((ROWS, COLS), dtypes.get("bfloat16").numpy)
-    with pytest.raises(PlanError, match="arrays without a layout: w"):
+    with pytest.raises(PlanError, match="the transform stores has no array in out, got one of w"):
         Subscriber(
             _one(), {"w": room}, address=f"unix:{tmp_path}/p", token=TOKEN,
             transform=mxfp8(["w"], {"w": _room(ROWS, COLS)}),

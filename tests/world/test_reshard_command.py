@@ -101,6 +101,12 @@ def test_options_that_a_delta_does_not_read_are_refused(place: Path, run: Run, g
     )
 
 
+def test_mxfp8_of_a_model_that_has_nothing_to_quantise_is_refused(place: Path, run: Run) -> None:
+    with nothing_changes(place):
+        told = run(place / "v0", place / "new", "--merged", "--mxfp8", code=2)
+    assert "last dim is a multiple of 32, and none is: a is [4, 6]; pad them, or leave --mxfp8 out" in told
+
+
 def test_options_of_a_delta_are_refused_without_it(place: Path, run: Run) -> None:
     for given in (("--version", "3"), ("--encoding", "overwrite"), ("--compression", "none")):
         told = run(place / "v0", place / "out", "--merged", *given, code=2)

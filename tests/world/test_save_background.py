@@ -161,6 +161,8 @@ def test_wrong_calls_are_refused_at_once_and_alike(tmp_path: Path) -> None:
             save(tmp_path / "c", states(1, comm.rank), comm, wait=comm.rank != 1)  # type: ignore[call-overload]
         with pytest.raises(CheckpointError, match="there is no folder"):
             save(tmp_path / "no" / "m", states(1, comm.rank), comm, merged=True, wait=False)
+        with pytest.raises(CheckpointError, match=r"w has ndarray float32\[3, 4\]$"):
+            save(tmp_path / "c", {"w": np.zeros((3, 4), np.float32)}, comm, wait=False)  # type: ignore[dict-item]
         assert not (tmp_path / "c").exists()
 
     run_loopback(RANKS, work, LIMIT_S)

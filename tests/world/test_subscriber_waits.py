@@ -34,6 +34,7 @@ from lowshard.reshard import (
     execute_reshard_plan,
     version_fetch,
 )
+from lowshard.reshard.publication_address import write_token
 from lowshard.reshard.version_wire import Line, Lost
 from lowshard.tiling import Tiling
 
@@ -53,6 +54,33 @@ def _in_thread(call: Callable[[], object]) -> threading.Thread:
     thread = threading.Thread(target=call)
     thread.start()
     return thread
+
+
+def test_the_publisher_that_comes_after_a_killed_one_is_found_by_the_pull_that_waits(tmp_path: Path) -> None:
+    """The killed one has left its token, which the subscriber reads first; the next one's is another."""
+    folder = tmp_path / "p"
+    write_token(folder / "token", TOKEN)
+    with Subscriber(_layout(1), {"w": _values(0)}, address=f"unix:{folder}") as subscriber:
+        work = subscriber.pull(4.0, wait=False)
+        time.sleep(0.05)
+        with Publisher(_layout(1), {"w": _values(3)}, address=f"unix:{folder}") as publisher:
+            publisher.publish(7)
+            assert work.wait() == 7
+
+
+def test_who_leaves_by_an_error_is_not_told_that_the_publisher_has_gone(tmp_path: Path) -> None:
+    """The pull in the background ends, and lets go of what it alone may close."""
+    where: dict[str, Any] = {"address": f"unix:{tmp_path}/p", "token": TOKEN}
+    with Publisher(_layout(1), {"w": _values(3)}, **where) as publisher:
+        publisher.publish(7)
+        left = Subscriber(_layout(1), {"w": _values(0)}, **where)
+        left.pull(4.0)
+        work = left.pull(4.0, wait=False)
+        time.sleep(0.05)  # it asks, and waits for the answer
+        left.__exit__(KeyError, KeyError("mine"), None)
+        with pytest.raises(CommError, match="this Subscriber was closed while it waited"):
+            work.wait()
+        assert float(left.weights["w"].sum()) == 36
 
 
 def test_ranks_that_wait_for_a_publisher_meet_and_the_next_pull_works(tmp_path: Path) -> None:
@@ -282,7 +310,6 @@ def test_a_block_that_ends_by_an_error_ends_the_pull_in_the_background(tmp_path:
         publisher.publish(1)
         with pytest.raises(CommError, match="closed"):
             work.wait(20)
-        assert not publisher.members()
         assert subscriber.version is None
         begun = time.monotonic()
         publisher.close(20)
@@ -354,13 +381,35 @@ def test_a_forked_child_that_leaves_ends_no_connection_of_its_parent() -> None:
     [
         ({"token_file": 3}, "token_file is the path"),
         ({"name": "m\ud800", "token": TOKEN}, "name of a Subscriber"),
+        ({"address": "tcp://127.0.0.1:0"}, "the port that its publisher has"),
     ],
 )
 def test_wrong_arguments_are_refused_when_it_is_made(
     tmp_path: Path, given: dict[str, Any], error: str
 ) -> None:
     with pytest.raises(CommError, match=error):
-        Subscriber(_layout(1), {"w": _values(0)}, address=f"unix:{tmp_path}/p", **given)
+        Subscriber(_layout(1), {"w": _values(0)}, **{"address": f"unix:{tmp_path}/p", **given})
+
+
+def test_a_forked_child_takes_no_version_over_its_parents_connection(tmp_path: Path) -> None:
+    where: dict[str, Any] = {"address": f"unix:{tmp_path}/p", "token": TOKEN}
+    with (
+        Publisher(_layout(1), {"w": _values(3)}, **where) as publisher,
+        Subscriber(_layout(1), {"w": _values(0)}, **where) as subscriber,
+    ):
+        publisher.publish(7)
+        subscriber.pull(5.0)
+        child = os.fork()
+        if not child:
+            try:
+                subscriber.pull(0.1)
+            except CommError as error:
+                os._exit(0 if "is a forked child of it" in str(error) else 3)
+            finally:
+                os._exit(4)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        publisher.publish(8)
+        assert subscriber.pull(5.0) == 8
 
 
 def test_arrays_of_another_byte_order_are_refused(tmp_path: Path) -> None:
