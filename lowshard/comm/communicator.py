@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property, wraps
 from inspect import signature
+from itertools import chain
 from types import ModuleType
 from typing import Any, Concatenate, Literal, ParamSpec, Self, overload
 from weakref import WeakSet
@@ -508,18 +509,17 @@ class Communicator:
 
         Raises:
             CommError: another thread is in a call of this communicator.
-            Exception: an error of a save or refit in the background that no call has raised yet.
+            Exception: an error of a started call, or of a save or refit in the background, that nobody has been told.
         """
         t, fronts = self._transport, [c for c in (self._control, self) if c is not None]
         if t.closed:
             return
         t.buffers.refuse_capture("close")
         behind = [b for front in fronts for b in list(front._backgrounds)]
-        untold: list[Exception] = []
-        if not t.failed:
-            for front in fronts:  # the control is closed with this one
-                front._caller.settle_all()
-            untold = [error for b in behind if (error := b.settle()) is not None]
+        untold: list[BaseException] = []
+        if not t.failed:  # the control is closed with this one
+            ended = chain((c._caller.settle_all() for c in fronts), (b.settle() for b in behind))
+            untold = [error for error in ended if error is not None]
         elif not all(b.idle for b in behind):
             t.closed = True  # what goes on reads what would be given back
             return

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import _thread
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -315,3 +317,27 @@ def test_a_fold_may_write_over_one_of_its_terms_and_in_blocks(rng: np.random.Gen
             work = [t.copy() for t in terms]
             fold(work, work[i], "sum", order)
             same(work[i], expected)
+
+
+def test_a_program_that_ends_without_close_shows_what_nobody_waited_for() -> None:
+    code = """
+import numpy as np
+from lowshard.comm import loopback
+
+closed, told, lost = (loopback(1)[0] for _ in range(3))
+short, long = np.zeros(3), np.zeros(4)
+for comm in (closed, told, lost):
+    work = comm.start.all_reduce(short, long)
+    while not work.done():
+        pass
+    if comm is not lost:
+        try:
+            closed.close() if comm is closed else work.wait()
+        except ValueError:
+            pass
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(
+        "lowshard: a call that was started failed, and nobody waited for it: BufferMismatchError: "
+    )
