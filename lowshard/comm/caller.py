@@ -501,8 +501,9 @@ class Caller:
                 raise CommError(
                     f"{name} is another rank of the communicator, and this one has a single rank; start more"
                 )
+            marks = "; there is no MPI.ANY_SOURCE or MPI.PROC_NULL here" * str(peer).startswith("-")
             raise CommError(
-                f"{name} is another rank of the communicator, 0 to {size - 1} but not {rank}, got {peer}"
+                f"{name} is another rank of the communicator, 0 to {size - 1} but not {rank}, got {peer}{marks}"
             )
 
     @contextmanager
