@@ -428,7 +428,9 @@ class Communicator:
             self._caller.message_call(key, buf, stream)
 
     def recv(self, buf: Array, src: int, *, stream: Stream = None) -> None:
-        """Receive into `buf` what rank `src` sends; sizes and dtypes agree.
+        """Receive into `buf` what rank `src` sends: an array of this dtype and number of elements.
+
+        Ranks that are processes compare the bytes of a message, not its dtype.
 
         Raises:
             BufferMismatchError: as for all_gather, or another number of bytes came.
