@@ -133,7 +133,7 @@ class Communicator:
 
     @property
     def start(self) -> Starter:
-        """The same calls, not waited for: each method returns a `Work`.
+        """The same calls but `split` and `send_recv`, not waited for: each method returns a `Work`.
 
         The buffers belong to the call until the work is done. Calls run in the order they are started in.
         """
