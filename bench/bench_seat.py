@@ -169,7 +169,8 @@ def collective_facts(place: Place) -> Facts:
 def hosts_of(meeting: Meeting) -> str:
     """Return how many ranks are on which host, in words. Collective: all ranks of the meeting call this."""
     hosts = meeting.exchange(socket.gethostname())
-    return ", ".join(f"{hosts.count(host)} ranks on {host}" for host in dict.fromkeys(hosts))
+    counts = {host: hosts.count(host) for host in hosts}
+    return ", ".join(f"{count} rank{'s' * (count != 1)} on {host}" for host, count in counts.items())
 
 
 def mpi_name() -> str:

@@ -26,7 +26,7 @@ def require_comparable(settings: Settings, ranks: int | None, old: CollectiveRep
     """
     differ = list(settings.differences(old.settings))
     if ranks is not None and ranks != old.ranks:
-        differ.append(f"ranks: {ranks} here, {old.ranks} there")
+        differ.append(f"--ranks: {ranks} here, {old.ranks} there")
     if differ:
         raise LowshardError(
             f"--compare takes a run with the same settings, but {name} differs in {'; '.join(differ)}"
@@ -50,6 +50,8 @@ def changes(new: CollectiveReport, old: CollectiveReport) -> Iterator[str]:
             yield f"{row.size_bytes:>12}{row.dtype:>10}{row.redop or 'none':>8}  not in the earlier run"
             continue
         yield from _row_changes(row, match)
+    if any(figure.timing.is_bound for row in (*new.rows, *old.rows) for _, figure in row.figures):
+        yield "# ~: one of the two times, or both, is an upper bound"
     here = {row.key for row in new.rows}
     gone = [str(row.size_bytes) for row in old.rows if row.key not in here]
     if gone:

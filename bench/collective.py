@@ -45,6 +45,10 @@ NCCL_TESTS = {
         ("-g", "--ngpus", "-t", "--nthreads"),
         "ranks are processes here, one for each GPU: write --ranks N, or start the bench under mpirun -n N",
     ),
+    **dict.fromkeys(
+        ("-H", "--host", "--hosts", "--hostfile", "--fake-hosts"),
+        "the bench runs in a job: write lowshard run -n N --hosts a,b -m lowshard bench NAME ...",
+    ),
     **dict.fromkeys(("-p", "--parallel_init"), "leave it out: ranks are made ready at the same time anyhow"),
     **dict.fromkeys(
         ("-z", "--blocking"), "leave it out: a round is timed to the end of its calls, and -I times each call"
@@ -58,7 +62,7 @@ NCCL_TESTS = {
         ("-G", "--cudagraph"), "there is none: capture the calls in a CUDA graph of your own program"
     ),
 }
-"""Options of nccl-tests that there are not, and what to write instead."""
+"""Options of nccl-tests and of launchers that there are not, and what to write instead."""
 _NCCL_DTYPES = {"half": "float16", "float": "float32", "double": "float64"}
 SUMMARIES = {
     "all_reduce": "reduce on all ranks",

@@ -27,9 +27,11 @@ AVERAGES = ("rank 0", "average", "fastest", "slowest")
 """Whose time counts, by the number of `-a`."""
 
 # What has to be equal for two runs to be compared; sizes, rounds and checks may differ.
-_COMPARED = (
-    "op", "dtypes", "redops", "root", "calls", "average", "each", "transport", "shared", "window", "order",
-)  # fmt: skip
+_COMPARED = {
+    "op": "collective", "dtypes": "-d", "redops": "-o", "root": "-r", "calls": "-m", "average": "-a", "each": "-I",
+    "transport": "--transport", "shared": "--shared", "window": "--window", "order": "--order",
+}  # fmt: skip
+"""By the option that asks for it."""
 
 
 @dataclass(frozen=True)
@@ -104,8 +106,17 @@ class Settings:
     def differences(self, other: Settings) -> tuple[str, ...]:
         """Return what keeps the figures of two runs from being compared, a line each."""
         mine, theirs = asdict(self), asdict(other)
-        return tuple(f"{name}: {mine[name]!r} here, {theirs[name]!r} there" for name in _COMPARED
-                     if mine[name] != theirs[name])  # fmt: skip
+        return tuple(
+            f"{option}: {_in_words(mine[name])} here, {_in_words(theirs[name])} there"
+            for name, option in _COMPARED.items()
+            if mine[name] != theirs[name]
+        )
+
+
+def _in_words(value: object) -> str:
+    if isinstance(value, bool):
+        return "with" if value else "without"
+    return (",".join(map(str, value)) or "none") if isinstance(value, tuple) else str(value)
 
 
 _read = reader("settings of lowshard bench", LowshardError)(Settings)

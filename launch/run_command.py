@@ -163,8 +163,10 @@ def _run(args: argparse.Namespace) -> int:
     if not args.module and not Path(target[0]).exists():
         folder, name = Path(target[0]).parent, Path(target[0]).name
         there = [path.name for path in folder.glob("*.py")] if folder.is_dir() else []
+        is_python = name.removeprefix("python").replace(".", "").isdecimal() or name == "python"
+        advice = f"; leave {target[0]!r} out: ranks run Python" if is_python else nearest(name, there)
         raise LaunchError(
-            f"the script must exist, but there is no {target[0]!r} here ({os.getcwd()}){nearest(name, there)}"
+            f"the script must exist, but there is no {target[0]!r} here ({os.getcwd()}){advice}"
         )
     if args.threads:
         return _run_threads(args, target)

@@ -61,7 +61,8 @@ class CommandParser(argparse.ArgumentParser):
 
     def _advice(self, unknown: Iterable[str]) -> str:
         """Return lines that say, for each option that is not known, what to write instead."""
-        known = [name for action in self._actions for name in action.option_strings if len(name) > 2]
+        # The dashes, which all have, would make any two alike.
+        known = [name[2:] for action in self._actions for name in action.option_strings if len(name) > 2]
         lines = []
         for word in unknown:
             option = word.partition("=")[0]
@@ -71,7 +72,7 @@ class CommandParser(argparse.ArgumentParser):
             habit = self.habits.get(option) or (None if option[1] == "-" else self.habits.get(option[:2]))
             if habit is not None:
                 lines.append(f"  {option}: {habit}")
-            elif near := nearest(option, known):
+            elif near := nearest(option.lstrip("-"), known, before="--"):
                 lines.append(f"  {option}{near}")
         return "".join(f"\n{line}" for line in lines)
 

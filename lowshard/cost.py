@@ -380,7 +380,10 @@ class ClusterProfile:
         Raises:
             ProfileError: the file cannot be read, or holds no profile.
         """
-        return _read.file(path)
+        try:
+            return _read.file(path)
+        except ProfileError as error:
+            raise ProfileError(f"{error}; `lowshard bench profile -o FILE` writes one") from None
 
 
 @reader("cluster profile", ProfileError)

@@ -115,9 +115,15 @@ def get(dtype: object) -> DType:
     row = _BY_NAME.get(name)
     # Other names are for people: ml_dtypes' own float8_e4m3 has infinities, and is not float8_e4m3fn.
     if row is None or (name != row.name and not isinstance(dtype, str)):
+        known = ", ".join(r.name for r in _ROWS)
+        code = _name_of_code(dtype)
         raise DTypeError(
-            f"dtype {brief(dtype)} is not one that lowshard carries; it knows {', '.join(r.name for r in _ROWS)}; "
-            "what is moved and not computed with goes as its bytes, a view of uint8"
+            f"dtype {brief(dtype)} is not one that lowshard carries; it knows {known}; "
+            + (
+                f"for NumPy's code {brief(dtype)} write {code!r}"
+                if code
+                else "what is moved and not computed with goes as its bytes, a view of uint8"
+            )
         )
     return row
 
@@ -131,6 +137,17 @@ def from_safetensors(name: object) -> DType:
         f"safetensors dtype {name!r} is not one that lowshard reads; it reads "
         f"{', '.join(r.safetensors for r in _ROWS)}"
     )
+
+
+def _name_of_code(dtype: object) -> str:
+    """Return the name that a type code of NumPy such as f4 stands for, or nothing."""
+    if not isinstance(dtype, str) or len(dtype) > 3:
+        return ""
+    try:
+        name = np.dtype(dtype).name
+    except Exception:  # NumPy raises what it likes of what is no code
+        return ""
+    return name if name in _BY_NAME else ""
 
 
 def _name_of(dtype: object) -> str:

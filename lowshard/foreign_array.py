@@ -415,6 +415,11 @@ def _cuda_view(array: Any, name: str) -> Array:
 
 
 def _buffer_view(value: Any, name: str) -> Array:
+    if _kind(value) in ("mpi4py.MPI.InPlaceType", "mpi4py.MPI.BottomType"):  # they read as empty bytes
+        raise BufferMismatchError(
+            f"{name} is an array, got a mark of mpi4py such as MPI.IN_PLACE; in place one array is both send and recv, "
+            "or the smaller one is this rank's part of the other"
+        )
     return np.asarray(memoryview(value))
 
 

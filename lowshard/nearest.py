@@ -7,11 +7,13 @@ from itertools import islice
 
 _MOST_NAMES, _MOST_CHARACTERS = 2000, 200
 """Of those compared: comparing takes time that grows with both."""
-_OTHER_WORDS = {"gpu": "cuda"}
+_OTHER_WORDS = {"gpu": "cuda", "mean": "avg", "average": "avg", "add": "sum", "product": "prod"}
 """What people write, and the name that there is, where letters do not tell."""
 
 
-def nearest(name: object, known: Iterable[str], most: int = 3, alike: float = 0.6) -> str:
+def nearest(
+    name: object, known: Iterable[str], most: int = 3, alike: float = 0.6, before: str = ""
+) -> str:  # fmt: skip
     """Return "; did you mean a, b?" with the nearest of some names, or nothing where none is near.
 
     Args:
@@ -19,6 +21,7 @@ def nearest(name: object, known: Iterable[str], most: int = 3, alike: float = 0.
         known: the names that there are.
         most: how many are told.
         alike: from 0 to 1, how much two names have in common that are near.
+        before: what is written before each name that is told.
     """
     if not isinstance(name, str):
         return ""
@@ -33,4 +36,4 @@ def nearest(name: object, known: Iterable[str], most: int = 3, alike: float = 0.
     if not found:  # another case is no other name to people, and it is to difflib
         folded = {k.casefold(): k for k in names}
         found = [folded[k] for k in difflib.get_close_matches(asked.casefold(), folded, most, alike)]
-    return f"; did you mean {', '.join(found)}?" if found else ""
+    return f"; did you mean {', '.join(before + name for name in found)}?" if found else ""

@@ -21,7 +21,7 @@ from lowshard.comm.call import NO_BUFFER, Call, signature_of, source_line
 from lowshard.comm.call_comparison import NO_ARRAY
 from lowshard.comm.collectives import Collective, key_of, planned, text_of
 from lowshard.comm.transport import Transport
-from lowshard.comm.work import Stream, ThreadWork, Work, Worker
+from lowshard.comm.work import FirstFailure, Stream, ThreadWork, Work, Worker
 from lowshard.errors import BufferMismatchError, CommError, LowshardError
 from lowshard.foreign_array import is_foreign, like, view_in_call
 
@@ -134,11 +134,12 @@ class Caller:
         calls: those that were made before, by what they ask for.
         lock: held by the thread that is in a call. Threads that call at once would do so in another order on each rank.
         batch: messages of a grouped() block that is open.
+        failure: of the calls that were started.
     """
 
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
-        self.traffic = Traffic()
+        self.traffic, self.failure = Traffic(), FirstFailure()
         size = transport.size
         # A call holds some numbers for every rank, of which closures have a part that is not seen by weighing.
         self.calls = BoundedCache[Any, Call](None, CALLS_BYTES, lambda key, call: _CALL_BYTES + 64 * size)
@@ -182,6 +183,7 @@ class Caller:
                 "a communicator is not closed in a grouped() block of its own; end the block first"
             )
         self._acts = {}
+        self.failure.take()  # an exception ends the block, or it was raised
         if not self.lock.acquire(blocking=False):
             if not t.failed:
                 self._not_its_turn("close")
@@ -206,11 +208,12 @@ class Caller:
                 else f"this {self.transport.name} communicator is closed; make a new one"
             )
 
-    def settle_all(self) -> None:
-        """Wait for all that was started."""
+    def settle_all(self) -> BaseException | None:
+        """Wait for all that was started; return an error of it that nobody was told of."""
         for worker in self._workers():
             worker.settle()
         self.transport.settle()
+        return self.failure.take()
 
     def end_threads(self) -> None:
         """Have the threads of started calls end; those of calls that are started later are new."""
@@ -506,8 +509,9 @@ class Caller:
                 raise CommError(
                     f"{name} is another rank of the communicator, and this one has a single rank; start more"
                 )
+            marks = "; there is no MPI.ANY_SOURCE or MPI.PROC_NULL here" * str(peer).startswith("-")
             raise CommError(
-                f"{name} is another rank of the communicator, 0 to {size - 1} but not {rank}, got {peer}"
+                f"{name} is another rank of the communicator, 0 to {size - 1} but not {rank}, got {peer}{marks}"
             )
 
     @contextmanager
@@ -557,13 +561,13 @@ class Caller:
             finally:
                 t.started_at = None
 
-        work = ThreadWork(run, f"{name} on rank {self.transport.rank}")
+        work = ThreadWork(run, f"{name} on rank {self.transport.rank}", failure=self.failure)
         self._worker.submit(work)
         return work
 
     def in_line(self, name: str, peer: int, call: Callable[[], Any]) -> Work:
         """Give a message to a thread of its own: it waits for one rank only."""
-        work = ThreadWork(call, f"{name} of rank {self.transport.rank}")
+        work = ThreadWork(call, f"{name} of rank {self.transport.rank}", failure=self.failure)
         line = self._lines.get((name, peer))
         if line is None:  # those of one pair stay in order
             line = self._lines[name, peer] = Worker(f"lowshard {name} rank {self.transport.rank} {peer}")

@@ -27,6 +27,10 @@ Array = Any
 
 OPS = ("sum", "avg", "min", "max", "prod")
 ORDERS = ("fast", "tree", "rank")
+_OTHER_MPI_OPS = (
+    "LAND", "BAND", "LOR", "BOR", "LXOR", "BXOR", "MAXLOC", "MINLOC", "REPLACE", "NO_OP",
+)  # fmt: skip
+"""Of MPI, which there are not here."""
 NAMES = (str, str)
 """The types of an op and an order that are given by name."""
 RANKS = (int, int)
@@ -62,8 +66,9 @@ def flat(buf: Array, name: str, xp: ModuleType, transport: str, writes: bool) ->
         place = "in host memory" if xp is np else "on a GPU"
         kind = type(buf)
         raise BufferMismatchError(
-            f"{name} of a {transport} communicator is a {xp.__name__} array, or one of another library {place}, got "
-            f"{kind.__module__ + '.' if kind.__name__ == 'ndarray' else ''}{kind.__name__}"
+            f"{name} of a communicator over {transport} is a {xp.__name__} array, or one of another library {place}, "
+            f"got {'' if kind.__module__ == 'builtins' else kind.__module__ + '.'}{kind.__name__}"
+            f"{_array_instead(buf, name, xp, writes)}"
         )
     dtypes.get(buf.dtype)
     if not buf.dtype.isnative:  # same name in the table, but other bytes than the peers'
@@ -79,6 +84,18 @@ def flat(buf: Array, name: str, xp: ModuleType, transport: str, writes: bool) ->
     if writes and xp is np and not buf.flags.writeable:
         raise BufferMismatchError(f"{name} {READ_ONLY}")
     return buf.reshape(-1)
+
+
+def _array_instead(given: object, name: str, xp: ModuleType, writes: bool) -> str:
+    """Return what to pass in place of a number or of a list, as the end of a message."""
+    if isinstance(given, (list, tuple)) and any(isinstance(item, xp.ndarray) for item in given):
+        return "; pass the array alone: its dtype and its elements are what is moved"
+    if isinstance(given, (list, tuple, int, float, complex, np.generic)):
+        return (
+            f"; make {xp.__name__}.array({name}) before the call and pass that"
+            + ": it has the result" * writes
+        )
+    return ""
 
 
 def extents(shape: object, itemsize: int) -> tuple[int, ...]:
@@ -209,9 +226,8 @@ def _text_of(given: object) -> str:
     mpi = sys.modules.get("mpi4py.MPI")  # who passes one of its ops has imported it
     if mpi is not None and isinstance(given, mpi.Op):
         known = {"sum": mpi.SUM, "max": mpi.MAX, "min": mpi.MIN, "prod": mpi.PROD}
-        return next(
-            (name for name, theirs in known.items() if given == theirs), "an MPI.Op without a name here"
-        )
+        others = {f"MPI.{name}": getattr(mpi, name, None) for name in _OTHER_MPI_OPS}
+        return next((n for n, theirs in (known | others).items() if given == theirs), "an MPI.Op")
     return brief(given)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property, wraps
 from inspect import signature
+from itertools import chain
 from types import ModuleType
 from typing import Any, Concatenate, Literal, ParamSpec, Self, overload
 from weakref import WeakSet
@@ -132,7 +133,7 @@ class Communicator:
 
     @property
     def start(self) -> Starter:
-        """The same calls, not waited for: each method returns a `Work`.
+        """The same calls but `split` and `send_recv`, not waited for: each method returns a `Work`.
 
         The buffers belong to the call until the work is done. Calls run in the order they are started in.
         """
@@ -427,7 +428,9 @@ class Communicator:
             self._caller.message_call(key, buf, stream)
 
     def recv(self, buf: Array, src: int, *, stream: Stream = None) -> None:
-        """Receive into `buf` what rank `src` sends; sizes and dtypes agree.
+        """Receive into `buf` what rank `src` sends: an array of this dtype and number of elements.
+
+        Ranks that are processes compare the bytes of a message, not its dtype.
 
         Raises:
             BufferMismatchError: as for all_gather, or another number of bytes came.
@@ -508,18 +511,17 @@ class Communicator:
 
         Raises:
             CommError: another thread is in a call of this communicator.
-            Exception: an error of a save or refit in the background that no call has raised yet.
+            Exception: an error of a started call, or of a save or refit in the background, that nobody has been told.
         """
         t, fronts = self._transport, [c for c in (self._control, self) if c is not None]
         if t.closed:
             return
         t.buffers.refuse_capture("close")
         behind = [b for front in fronts for b in list(front._backgrounds)]
-        untold: list[Exception] = []
-        if not t.failed:
-            for front in fronts:  # the control is closed with this one
-                front._caller.settle_all()
-            untold = [error for b in behind if (error := b.settle()) is not None]
+        untold: list[BaseException] = []
+        if not t.failed:  # the control is closed with this one
+            ended = chain((c._caller.settle_all() for c in fronts), (b.settle() for b in behind))
+            untold = [error for error in ended if error is not None]
         elif not all(b.idle for b in behind):
             t.closed = True  # what goes on reads what would be given back
             return

@@ -17,6 +17,7 @@ import numpy as np
 from lowshard.comm.check import wait_s
 from lowshard.comm.large_count import byte_message
 from lowshard.comm.wait_guard import Lookout
+from lowshard.comm.work import FirstFailure
 from lowshard.errors import BufferMismatchError, CommError, LowshardError, TimedOut
 
 Array = Any
@@ -78,7 +79,7 @@ class Post:
         with self._lock:
             for work in self._works:
                 if work.mailbox is mailbox:
-                    work._ended, work._error = True, error
+                    work._end(error)
             self._works = [work for work in self._works if not work._ended]
 
     def _advance_all(self) -> None:
@@ -97,7 +98,12 @@ class Post:
 
 
 class MessageWork:
-    """A send or recv under way."""
+    """A send or recv under way.
+
+    Attributes:
+        told: whether somebody who waited was told of its error.
+        failure: keeps it if it fails; None for one that is sure to be waited for.
+    """
 
     def __init__(
         self, post: Post, mailbox: Mailbox, advance: Callable[[], bool],
@@ -106,6 +112,8 @@ class MessageWork:
         self._post, self.mailbox, self._advance, self._finish = post, mailbox, advance, finish
         self._ended = False
         self._error: LowshardError | None = None
+        self.told = False
+        self.failure: FirstFailure | None = None
         self.owner: object = None
         """What must live until it has ended."""
 
@@ -115,9 +123,14 @@ class MessageWork:
         try:
             self._ended = self._advance()
         except LowshardError as error:
-            self._ended, self._error = True, error
+            self._end(error)
         if self._ended:
             self._advance, self.owner = bool, None  # the buffer is free
+
+    def _end(self, error: LowshardError) -> None:
+        self._ended, self._error = True, error
+        if self.failure is not None:
+            self.failure.add(self, error)
 
     def done(self) -> bool:
         """Say whether it has ended."""
@@ -126,10 +139,19 @@ class MessageWork:
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait for the end; see `Work.wait`."""
         timeout_s = wait_s(timeout_s)
+        try:
+            self.await_end(timeout_s)
+        except CommError:
+            self.told = timeout_s is None  # else the message goes on
+            raise
+        if self._error is not None:
+            self.told = True
+            raise self._error
+
+    def await_end(self, timeout_s: float | None = None) -> None:
+        """Return at the end, whatever that is, or raise why there is none in time."""
         if not self.done():
             self._finish(self.done, timeout_s)
-        if self._error is not None:
-            raise self._error
 
 
 class Mailbox:
@@ -294,12 +316,10 @@ class Mailbox:
         """Wait for the messages that were started; how they end is told by their works."""
         for work in self._post.of(self):
             try:
-                work.wait()
+                work.await_end()
             except CommError as error:  # no rank is waited for any more
                 self._post.drop(self, error)
                 return
-            except LowshardError:
-                continue
 
     def drop(self) -> None:
         """End what is under way: what it needs is given back."""

@@ -54,11 +54,11 @@ class ByMailbox:
         try:
             _, flat = front.checked_message(name, buf, peer)
         except LowshardError as error:
-            return failed_work(name, error)
+            return failed_work(name, error, front.failure)
         mailbox = self.mailbox
-        return mailbox.keep_going(
-            mailbox.start_send(flat, peer) if name == "send" else mailbox.start_recv(flat, peer)
-        )
+        work = mailbox.start_send(flat, peer) if name == "send" else mailbox.start_recv(flat, peer)
+        work.failure = front.failure
+        return mailbox.keep_going(work)
 
     def run_batch(self, front: Front, batch: Sequence[tuple[Call, Array, int]]) -> None:
         """Start all sends and recvs of a group, then wait for them."""

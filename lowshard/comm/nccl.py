@@ -253,7 +253,8 @@ class NCCLTransport(Transport):
         """
         self.buffers.refuse_capture(f"start.{name}")
         self._begin_messages()
-        work = StreamWork(self._nccl, self._binding, f"{name} on rank {self.rank}")
+        text, failure = f"{name} on rank {self.rank}", front.failure
+        work = StreamWork(self._nccl, self._binding, text, failure=failure)
         try:
             with self._binding.on_device(self._device):
                 self._side.fork()
@@ -272,7 +273,9 @@ class NCCLTransport(Transport):
         self.buffers.refuse_capture(f"start.{name}")
         waiting = _waiting()
         text, begin = f"{name} of rank {self.rank}", lambda: _begin_all(waiting)
-        work = StreamWork(self._nccl, self._binding, text, begin)  # perhaps waited for in another thread
+        work = StreamWork(  # perhaps waited for in another thread
+            self._nccl, self._binding, text, begin, front.failure
+        )
         try:
             call, flat = front.checked_message(name, buf, peer)
         except Exception as error:

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from lowshard.comm.check import wait_s
 from lowshard.comm.nccl_bindings import Binding
+from lowshard.comm.work import FirstFailure
 from lowshard.errors import CaptureError
 
 
@@ -80,7 +81,11 @@ class SideStream:
 
 
 class StreamWork:
-    """A call under way on a side stream."""
+    """A call under way on a side stream.
+
+    Attributes:
+        told: whether somebody who waited was told of its error.
+    """
 
     def __init__(
         self,
@@ -88,6 +93,7 @@ class StreamWork:
         binding: Binding,
         what: str,
         begin: Callable[[], None] | None = None,
+        failure: FirstFailure | None = None,
     ) -> None:
         """Describe what is started.
 
@@ -96,7 +102,9 @@ class StreamWork:
             binding: where the caller's stream comes from.
             what: what it is, for messages.
             begin: makes it begin, where it does not at once.
+            failure: keeps it if it fails.
         """
+        self.told, self._failure = False, failure
         self._communicator, self._binding, self.what = communicator, binding, what
         self._begin = begin
         self._event: Any = None
@@ -111,6 +119,8 @@ class StreamWork:
     def failed(self, error: BaseException) -> StreamWork:
         """Take what the call raised."""
         self._error, self._begin = error, None
+        if self._failure is not None:
+            self._failure.add(self, error)
         return self
 
     def wait(self, timeout_s: float | None = None) -> Any:
@@ -134,6 +144,7 @@ class StreamWork:
         if self._begin is not None:
             self._begin()
         if self._error is not None:
+            self.told = True
             raise self._error
         timeout_s = wait_s(timeout_s)
         if self._binding.capturing(self._binding.stream()):

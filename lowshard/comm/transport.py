@@ -24,7 +24,7 @@ from lowshard.comm.call import Activity, Call, Check
 from lowshard.comm.check import HostBuffers
 from lowshard.comm.reach import Reach
 from lowshard.comm.reduction import fold
-from lowshard.comm.work import Work
+from lowshard.comm.work import FirstFailure, Work
 from lowshard.errors import CommError, LowshardError
 from lowshard.settings import CHECK, TIMEOUT_S
 
@@ -66,7 +66,13 @@ class Quick(Protocol):
 
 
 class Front(Protocol):
-    """What a transport asks of the communicator that holds it, when calls are started."""
+    """What a transport asks of the communicator that holds it, when calls are started.
+
+    Attributes:
+        failure: keeps what has failed and was not waited for, for `close` to raise.
+    """
+
+    failure: FirstFailure
 
     def in_thread(self, name: str, call: Callable[[], Any]) -> Work:
         """Give a call to the communicator's thread, after those that were given before."""

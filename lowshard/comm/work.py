@@ -7,6 +7,7 @@ import queue
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
@@ -44,6 +45,44 @@ class Work(Protocol):
         """
 
 
+class StartedCall(Protocol):
+    """What may have an error to tell.
+
+    Attributes:
+        told: whether somebody who waited was told of it.
+    """
+
+    told: bool
+
+
+class FirstFailure:
+    """The first call that a communicator has started, that has failed, and whose error nobody was told of.
+
+    It is shown at the end of the program where the communicator is not closed before.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._first: tuple[StartedCall, BaseException] | None = None
+        _failures.add(self)
+
+    def add(self, work: StartedCall, error: BaseException) -> None:
+        """Keep a call that has failed, unless an earlier one waits to be told."""
+        with self._lock:
+            if self._first is None or self._first[0].told:
+                self._first = work, error
+
+    def take(self) -> BaseException | None:
+        """Return its error, once; None where there is none, or somebody was told."""
+        with self._lock:
+            first, self._first = self._first, None
+        return None if first is None or first[0].told else first[1]
+
+
+_failures: weakref.WeakSet[FirstFailure] = weakref.WeakSet()
+"""Of this process's communicators."""
+
+
 class ThreadWork:
     """A call that a thread runs.
 
@@ -54,9 +93,14 @@ class ThreadWork:
         call: what the thread runs.
         text: its name, for messages.
         is_shown_at_exit: True writes its error to stderr at the end of the program where nobody was told of it.
+        failure: keeps it if it fails; None for one that is sure to be waited for.
     """
 
-    def __init__(self, call: Callable[[], Any], text: str, *, is_shown_at_exit: bool = False) -> None:
+    def __init__(
+        self, call: Callable[[], Any], text: str, *, is_shown_at_exit: bool = False,
+        failure: FirstFailure | None = None,
+    ) -> None:  # fmt: skip
+        self._failure = failure
         self._call, self._text, self._is_shown_at_exit = call, text, is_shown_at_exit
         self.told = False
         self._ended = threading.Event()
@@ -70,10 +114,11 @@ class ThreadWork:
         except BaseException as error:
             self._error = error
             if self._is_shown_at_exit:
-                said = " ".join(f"{type(error).__name__}: {error}".split())
                 _untold[self._ended] = (
-                    f"{self._text} failed, and the program ended before a call raised it: {said}"
+                    f"{self._text} failed, and the program ended before a call raised it: {_line_of(error)}"
                 )
+            if self._failure is not None:
+                self._failure.add(self, error)
         finally:
             self._call = _nothing  # the buffers are free
             self._ended.set()
@@ -103,18 +148,24 @@ _untold: dict[threading.Event, str] = {}
 @atexit.register
 def _show_untold() -> None:
     """Write errors that nobody was told of. The exit code stays: Python lets nobody change it this late."""
-    for text in list(_untold.values()):
+    lost = [error for failure in list(_failures) if (error := failure.take()) is not None]
+    said = [f"a call that was started failed, and nobody waited for it: {_line_of(error)}" for error in lost]
+    for text in (*_untold.values(), *said):
         with suppress(Exception):  # there may be no stderr any more
             sys.stderr.write(f"lowshard: {text}\n")
 
 
-def failed_work(name: str, error: LowshardError) -> ThreadWork:
+def _line_of(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+def failed_work(name: str, error: LowshardError, failure: FirstFailure | None = None) -> ThreadWork:
     """Return a work that could not be started: waiting for it raises the error."""
 
     def fail() -> None:
         raise error
 
-    work = ThreadWork(fail, name)
+    work = ThreadWork(fail, name, failure=failure)
     work.run()
     return work
 

@@ -387,3 +387,37 @@ def close_waits_for_what_was_started(comm: Communicator, rng: np.random.Generato
         for work, buf in zip(works, bufs, strict=True):
             work.wait(LIMIT_S)
             same(buf, np.full(4000, float(comm.size)))
+
+
+@case()
+def close_raises_what_nobody_waited_for(comm: Communicator, rng: np.random.Generator) -> None:
+    buf = put(comm, np.zeros(4))
+    group = beside(comm)
+    first = group.start.all_reduce(buf, buf, "median")  # type: ignore[arg-type]
+    second = group.start.all_reduce(buf, buf, "middle")  # type: ignore[arg-type]
+    refused(group.close, CommError, "op is one of", "median")
+    group.close()  # it is closed, and has told
+    refused(first.wait, CommError, "median")
+    refused(second.wait, CommError, "middle")
+
+    group = beside(comm)
+    refused(group.start.all_reduce(buf, buf, "median").wait, CommError, "median")  # type: ignore[arg-type]
+    group.close()  # what somebody was told of is not told again
+
+    group = beside(comm)
+    group.start.send(buf, comm.rank)
+    refused(group.close, CommError, "dst is another rank")
+
+
+@case(by_the_host, others)
+def close_raises_that_a_message_has_another_length(comm: Communicator, rng: np.random.Generator) -> None:
+    src, dst = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
+    for elems in (3, 50_000):
+        group = beside(comm)
+        works = [
+            group.start.send(put(comm, np.zeros(elems)), dst),
+            group.start.recv(put(comm, np.zeros(elems + 1)), src),
+        ]
+        refused(group.close, BufferMismatchError, "this rank expects")
+        works[0].wait(LIMIT_S)
+        refused(works[1].wait, BufferMismatchError, "this rank expects")

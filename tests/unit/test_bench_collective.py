@@ -488,6 +488,9 @@ def test_changes_are_by_size_and_placement_and_name_what_differs_of_the_machine(
     assert text[4].split()[:2] == ["4096", "float32"]
     assert "not in the earlier run" in text[4]
     assert text[5] == "# only in the earlier run: 512 bytes"
+    busy = report([row(1024, Figure(timing(5.0, share=0.5), 0))])
+    for one, other in ((busy, old), (old, busy)):
+        assert "# ~: one of the two times, or both, is an upper bound" in changes(one, other)
 
 
 def test_runs_with_other_settings_are_not_compared_and_all_that_differs_is_said() -> None:
@@ -496,8 +499,8 @@ def test_runs_with_other_settings_are_not_compared_and_all_that_differs_is_said(
     other = dataclasses.replace(old.settings, window=True, dtypes=("int8",))
     with pytest.raises(LowshardError) as caught:
         require_comparable(other, 4, old, "old.json")
-    for said in ("old.json", "dtypes: ('int8',) here, ('float32',) there", "window: True here, False there",
-                 "ranks: 4 here, 2 there"):  # fmt: skip
+    for said in ("old.json", "-d: int8 here, float32 there", "--window: with here, without there",
+                 "--ranks: 4 here, 2 there"):  # fmt: skip
         assert said in str(caught.value)
 
 
@@ -514,8 +517,8 @@ def test_compare_shows_changes_after_the_table_or_refuses_before_it(
     assert bench("all_gather", "--compare", old, "-d", "int32", "--ranks", "3") == 2
     shown = capsys.readouterr()
     assert shown.out == ""
-    assert "dtypes" in shown.err
-    assert "ranks: 3 here, 2 there" in shown.err
+    assert "-d: int32 here" in shown.err
+    assert "--ranks: 3 here, 2 there" in shown.err
 
 
 def test_too_little_bandwidth_is_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:

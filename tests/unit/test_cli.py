@@ -134,6 +134,10 @@ def test_every_command_has_a_description() -> None:
         ("run --standalone --nproc-per-node=2 train.py", "run", "--nproc-per-node: ranks are counted"),
         ("run --standalone --nproc-per-node=2 train.py", "run", "--standalone: leave it out"),
         ("run --np=2 train.py", "run", "--np: write -n N"),
+        ("bench all_reduce --hosts a,b", "bench all_reduce", "--hosts: .* lowshard run -n N --hosts a,b -m"),
+        ("bench all_reduce -o mean", "bench all_reduce", r"did you mean avg\?"),
+        # Dashes alone make no two options alike.
+        ("bench broadcast --order tree", "bench broadcast", "unrecognized arguments: --order tree\n$"),
     ],
 )
 def test_wrong_usage_is_told_with_the_subcommands_usage_and_what_to_write(
@@ -152,6 +156,15 @@ def test_wrong_usage_is_told_with_the_subcommands_usage_and_what_to_write(
 def test_an_option_of_the_script_is_the_scripts_own(capsys: pytest.CaptureFixture[str]) -> None:
     args = cli.build_parser().parse_args(["run", "-np", "4", "train.py", "-H", "a", "--host", "--nnodes=2"])
     assert (args.ranks, args.target) == (4, ["train.py", "-H", "a", "--host", "--nnodes=2"])
+
+
+@pytest.mark.parametrize("name", ["python", "python3", "python3.11"])
+def test_run_says_to_leave_the_interpreter_out(
+    name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["run", "-n", "2", name, "train.py"]) == 2
+    assert f"; leave {name!r} out: ranks run Python" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

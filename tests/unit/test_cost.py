@@ -200,11 +200,13 @@ def test_damaged_profiles_are_refused(data: Any, said: str) -> None:
 
 def test_a_file_that_is_no_profile_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
-    with pytest.raises(ProfileError, match="is not a valid cluster profile"):
+    said = "is not a valid cluster profile: .*; `lowshard bench profile -o FILE` writes one"
+    with pytest.raises(ProfileError, match=said):
         ClusterProfile.load(path)
-    path.write_text("{")
-    with pytest.raises(ProfileError, match="is not a valid cluster profile"):
-        ClusterProfile.load(path)
+    for text in ("{", '{"format": "lowshard-bench-collective-1"}'):
+        path.write_text(text)
+        with pytest.raises(ProfileError, match=said):
+            ClusterProfile.load(path)
 
 
 def test_knees_grow() -> None:

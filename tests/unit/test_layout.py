@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 
 import ml_dtypes
 import numpy as np
@@ -250,8 +251,11 @@ def test_every_dtype_has_one_row_and_every_name_of_it_leads_there() -> None:
         ml_dtypes.float8_e4m3,
         np.dtype(ml_dtypes.float8_e4m3),
     ):
-        with pytest.raises(DTypeError, match="lowshard carries"):
+        with pytest.raises(DTypeError, match=r"lowshard carries.*goes as its bytes"):
             dt.get(bad)
+    for code, name in (("f4", "float32"), ("d", "float64"), ("i4", "int32"), ("<i2", "int16"), ("?", "bool")):
+        with pytest.raises(DTypeError, match=f"; for NumPy's code '{re.escape(code)}' write '{name}'$"):
+            dt.get(code)
 
 
 def test_with_shape_is_the_layout_of_another_array_cut_the_same_way() -> None:

@@ -91,8 +91,15 @@ def test_errors_of_a_started_call_are_raised_by_wait() -> None:
         refused(wrong.wait, BufferMismatchError, "as many elements")
     handle.next_error, handle.error_in = host.nccl.NcclError(2), "broadcast"
     refused(comm.start.broadcast(np.zeros(3)).wait, CommError, "NCCL failed in broadcast")
-    comm.close()
+    comm.close()  # all were told
     refused(comm.start.barrier().wait, CommError, "closed")
+
+
+def test_close_raises_an_error_of_a_started_call_that_nobody_waited_for() -> None:
+    comm, _, _ = alone()
+    comm.start.all_reduce(np.zeros(3), np.zeros(4))
+    refused(comm.close, BufferMismatchError, "as many elements")
+    comm.close()
 
 
 def test_results_of_started_calls_come_from_wait() -> None:

@@ -20,6 +20,7 @@ from lowshard.weights import NamePatterns
         ("FSDP", ["data", "fsdp"], "; did you mean fsdp?"), (None, ["a"], ""), (3, ["a"], ""), ("a", [], ""),
         ("ab", ["ab\n", "abc"], "; did you mean abc?"), ("w10", ["w11", "w11", "w2"], "; did you mean w11?"),
         ("GPU", ["auto", "cpu", "cuda"], "; did you mean cuda?"),
+        ("mean", ["sum", "avg", "min"], "; did you mean avg?"), ("mean", ["sum", "min"], ""),
     ],
 )  # fmt: skip
 def test_near_names_are_told_and_others_are_not(name: object, known: list[str], said: str) -> None:

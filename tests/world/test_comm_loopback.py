@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import _thread
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -51,12 +53,55 @@ def test_reductions_take_the_ops_of_mpi4py_and_refuse_what_is_no_op() -> None:
             found.append(float(out[0]))
         comm.reduce_scatter(mine, part, op=MPI.PROD)
         comm.reduce(mine, out if comm.rank == 0 else None, op=MPI.MAX)
+        with pytest.raises(CommError, match=r"got 'MPI\.LAND'"):
+            comm.all_reduce(mine, out, op=MPI.LAND)
         for wrong in (MPI.BAND, None, ["sum"], {}, 3, np.zeros(2)):
             with pytest.raises(CommError, match="op is one of sum, avg, min, max, prod"):
                 comm.all_reduce(mine, out, op=wrong)  # type: ignore[arg-type]
         return [*found, float(part[0])]
 
     assert lc.run_loopback(2, reduce_all, timeout_s=30.0) == [[5.0, 3.0, 2.0, 6.0, 6.0]] * 2
+
+
+def test_marks_and_ways_of_mpi4py_are_refused_with_what_to_pass() -> None:
+    MPI = pytest.importorskip("mpi4py.MPI", reason="needs an MPI library")
+
+    def pass_them(comm: Communicator) -> None:
+        mine, out, raw = np.zeros(2), np.zeros(2), np.zeros(0, np.uint8)
+        for mark in (MPI.IN_PLACE, MPI.BOTTOM):  # they read as no bytes: nothing would have been moved
+            for call in (
+                lambda mark=mark: comm.all_reduce(mark, raw),
+                lambda mark=mark: comm.gather(mark, raw),
+                lambda mark=mark: comm.broadcast(mark),
+                lambda mark=mark: comm.start.all_reduce(raw, mark).wait(),
+            ):
+                with pytest.raises(
+                    BufferMismatchError, match=r"mark of mpi4py .*one array is both send and recv"
+                ):
+                    call()
+        for pair in ([mine, MPI.DOUBLE], (mine, 2, MPI.DOUBLE)):
+            with pytest.raises(BufferMismatchError, match=r"got (list|tuple); pass the array alone"):
+                comm.all_reduce(pair, out)
+        for peer in (MPI.ANY_SOURCE, MPI.PROC_NULL):
+            with pytest.raises(
+                CommError, match=r"another rank .*there is no MPI.ANY_SOURCE or MPI.PROC_NULL"
+            ):
+                comm.recv(mine, peer)
+
+    lc.run_loopback(2, pass_them, timeout_s=30.0)
+
+
+@pytest.mark.parametrize("number", [1, 2.5, np.float32(1), [1.0, 2.0], (1, 2)])
+def test_numbers_and_lists_are_refused_with_what_to_pass(number: object) -> None:
+    (comm,) = lc.loopback(1)
+    with pytest.raises(
+        BufferMismatchError, match=r"; make numpy.array\(send\) before the call and pass that$"
+    ):
+        comm.all_reduce(number, np.zeros(2))
+    with pytest.raises(
+        BufferMismatchError, match=r"make numpy.array\(recv\) .*pass that: it has the result$"
+    ):
+        comm.all_reduce(np.zeros(2), number)
 
 
 def test_results_come_back_in_rank_order() -> None:
@@ -344,3 +389,27 @@ def test_a_fold_may_write_over_one_of_its_terms_and_in_blocks(rng: np.random.Gen
             work = [t.copy() for t in terms]
             fold(work, work[i], "sum", order)
             same(work[i], expected)
+
+
+def test_a_program_that_ends_without_close_shows_what_nobody_waited_for() -> None:
+    code = """
+import numpy as np
+from lowshard.comm import loopback
+
+closed, told, lost = (loopback(1)[0] for _ in range(3))
+short, long = np.zeros(3), np.zeros(4)
+for comm in (closed, told, lost):
+    work = comm.start.all_reduce(short, long)
+    while not work.done():
+        pass
+    if comm is not lost:
+        try:
+            closed.close() if comm is closed else work.wait()
+        except ValueError:
+            pass
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(
+        "lowshard: a call that was started failed, and nobody waited for it: BufferMismatchError: "
+    )
