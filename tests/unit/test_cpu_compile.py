@@ -23,7 +23,7 @@ pytest.importorskip("numba", reason="numba is not there to be imported")
 
 from lowshard.kernels.cpu.cpu_engine import vector_bits
 
-LIMIT_S = 100.0
+LIMIT_S = 300.0
 PACKAGE = Path(lowshard.__file__).parent
 KERNELS = next(Path(path) / "kernels" for path in lowshard.__path__ if (Path(path) / "kernels").is_dir())
 
@@ -109,10 +109,11 @@ def started(cache, jobs, before="", **variables):
 
 
 def finished(process):
-    try:
-        text = process.communicate("go\n", timeout=LIMIT_S)[0]
-    finally:
-        process.kill()
+    with process:
+        try:
+            text = process.communicate("go\n", timeout=LIMIT_S)[0]
+        finally:
+            process.kill()
     assert process.returncode == 0
     return json.loads(text.splitlines()[-1])
 
