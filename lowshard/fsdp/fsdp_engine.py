@@ -301,9 +301,15 @@ class FSDP(Core):
         views = self.grads(unit)
         view = views.get(name) if isinstance(name, str) else None
         shape, dtype = getattr(array, "shape", None), getattr(array, "dtype", None)
-        if view is None or shape != view.shape or dtype != view.dtype:
-            wanted = "no gradient" if view is None else f"{view.dtype}{list(view.shape)}"
-            self._wrong(BadGrad(f"the gradient of {unit}.{name} is {wanted}, got {dtype}{list(shape or ())}"))
+        if view is None:
+            self._wrong(BadGrad(
+                f"unit {unit!r} has no trainable parameter {brief(name)}; it has {', '.join(views) or 'none'}"
+            ))  # fmt: skip
+        if shape != view.shape or dtype != view.dtype:
+            found = brief(array) if shape is None or dtype is None else f"an array of {dtype}{list(shape)}"
+            self._wrong(BadGrad(
+                f"the gradient of {unit}.{name} is an array of {view.dtype}{list(view.shape)}, got {found}"
+            ))  # fmt: skip
         view += array
 
     def has_grad(self, unit: str) -> bool:
@@ -501,10 +507,13 @@ class FSDP(Core):
         """Give up a step that failed: gradients are dropped, units closed, parameters stay as they are.
 
         Where an update ran on some ranks and failed on others, these are of two versions: all calls raise StepError
-        until all ranks have called `load`.
+        until all ranks have called `load`. Where it failed at one unit on all ranks, the units before are updated and
+        stay so; call `load` to undo that.
 
         Collective: all ranks of the communicator call this. Not after PeerFailed or TimedOut, when ranks are gone.
         """
+        if self._is_shut:
+            self._healthy()
         self._links.even_out()
         self._opener.reset()
         self._grads.reset()
@@ -537,8 +546,9 @@ class FSDP(Core):
 
         Collective: all ranks of the communicator call this.
         """
-        if self._broken is None:
+        if self._broken is None and not self._is_shut:
             self._links.close()
+            self._is_shut = True
 
     def __enter__(self) -> FSDP:
         return self

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from lowshard.comm import Communicator, refuse, share_text
+from lowshard.comm.call import source_line
 from lowshard.comm.nccl_bindings import Binding
 from lowshard.comm.nccl_wait import is_done, wait_for
 from lowshard.comm.work import ThreadWork, Work, Worker, wait_all
@@ -156,7 +157,7 @@ class ThreadLane:
 
     def submit(self, job: Callable[[], Any], text: str) -> Work:
         """Start a job."""
-        work = ThreadWork(job, text)
+        work = ThreadWork(job, text, place=f"{source_line()} ({text})")
         self._worker.submit(work)
         return work
 

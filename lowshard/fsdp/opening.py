@@ -188,7 +188,7 @@ class Opener:
         for state in self.state.values():
             state.uses, state.work, state.ahead, state.fresh, state.slot = 0, None, False, False, None
         self._holders = [None] * len(self._holders)
-        self._seen = []
+        self._seen, self._last = [], []  # ranks may have come to different places in the step that failed
 
     # ---- gathers
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import re
 import time
 import tracemalloc
 from collections.abc import Callable
@@ -591,11 +592,99 @@ def test_refusals_that_begin_late_are_not_started_again(
     ],
 )  # fmt: skip
 def test_ranks_that_make_different_models_are_told_at_once(other: dict[str, Any]) -> None:
+    """The message names what differs, though the first parameters do not."""
+    ((name, value),) = other.items()
+    said = f"{name} {value}," if isinstance(value, (str, int)) else getattr(value, "compute", str(value))
+
     def make(comm: lc.Communicator) -> None:
-        with pytest.raises(errors.MismatchError):
+        with pytest.raises(errors.MismatchError) as raised:
             FSDP(UNITS, comm, **(other if comm.rank == 1 else {}))
+        first, second = str(raised.value).split("; ")
+        assert said in second
+        assert said not in first
 
     lc.run_loopback(3, make, 10)
+
+
+def test_a_step_that_others_do_not_make_is_named_and_reset_forgets_it() -> None:
+    """Ranks gathered ahead by what each had opened last, so that the step after a reset failed as well."""
+    units = {f"u{i}": [Param("w", (40,))] for i in range(4)}
+
+    def forward(engine: FSDP) -> None:
+        for unit in units:
+            engine.open(unit)
+            engine.close(unit)
+
+    def train(comm: lc.Communicator) -> str:
+        with FSDP(units, comm) as engine:
+            engine.fill(lambda name, box: 0.0)
+
+            def step() -> None:
+                with engine.step():
+                    forward(engine)
+                    for unit in reversed(units):
+                        engine.open(unit, "backward")
+                        engine.reduce(unit)
+                        engine.close(unit)
+                engine.join()
+                engine.update(SGD(lr=1.0))
+
+            def go_apart() -> None:
+                if comm.rank == 0:
+                    forward(engine)
+                step()
+
+            step()
+            with pytest.raises(errors.MismatchError) as raised:
+                go_apart()
+            engine.reset()
+            step()
+            return str(raised.value)
+
+    said, other = lc.run_loopback(2, train, 10)
+    place = r"at test_fsdp_rules\.py:\d+ \(the (gather|reduction) of unit 'u\d'\)"
+    assert said == other
+    assert re.search(f"rank 0 asked for .* {place}; rank 1 asked for .* {place}$", said), said
+
+
+def test_a_model_that_was_shut_says_so_also_on_one_rank() -> None:
+    def use(comm: lc.Communicator) -> None:
+        with FSDP(UNITS, comm) as engine:
+            engine.fill(filler)
+        engine.shut()
+        for call in (lambda: engine.open("emb"), lambda: engine.full("l0.w"), engine.join, engine.reset):
+            with pytest.raises(errors.StepError, match="was shut"):
+                call()
+
+    for world in (1, 2):
+        lc.run_loopback(world, use, 10)
+
+
+@pytest.mark.parametrize(
+    ("raised", "cure"),
+    [(errors.TimedOut("late"), "start the job again"), (ValueError("mine"), "; call reset() on all ranks")],
+)
+def test_what_can_be_done_after_a_step_that_failed_depends_on_why(raised: Exception, cure: str) -> None:
+    with FSDP(UNITS, lc.loopback(1)[0]) as engine:
+        with pytest.raises(type(raised)), engine.step():
+            raise raised
+        with pytest.raises(errors.StepError) as said:
+            engine.open("emb")
+        assert cure in str(said.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "array", "said"),
+    [
+        ("q", np.ones(5, np.float32), "unit 'emb' has no trainable parameter 'q'; it has e"),
+        ("e", [[1.0]], r"the gradient of emb\.e is an array of float32\[7, 5\], got \[list of 1\]"),
+    ],
+)
+def test_a_gradient_that_does_not_fit_is_named(name: str, array: Any, said: str) -> None:
+    with FSDP(UNITS, lc.loopback(1)[0]) as engine:
+        engine.open("emb")
+        with pytest.raises(errors.BadGrad, match=said):
+            engine.add_grad("emb", name, array)
 
 
 def test_units_of_one_size_in_another_order_are_noticed_before_the_update() -> None:
