@@ -771,6 +771,33 @@ def test_a_unit_that_one_rank_does_not_use_takes_zeros() -> None:
 # ---- micro-batches that count
 
 
+@pytest.mark.parametrize("strategy", [ShardingStrategy.FullShard, ShardingStrategy.NoShard])
+@pytest.mark.parametrize("accumulate", ["local", "reduce"])
+def test_a_gradient_counts_in_its_own_micro_batch_alone(accumulate: Any, strategy: ShardingStrategy) -> None:
+    """A unit without a gradient in a later micro-batch was given that of the one before, where each is reduced."""
+
+    def train(comm: lc.Communicator) -> list[float]:
+        units = {"all": [Param("w", (4,))], "some": [Param("w", (4,))]}
+        with FSDP(units, comm, strategy, accumulate=accumulate) as engine:
+            engine.fill(lambda name, box: 0.0)
+            for micro in range(4):
+                with engine.step(last=micro == 3):
+                    for unit in units:
+                        engine.open(unit)
+                        if unit == "all" or micro == 0 or (micro == 1 and comm.rank == 0):
+                            engine.grads(unit)["w"][...] = 8.0
+                        if unit == "all" or micro != 2:
+                            engine.reduce(unit)
+                        engine.close(unit)
+            engine.join()
+            engine.update(SGD(lr=1.0))
+            return [float(engine.full(f"{unit}.w")[0]) for unit in units]
+
+    assert (
+        lc.run_loopback(2, train, 10) == [[-8.0, -3.0]] * 2
+    )  # of 4 x 2 micro-batches 8 and 3 have a gradient
+
+
 @pytest.mark.parametrize("accumulate", ["local", "reduce"])
 def test_a_forward_pass_alone_is_no_micro_batch(accumulate: Any) -> None:
     def train(comm: lc.Communicator) -> list[float]:
