@@ -8,6 +8,7 @@ thread outside the interpreter sends to the other ranks with each heartbeat: a f
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import hashlib
 import os
@@ -329,7 +330,7 @@ def source_place() -> tuple[str, int] | str:
 
 @lru_cache(256)
 def _is_own(file: str) -> bool:
-    return file.startswith(_OURS)
+    return file.startswith(_OURS) or file == contextlib.__file__  # where a `with` block of this package ends
 
 
 def place_text(place: tuple[str, int] | str) -> str:

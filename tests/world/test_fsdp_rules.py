@@ -647,6 +647,32 @@ def test_a_step_that_others_do_not_make_is_named_and_reset_forgets_it() -> None:
     assert re.search(f"rank 0 asked for .* {place}; rank 1 asked for .* {place}$", said), said
 
 
+def test_a_reduction_at_the_end_of_a_block_has_the_line_of_the_block() -> None:
+    """It had one of Python's `contextlib.py`."""
+
+    def train(comm: lc.Communicator) -> str:
+        with FSDP({"u": [Param("w", (40,))]}, comm, accumulate="reduce") as engine:
+            engine.fill(lambda name, box: 0.0)
+
+            def step() -> None:
+                with engine.step(last=False):
+                    engine.open("u")
+                    if comm.rank == 0:
+                        engine.grads("u")
+                    engine.close("u")
+                engine.join()
+
+            with pytest.raises(errors.MismatchError) as raised:
+                step()
+            engine.reset()
+            return str(raised.value)
+
+    for said in lc.run_loopback(2, train, 10):
+        assert re.search(
+            r"reduce_scatter .* at test_fsdp_rules\.py:\d+ \(the reduction of unit 'u'\)", said
+        ), said
+
+
 def test_a_model_that_was_shut_says_so_also_on_one_rank() -> None:
     def use(comm: lc.Communicator) -> None:
         with FSDP(UNITS, comm) as engine:
@@ -902,6 +928,32 @@ def test_any_unit_name_goes_with_ties(names: tuple[str, str], name: str, tmp_pat
 
 
 # ---- models that there is no room for
+
+
+def test_a_unit_is_tied_to_one_that_is_tied_itself() -> None:
+    """Opening it asked for the third unit as well, which is not open: a KeyError of this package's own."""
+    units = {
+        "a": [Param("w", (3,))],
+        "b": [Param("v", (2,)), Param("w", (3,), tie="a.w")],
+        "c": [Param("v", (2,), tie="b.v"), Param("x", (2,))],
+    }
+    start = {"a.w": 1.0, "b.v": 2.0, "c.x": 3.0}
+
+    def train(comm: lc.Communicator) -> list[float]:
+        with FSDP(units, comm) as engine:
+            engine.fill(lambda name, box: start[name])
+            with engine.step():
+                for unit in ("c", "b", "a"):  # the gradient of each use is the parameter
+                    opened = engine.open(unit, "backward")
+                    for name, grad in engine.grads(unit).items():
+                        grad += opened[name]
+                    engine.reduce(unit)
+                    engine.close(unit)
+            engine.join()
+            engine.update(SGD(lr=1.0))
+            return [float(engine.full(name)[0]) for name in start]
+
+    assert lc.run_loopback(2, train, 10) == [[1.0 - 2 * 1.0, 2.0 - 2 * 2.0, 0.0]] * 2
 
 
 def test_a_tied_unit_that_could_never_be_opened_is_refused_at_once() -> None:
