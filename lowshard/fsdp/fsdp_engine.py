@@ -68,7 +68,8 @@ class FSDP(Core):
         grad_limit: units that may have gradients which are written or being reduced.
         accumulate: what reduce does in step(last=False): "local" adds up whole gradients on the rank, "reduce" sums
             over the shard group at once and adds up shards.
-        communicators: 2 lets reductions and gathers overlap each other.
+        communicators: 2 lets reductions and gathers overlap each other. Ranks that make other calls then the others may
+            wait in both, until the deadline.
         align: elements that parameters and shards begin at multiples of.
         check: "digest" compares models and calls between ranks; "poison" also fills what is closed with NaN; "off".
 
@@ -103,12 +104,15 @@ class FSDP(Core):
             names: full names; the other parameters stay as they are. None: all.
 
         Raises:
-            StepError: no function, or `names` is one text.
+            StepError: no function, `names` is one text, or a step has failed and `reset` was not called.
             LayoutError: a name in `names` that no parameter has.
             BufferMismatchError: an array of another shape.
             MismatchError: ranks that hold the same elements were given different ones.
             LowshardError: what the function raised on some rank.
         """
+        if self._broken is not None or self._is_shut:
+            self._healthy()
+        self._same("fill")
         error: Exception | None = None
         try:
             if not callable(function):
@@ -342,17 +346,18 @@ class FSDP(Core):
         """
         self._healthy()
         calls, self._calls = self._calls, []
-        self._same(*calls)
+        self._same("join", calls)
         self._guarded(self._grads.join)
 
-    def _same(self, *calls: str) -> None:
-        """Raise Disagree on all ranks unless all have made these calls.
+    def _same(self, what: str, calls: list[str] | None = None) -> None:
+        """Raise Disagree on all ranks unless all have made these calls; by default the one that this is for.
 
         Collective: all ranks of the communicator call this.
         """
         if self._check != "off":
+            calls = [what] if calls is None else calls
             digest = text_digest("\n".join(calls))
-            self._guarded(lambda: self._links.same_calls(list(calls), digest))
+            self._guarded(lambda: self._links.same_calls(what, calls, digest))
 
     # ---- this rank's part
 
@@ -489,6 +494,7 @@ class FSDP(Core):
                 name. CheckpointError, NotDurable, PeerFailed, TimedOut: as `write_checkpoint`.
         """
         self._joined("save")
+        self._same("save")  # a rank that saves alone is told at once, where the others are in a step
         return saved.save(self, path, wait)
 
     def load(self, path: Any) -> None:
@@ -499,8 +505,9 @@ class FSDP(Core):
         Raises:
             CheckpointError: no such file, or it lacks a parameter, or has it in another shape or dtype.
         """
-        if self._broken is not None:
+        if self._broken is not None or self._is_shut:
             self._healthy()
+        self._same("load")
         saved.load(self, path)
 
     def reset(self) -> None:

@@ -378,8 +378,8 @@ class Links:
         control.all_reduce(send, recv, "max")
         return host_of(recv).tolist()  # type: ignore[no-any-return]
 
-    def same_calls(self, calls: list[str], digest: bytes) -> None:
-        """Raise Disagree on all ranks unless all have made the same calls.
+    def same_calls(self, what: str, calls: list[str], digest: bytes) -> None:
+        """Raise Disagree on all ranks unless all have made the same calls; `what` is the one that compares them.
 
         Collective: all ranks of the communicator call this. The lane of reductions may be at work.
         """
@@ -387,7 +387,7 @@ class Links:
         for channel, lane in ((self.shard, self.gather_lane), (self.replica, self.reduce_lane)):
             if channel is None:
                 continue
-            work = lane.submit(partial(self._compare, channel, calls, digest, bad), "join")
+            work = lane.submit(partial(self._compare, channel, calls, digest, bad), what)
             group_bad, text = work.wait()
             bad, said = bad or group_bad, said or text
         if bad:

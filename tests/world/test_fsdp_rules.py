@@ -647,6 +647,38 @@ def test_a_step_that_others_do_not_make_is_named_and_reset_forgets_it() -> None:
     assert re.search(f"rank 0 asked for .* {place}; rank 1 asked for .* {place}$", said), said
 
 
+@pytest.mark.parametrize("strategy", [ShardingStrategy.FullShard, ShardingStrategy.NoShard])
+@pytest.mark.parametrize("what", ["save", "load", "fill"])
+def test_what_one_rank_does_alone_is_told_at_once(
+    what: str, strategy: ShardingStrategy, tmp_path: Path
+) -> None:
+    """The others were in a step, over other communicators, and all waited until the deadline."""
+
+    def train(comm: lc.Communicator) -> float:
+        with FSDP({"u": [Param("w", (40,))]}, comm, strategy) as engine:
+            engine.fill(lambda name, box: 0.0)
+            engine.save(tmp_path / "m")
+
+            def go(alone: bool) -> None:
+                if alone:
+                    getattr(engine, what)(filler if what == "fill" else tmp_path / "m")
+                with engine.step():
+                    engine.open("u")
+                    engine.grads("u")["w"][...] = 1.0
+                    engine.reduce("u")
+                    engine.close("u")
+                engine.join()
+                engine.update(SGD(lr=1.0))
+
+            with pytest.raises(errors.MismatchError, match=f"rank 0 asked for .*{what}"):
+                go(alone=comm.rank == 0)
+            engine.reset()
+            go(alone=False)
+            return float(engine.full("u.w")[0])
+
+    assert lc.run_loopback(2, train, 3) == [-1.0] * 2
+
+
 def test_a_reduction_at_the_end_of_a_block_has_the_line_of_the_block() -> None:
     """It had one of Python's `contextlib.py`."""
 
