@@ -208,7 +208,7 @@ class FSDP(Core):
         lie within each other.
 
         Where the block raises, the step has failed on all ranks: they raise at their next call, and `reset` makes the
-        model usable again.
+        model usable again. What raises between steps is told to the others by `reset`.
         """
         self._healthy()
         if not isinstance(last, (bool, np.bool_)):
@@ -521,6 +521,8 @@ class FSDP(Core):
         """
         if self._is_shut:
             self._healthy()
+        if self._broken is None and self._links.xp is np:  # others may be in a step, and wait for this rank
+            self._links.tell(StepError("this rank has called reset()"))
         self._links.even_out()
         self._opener.reset()
         self._grads.reset()

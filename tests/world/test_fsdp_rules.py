@@ -679,6 +679,38 @@ def test_what_one_rank_does_alone_is_told_at_once(
     assert lc.run_loopback(2, train, 3) == [-1.0] * 2
 
 
+@pytest.mark.parametrize("communicators", [1, 2])
+@pytest.mark.parametrize("strategy", [ShardingStrategy.FullShard, ShardingStrategy.NoShard])
+def test_a_reset_after_a_failure_outside_of_a_step_ends_the_step_of_the_others(
+    strategy: ShardingStrategy, communicators: int
+) -> None:
+    """They waited for the rank until the deadline, and that rank for them."""
+
+    def train(comm: lc.Communicator) -> float:
+        with FSDP({"u": [Param("w", (40,))]}, comm, strategy, communicators=communicators) as engine:
+            engine.fill(lambda name, box: 0.0)
+
+            def go(fails: bool) -> None:
+                if fails:
+                    raise ZeroDivisionError("in a program's own work between steps")
+                with engine.step():
+                    engine.open("u")
+                    engine.grads("u")["w"][...] = 1.0
+                    engine.reduce("u")
+                    engine.close("u")
+                engine.join()
+                engine.update(SGD(lr=1.0))
+
+            with pytest.raises(LowshardError if comm.rank else ZeroDivisionError, match=r"rank 0|own work"):
+                go(fails=comm.rank == 0)
+            for _ in range(2):  # the second time nothing has failed
+                engine.reset()
+            go(fails=False)
+            return float(engine.full("u.w")[0])
+
+    assert lc.run_loopback(2, train, 3) == [-1.0] * 2
+
+
 def test_a_reduction_at_the_end_of_a_block_has_the_line_of_the_block() -> None:
     """It had one of Python's `contextlib.py`."""
 
