@@ -8,6 +8,7 @@ thread outside the interpreter sends to the other ranks with each heartbeat: a f
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import hashlib
 import os
@@ -301,8 +302,26 @@ def _name(entry: tuple[int, NamedCall, int]) -> str:
     return f"{name}#{sequence}{space}{rest}"
 
 
-def source_place() -> tuple[str, int]:
-    """Return file and line of the caller outside this package, for `place_text`; cheap enough for every call."""
+class _Started(threading.local):
+    """What a thread of this package knows of the program that gave it its work.
+
+    Attributes:
+        place: where the program gave it what it runs, as `source_place`; "" in the program's own threads.
+    """
+
+    place: tuple[str, int] | str = ""
+
+
+started = _Started()
+
+
+def source_place() -> tuple[str, int] | str:
+    """Return file and line of the caller outside this package, for `place_text`; cheap enough for every call.
+
+    In a thread of this package that is where the program started what it runs.
+    """
+    if started.place:
+        return started.place
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and _is_own(frame.f_code.co_filename):
         frame = frame.f_back
@@ -311,7 +330,7 @@ def source_place() -> tuple[str, int]:
 
 @lru_cache(256)
 def _is_own(file: str) -> bool:
-    return file.startswith(_OURS)
+    return file.startswith(_OURS) or file == contextlib.__file__  # where a `with` block of this package ends
 
 
 def place_text(place: tuple[str, int] | str) -> str:

@@ -38,7 +38,6 @@ class Comparing(Protocol):
     size: int
     check: Check
     sequence: int
-    started_at: str | None
 
     def compare(self, signature: int) -> bool:
         """Return, on all ranks alike, whether all ranks gave the same signature."""
@@ -78,7 +77,7 @@ def differ(t: Comparing, text: str, error: LowshardError | None = None) -> NoRet
         MismatchError: ranks asked for different things.
         LowshardError: all asked for the same, but the arguments of some are wrong: the lowest such rank's error.
     """
-    rows = [json.loads(row) for row in share_texts(t, json.dumps(_mine(t, text, error)))]
+    rows = [json.loads(row) for row in share_texts(t, json.dumps(_mine(text, error)))]
     raise verdict_of(rows, t.sequence) from cause_of(error)
 
 
@@ -90,7 +89,7 @@ def differ_in_counts(
     Raises:
         MismatchError: always.
     """
-    mine = [t.started_at or source_line(), list(map(int, send_counts)), list(map(int, recv_counts))]
+    mine = [source_line(), list(map(int, send_counts)), list(map(int, recv_counts))]
     rows = [json.loads(row) for row in share_texts(t, json.dumps(mine))]
     raise counts_error(text, [row[0] for row in rows], [row[1:] for row in rows], t.sequence)
 
@@ -121,7 +120,7 @@ def agree(
         share_texts(t, "")
     elif set(share_texts(t, text)) == {text}:
         return []
-    rows = [json.loads(row) for row in share_texts(t, json.dumps(_mine(t, text, error)))]
+    rows = [json.loads(row) for row in share_texts(t, json.dumps(_mine(text, error)))]
     return only_agreements(rows, error, t.sequence)
 
 
@@ -142,9 +141,9 @@ def share_texts(t: Comparing, text: str) -> list[str]:
     return [rows[rank][: counts[rank]].tobytes().decode() for rank in range(t.size)]
 
 
-def _mine(t: Comparing, text: str, error: Exception | None) -> list[str]:
+def _mine(text: str, error: Exception | None) -> list[str]:
     said = [] if error is None else [type(error).__name__, str(error)]
-    return [text, t.started_at or source_line(), *said]
+    return [text, source_line(), *said]
 
 
 def verdict_of(rows: Sequence[Sequence[str]], number: int) -> LowshardError:

@@ -17,7 +17,7 @@ from lowshard.argument import truth
 from lowshard.bounded import BoundedCache
 from lowshard.comm import check
 from lowshard.comm import collectives as table
-from lowshard.comm.call import NO_BUFFER, Call, signature_of, source_line
+from lowshard.comm.call import NO_BUFFER, Call, signature_of
 from lowshard.comm.call_comparison import NO_ARRAY
 from lowshard.comm.collectives import Collective, key_of, planned, text_of
 from lowshard.comm.transport import Transport
@@ -552,16 +552,7 @@ class Caller:
         self._no_batch(name)
         if self._worker is None:
             self._worker = Worker(f"lowshard {self.transport.name} rank {self.transport.rank}")
-        line, t = source_line(), self.transport
-
-        def run() -> Any:
-            t.started_at = line
-            try:
-                return call()
-            finally:
-                t.started_at = None
-
-        work = ThreadWork(run, f"{name} on rank {self.transport.rank}", failure=self.failure)
+        work = ThreadWork(call, f"{name} on rank {self.transport.rank}", failure=self.failure)
         self._worker.submit(work)
         return work
 

@@ -103,7 +103,6 @@ class LateComparison:
         number: int,
         call: Call,
         counts: tuple[Sequence[int], Sequence[int]] | None = None,
-        line: str | None = None,
     ) -> None:
         """Note a call that is about to be made; waits for nobody, unless thousands of calls are not compared yet.
 
@@ -111,7 +110,6 @@ class LateComparison:
             number: of the call on its communicator.
             call: the call.
             counts: of an exchange: what this rank sends to each, and expects from each.
-            line: of the user's program; by default the caller's.
 
         Raises:
             LowshardError: what came of an earlier call.
@@ -120,11 +118,9 @@ class LateComparison:
             self._raise()
         if len(self._noted) >= MOST_AHEAD:
             self.settle()
-        self._add(_Noted(number, call, source_place() if line is None else line, counts))
+        self._add(_Noted(number, call, source_place(), counts))
 
-    def agree(
-        self, number: int, text: str, signature: int, error: Exception | None, line: str | None = None
-    ) -> list[list[str]]:
+    def agree(self, number: int, text: str, signature: int, error: Exception | None) -> list[list[str]]:
         """Return nothing where all ranks come with this signature and no error; else what each of them came with.
 
         This rank waits for the others, so the communicator is as before. Where some have made a call instead, they
@@ -135,7 +131,6 @@ class LateComparison:
             text: what to agree on.
             signature: of it.
             error: what is wrong on this rank, if anything is.
-            line: as for `note`.
 
         Returns:
             Rows as `verdict_of` takes them.
@@ -147,8 +142,7 @@ class LateComparison:
             self._raise()
         self._rows = []
         call = Call("agree", text, signature if error is None else ERROR_SIGNATURE)
-        place = source_place() if line is None else line
-        self._add(_Noted(number, call, place, error=error, waits=True))
+        self._add(_Noted(number, call, source_place(), error=error, waits=True))
         self.settle()
         return self._rows
 

@@ -173,12 +173,12 @@ class NCCLTransport(Transport):
         if self._late is None:
             super().verify(call)
         else:
-            self._late.note(self.sequence, call, line=self.started_at)
+            self._late.note(self.sequence, call)
 
     def refuse(self, text: str, error: LowshardError) -> NoReturn:
         if self._late is None:
             super().refuse(text, error)
-        rows = self._late.agree(self.sequence, text, 0, error, self.started_at)
+        rows = self._late.agree(self.sequence, text, 0, error)
         raise verdict_of(rows, self.sequence) from cause_of(error)
 
     def compare(self, signature: int) -> bool:
@@ -189,12 +189,12 @@ class NCCLTransport(Transport):
     ) -> list[list[str]]:
         if self._late is None:
             return super().agree(signature, text, error, compared)
-        rows = self._late.agree(self.sequence + 1, text, signature, error, self.started_at)
+        rows = self._late.agree(self.sequence + 1, text, signature, error)
         return only_agreements(rows, error, self.sequence)
 
     def agree_late(self, signature: int, text: str) -> None:
         assert self._late is not None
-        self._late.note(self.sequence + 1, Call("agree", text, signature), line=self.started_at)
+        self._late.note(self.sequence + 1, Call("agree", text, signature))
 
     def to_host(self, array: Array) -> np.ndarray:
         self._wait_for_stream("what ranks agree on")
@@ -337,7 +337,7 @@ class NCCLTransport(Transport):
                 self.verify(call)
                 verify_counts(self, call, sent, received)
             else:
-                self._late.note(self.sequence, call, (sent, received), self.started_at)
+                self._late.note(self.sequence, call, (sent, received))
             self._exchange(exchange, send, recv)
 
         return run

@@ -101,7 +101,6 @@ class Transport(ABC):
         activity: what this process is in.
         check: how ranks compare what they ask for.
         sequence: number of the latest call.
-        started_at: source line of the call that the communicator's thread runs.
         closed: whether it takes no more calls.
         ended: whether its resources were given back; what goes on while it is closed has them still.
         failed: a peer may be gone: wait for no one any more.
@@ -144,7 +143,6 @@ class Transport(ABC):
         self.activity = Activity() if activity is None else activity
         self.buffers = HostBuffers(self.name) if buffers is None else buffers
         self.sequence = 0
-        self.started_at: str | None = None
         self.closed = self.ended = self.failed = self.forked = False
         self.why = ""
         self._reach: Reach | None = None
@@ -334,9 +332,9 @@ class Transport(ABC):
         return self.buffers.to_host(array)
 
     def lend_name(self) -> None:
-        """Let errors of `host` number a call, and name its line, as this transport does; its groups, too."""
+        """Let errors of `host` number a call as this transport does; its groups, too."""
         if self.host is not None:
-            self.host.sequence, self.host.started_at = self.sequence, self.started_at
+            self.host.sequence = self.sequence
 
     # ---- calls that are not waited for, and messages that go together
 

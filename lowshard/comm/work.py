@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
+from lowshard.comm.call import source_place, started
 from lowshard.comm.check import wait_s
 from lowshard.errors import LowshardError, TimedOut
 
@@ -92,16 +93,18 @@ class ThreadWork:
     Args:
         call: what the thread runs.
         text: its name, for messages.
+        place: where the program started it, for messages; by default the line that makes this.
         is_shown_at_exit: True writes its error to stderr at the end of the program where nobody was told of it.
         failure: keeps it if it fails; None for one that is sure to be waited for.
     """
 
     def __init__(
-        self, call: Callable[[], Any], text: str, *, is_shown_at_exit: bool = False,
+        self, call: Callable[[], Any], text: str, *, place: str = "", is_shown_at_exit: bool = False,
         failure: FirstFailure | None = None,
     ) -> None:  # fmt: skip
         self._failure = failure
         self._call, self._text, self._is_shown_at_exit = call, text, is_shown_at_exit
+        self._place = place or source_place()
         self.told = False
         self._ended = threading.Event()
         self._result: Any = None
@@ -109,6 +112,7 @@ class ThreadWork:
 
     def run(self) -> None:
         """Run the call and keep what comes of it."""
+        before, started.place = started.place, self._place
         try:
             self._result = self._call()
         except BaseException as error:
@@ -120,6 +124,7 @@ class ThreadWork:
             if self._failure is not None:
                 self._failure.add(self, error)
         finally:
+            started.place = before
             self._call = _nothing  # the buffers are free
             self._ended.set()
 

@@ -34,7 +34,7 @@ from lowshard.fsdp.gradient import Accumulate, Gradients
 from lowshard.fsdp.links import Links, known_elsewhere
 from lowshard.fsdp.norm import power_sum, value_of
 from lowshard.fsdp.opening import Opener
-from lowshard.fsdp.param import Units
+from lowshard.fsdp.param import Param, Units
 from lowshard.fsdp.slot import Slot
 from lowshard.fsdp.step_buffer import Pool, plan_pool
 from lowshard.fsdp.step_report import Log
@@ -81,8 +81,7 @@ class Core:
             self._shape = Shape.of(self.plan, strategy, self.grid, slots, grad_limit, order)
             _check_room(self._shape, open_limit, prefetch)
             digest = self.plan.digest(strategy, self.precision, settings)
-            params = {f"{u}.{p.name}": f"{p.dtype}{list(p.shape)}" for u, of in units.items() for p in of}
-            words = f"{strategy}, order {order}, average {average}, {in_words(params)}"
+            words = _model_words(strategy, self.precision, units, settings, align)
         except Exception as raised:
             error = raised
         agree(comm, digest, error, "FSDP", lambda: words)
@@ -98,7 +97,7 @@ class Core:
         self._slots = {unit.name: self._slot_of(unit) for unit in self.plan.units if unit.trained is not None}
         self._broken: BaseException | None = None
         self._is_mixed = False  # an update ran on some ranks and not on others
-        self._in_step = False
+        self._in_step = self._is_shut = False
         self._calls: list[str] = []
         self.updates = 0
 
@@ -230,10 +229,14 @@ class Core:
         raise error
 
     def _healthy(self) -> None:
+        if self._is_shut:
+            raise StepError("the model was shut, and its groups were given back; make it anew")
         if self._broken is not None:
+            cure = "call reset() on all ranks, then run the step again"
+            if isinstance(self._broken, PeerFailed | TimedOut):
+                cure = f"where ranks are gone, start the job again from what save() wrote; else {cure}"
             raise StepError(
-                f"an earlier step failed ({type(self._broken).__name__}: {self._broken}); call reset() on all "
-                "ranks, then run the step again"
+                f"an earlier step failed ({type(self._broken).__name__}: {self._broken}); {cure}"
             ) from self._broken
         if self._is_mixed:
             raise StepError(
@@ -269,6 +272,38 @@ class Core:
                 f"{what}: the gradients of {', '.join(unfinished)} are not reduced yet; call reduce() for each unit in "
                 "the last micro-batch, then join()"
             ))  # fmt: skip
+
+
+_SETTINGS = (
+    "order",
+    "average",
+    "open_limit",
+    "prefetch",
+    "grad_limit",
+    "accumulate",
+    "communicators",
+    "check",
+)
+
+
+def _model_words(
+    strategy: ShardingStrategy, precision: Precision, units: Units, settings: tuple[object, ...], align: int
+) -> str:
+    """Return all that ranks must give alike as text for a message."""
+    dtypes_set = {name: value for name, value in vars(precision).items() if value is not None}
+    given = {**dict(zip(_SETTINGS, settings, strict=True)), "align": align, **dtypes_set}
+    params = {f"{unit}.{param.name}": _param_words(param) for unit, of in units.items() for param in of}
+    return f"{strategy}, {', '.join(f'{name} {value}' for name, value in given.items())}, {in_words(params)}"
+
+
+def _param_words(param: Param) -> str:
+    flags = {
+        "not trainable": not param.trainable,
+        "ignored": param.ignored,
+        f"tied to {param.tie}": param.tie,
+    }
+    flags[f"keep {param.keep}"] = param.keep != 1
+    return " ".join([f"{param.dtype}{list(param.shape)}", *(word for word, said in flags.items() if said)])
 
 
 def _check_settings(

@@ -68,7 +68,8 @@ class FSDP(Core):
         grad_limit: units that may have gradients which are written or being reduced.
         accumulate: what reduce does in step(last=False): "local" adds up whole gradients on the rank, "reduce" sums
             over the shard group at once and adds up shards.
-        communicators: 2 lets reductions and gathers overlap each other.
+        communicators: 2 lets reductions and gathers overlap each other. Ranks that make other calls then the others may
+            wait in both, until the deadline.
         align: elements that parameters and shards begin at multiples of.
         check: "digest" compares models and calls between ranks; "poison" also fills what is closed with NaN; "off".
 
@@ -103,12 +104,15 @@ class FSDP(Core):
             names: full names; the other parameters stay as they are. None: all.
 
         Raises:
-            StepError: no function, or `names` is one text.
+            StepError: no function, `names` is one text, or a step has failed and `reset` was not called.
             LayoutError: a name in `names` that no parameter has.
             BufferMismatchError: an array of another shape.
             MismatchError: ranks that hold the same elements were given different ones.
             LowshardError: what the function raised on some rank.
         """
+        if self._broken is not None or self._is_shut:
+            self._healthy()
+        self._same("fill")
         error: Exception | None = None
         try:
             if not callable(function):
@@ -204,7 +208,7 @@ class FSDP(Core):
         lie within each other.
 
         Where the block raises, the step has failed on all ranks: they raise at their next call, and `reset` makes the
-        model usable again.
+        model usable again. What raises between steps is told to the others by `reset`.
         """
         self._healthy()
         if not isinstance(last, (bool, np.bool_)):
@@ -301,9 +305,15 @@ class FSDP(Core):
         views = self.grads(unit)
         view = views.get(name) if isinstance(name, str) else None
         shape, dtype = getattr(array, "shape", None), getattr(array, "dtype", None)
-        if view is None or shape != view.shape or dtype != view.dtype:
-            wanted = "no gradient" if view is None else f"{view.dtype}{list(view.shape)}"
-            self._wrong(BadGrad(f"the gradient of {unit}.{name} is {wanted}, got {dtype}{list(shape or ())}"))
+        if view is None:
+            self._wrong(BadGrad(
+                f"unit {unit!r} has no trainable parameter {brief(name)}; it has {', '.join(views) or 'none'}"
+            ))  # fmt: skip
+        if shape != view.shape or dtype != view.dtype:
+            found = brief(array) if shape is None or dtype is None else f"an array of {dtype}{list(shape)}"
+            self._wrong(BadGrad(
+                f"the gradient of {unit}.{name} is an array of {view.dtype}{list(view.shape)}, got {found}"
+            ))  # fmt: skip
         view += array
 
     def has_grad(self, unit: str) -> bool:
@@ -336,17 +346,18 @@ class FSDP(Core):
         """
         self._healthy()
         calls, self._calls = self._calls, []
-        self._same(*calls)
+        self._same("join", calls)
         self._guarded(self._grads.join)
 
-    def _same(self, *calls: str) -> None:
-        """Raise Disagree on all ranks unless all have made these calls.
+    def _same(self, what: str, calls: list[str] | None = None) -> None:
+        """Raise Disagree on all ranks unless all have made these calls; by default the one that this is for.
 
         Collective: all ranks of the communicator call this.
         """
         if self._check != "off":
+            calls = [what] if calls is None else calls
             digest = text_digest("\n".join(calls))
-            self._guarded(lambda: self._links.same_calls(list(calls), digest))
+            self._guarded(lambda: self._links.same_calls(what, calls, digest))
 
     # ---- this rank's part
 
@@ -483,6 +494,7 @@ class FSDP(Core):
                 name. CheckpointError, NotDurable, PeerFailed, TimedOut: as `write_checkpoint`.
         """
         self._joined("save")
+        self._same("save")  # a rank that saves alone is told at once, where the others are in a step
         return saved.save(self, path, wait)
 
     def load(self, path: Any) -> None:
@@ -493,18 +505,24 @@ class FSDP(Core):
         Raises:
             CheckpointError: no such file, or it lacks a parameter, or has it in another shape or dtype.
         """
-        if self._broken is not None:
+        if self._broken is not None or self._is_shut:
             self._healthy()
+        self._same("load")
         saved.load(self, path)
 
     def reset(self) -> None:
         """Give up a step that failed: gradients are dropped, units closed, parameters stay as they are.
 
         Where an update ran on some ranks and failed on others, these are of two versions: all calls raise StepError
-        until all ranks have called `load`.
+        until all ranks have called `load`. Where it failed at one unit on all ranks, the units before are updated and
+        stay so; call `load` to undo that.
 
         Collective: all ranks of the communicator call this. Not after PeerFailed or TimedOut, when ranks are gone.
         """
+        if self._is_shut:
+            self._healthy()
+        if self._broken is None and self._links.xp is np:  # others may be in a step, and wait for this rank
+            self._links.tell(StepError("this rank has called reset()"))
         self._links.even_out()
         self._opener.reset()
         self._grads.reset()
@@ -537,8 +555,9 @@ class FSDP(Core):
 
         Collective: all ranks of the communicator call this.
         """
-        if self._broken is None:
+        if self._broken is None and not self._is_shut:
             self._links.close()
+            self._is_shut = True
 
     def __enter__(self) -> FSDP:
         return self

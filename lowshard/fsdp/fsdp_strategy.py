@@ -169,12 +169,13 @@ class Precision:
             value = getattr(self, field)
             if value is None or (field == "wire" and isinstance(value, str) and value == MXFP8):
                 continue
-            row = dtypes.get(value)
+            rule = f"Precision.{field} is a float dtype of 16 bits or more{' or mxfp8' if field == 'wire' else ''}"
+            try:
+                row = dtypes.get(value)
+            except DTypeError as error:
+                raise DTypeError(f"{rule}: {error}") from None
             if row.kind != "float" or row.bits < 16:
-                raise DTypeError(
-                    f"Precision.{field} is a float dtype of 16 bits or more"
-                    f"{' or mxfp8' if field == 'wire' else ''}, got {row.name}"
-                )
+                raise DTypeError(f"{rule}, got {row.name}")
             object.__setattr__(self, field, row.name)
 
     def of(self, unit: str, params: list[Param]) -> Formats:

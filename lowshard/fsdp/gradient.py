@@ -39,7 +39,7 @@ class Grad:
     Attributes:
         state: of it.
         slot: which of the shared buffers it is written in, or None.
-        written: its buffer belongs to this micro-batch.
+        written: its buffer holds a gradient of this micro-batch that is not reduced yet.
         work: the reduction, until it was waited for.
         reduced: in this step, or put to the sum.
         early: put to the sum before reduce was called, because its buffer was wanted.
@@ -238,7 +238,10 @@ class Gradients:
         if not self.last and not self._each:
             self._fold(name)
             return
-        grad.reduced = True
+        grad.reduced, grad.written = (
+            True,
+            False,
+        )  # the next micro-batch writes it anew, or has no gradient of it
         grad.state = State.REDUCING if self.last else State.PARTIAL
         last, micro, divisor = self.last, self.micro_batches, self._divisor()
         buffer = self._buffer(unit)

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from lowshard.comm import Communicator, refuse, share_text
+from lowshard.comm.call import source_line
 from lowshard.comm.nccl_bindings import Binding
 from lowshard.comm.nccl_wait import is_done, wait_for
 from lowshard.comm.work import ThreadWork, Work, Worker, wait_all
@@ -164,7 +165,7 @@ class ThreadLane:
 
     def submit(self, job: Callable[[], Any], text: str) -> Work:
         """Start a job."""
-        work = ThreadWork(job, text)
+        work = ThreadWork(job, text, place=f"{source_line()} ({text})")
         self._worker.submit(work)
         return work
 
@@ -395,8 +396,8 @@ class Links:
         control.all_reduce(send, recv, "max")
         return host_of(recv).tolist()  # type: ignore[no-any-return]
 
-    def same_calls(self, calls: list[str], digest: bytes) -> None:
-        """Raise Disagree on all ranks unless all have made the same calls.
+    def same_calls(self, what: str, calls: list[str], digest: bytes) -> None:
+        """Raise Disagree on all ranks unless all have made the same calls; `what` is the one that compares them.
 
         Collective: all ranks of the communicator call this. The lane of reductions may be at work.
         """
@@ -404,7 +405,7 @@ class Links:
         for channel, lane in ((self.shard, self.gather_lane), (self.replica, self.reduce_lane)):
             if channel is None:
                 continue
-            work = lane.submit(partial(self._compare, channel, calls, digest, bad), "join")
+            work = lane.submit(partial(self._compare, channel, calls, digest, bad), what)
             group_bad, text = work.wait()
             bad, said = bad or group_bad, said or text
         if bad:

@@ -317,7 +317,12 @@ def load(engine: Core, path: Any) -> None:
         engine._grads.join()  # what is under way would be added to the sums after they were cleared
         file = check_path(path, "load takes the path of a file that save wrote", CheckpointError)
         with CheckpointReader(file) as reader:
-            said = _read_state.text(reader.header.metadata.get(_KEY, "{}"), f"{path}: its metadata {_KEY!r}")
+            if _KEY not in reader.header.metadata:
+                raise CheckpointError(
+                    f"{path}: FSDP.save did not write this file: it has no optimizer state; give the parameters to "
+                    "fill(), as CheckpointReader.read_box reads them"
+                )
+            said = _read_state.text(reader.header.metadata[_KEY], f"{path}: its metadata {_KEY!r}")
             found = _read(engine, reader, said)
     except Exception as raised:
         error = raised
@@ -347,7 +352,7 @@ def _read(engine: Core, reader: CheckpointReader, said: dict[str, Any]) -> list[
     """Read this rank's pieces; nothing of the model is changed."""
     missing = [name for name in engine._slots if name not in said["numbers"] or name not in said["arrays"]]
     if missing:
-        raise CheckpointError(f"{reader.header.path}: has no state of unit {missing[0]!r}")
+        raise CheckpointError(_no_state(reader, f"the parameters of unit {missing[0]!r}"))
     found: list[tuple[Array, np.ndarray]] = []
     said["read"], said["dtypes"] = {}, {}
     for unit in engine.plan.units:  # all ranks find the same faults, whatever they hold
@@ -356,6 +361,8 @@ def _read(engine: Core, reader: CheckpointReader, said: dict[str, Any]) -> list[
                 name = f"{unit.name}.{entry.name}"
                 _check_entry(reader, name, entry.shape, unit.formats.master)
                 for key in said["arrays"][unit.name] if segment.trainable else ():
+                    if f"{name}/{key}" not in reader.header.tensors:
+                        raise CheckpointError(_no_state(reader, name))
                     stored = dtypes.get(reader.header.entry(f"{name}/{key}").dtype)
                     dtype = said["dtypes"].setdefault((unit.name, key), stored.numpy)
                     _check_entry(reader, f"{name}/{key}", entry.shape, dtypes.get(dtype).name)
@@ -374,6 +381,13 @@ def _read(engine: Core, reader: CheckpointReader, said: dict[str, Any]) -> list[
             for p in unit.ignored
         ]
     return found
+
+
+def _no_state(reader: CheckpointReader, what: str) -> str:
+    return (
+        f"{reader.header.path}: has no optimizer state of {what}: new, or not trainable when it was saved; to begin "
+        "without optimizer state give the parameters to fill(), as CheckpointReader.read_box reads them"
+    )
 
 
 def _check_entry(reader: CheckpointReader, name: str, shape: tuple[int, ...], dtype: str) -> None:

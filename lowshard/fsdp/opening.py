@@ -114,16 +114,21 @@ class Opener:
 
     def views(self, name: str) -> Mapping[str, Array]:
         """Return the views of an open unit; the same objects while it lies in the same place."""
+        unit, own = self._units[name], self._own_views(name)
+        if not unit.foreign:
+            return own
+        # Units that these are tied to in turn are not open: of each no more than its own parameters.
+        tied = {tied: self._own_views(other)[target] for tied, other, target in unit.ties if other != name}
+        return MappingProxyType({**own, **tied})
+
+    def _own_views(self, name: str) -> Mapping[str, Array]:
         unit, state = self._units[name], self.state[name]
         key = (name, state.slot)
-        found = None if unit.foreign else self._views.get(key)
+        found = self._views.get(key)
         if found is None:
             made = dict(unit.views(self._whole(unit)))
             for param in unit.ignored:
                 made[param.name] = self.ignored(unit, param.name)
-            for tied, other, target in unit.ties:
-                if other != name:
-                    made[tied] = self.views(other)[target]
             found = self._views[key] = MappingProxyType(made)
         return found
 
@@ -188,7 +193,7 @@ class Opener:
         for state in self.state.values():
             state.uses, state.work, state.ahead, state.fresh, state.slot = 0, None, False, False, None
         self._holders = [None] * len(self._holders)
-        self._seen = []
+        self._seen, self._last = [], []  # ranks may have come to different places in the step that failed
 
     # ---- gathers
 

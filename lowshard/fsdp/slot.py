@@ -84,7 +84,7 @@ class Slot:
 
 
 class AdamW:
-    """AdamW with decoupled decay, in one pass; see `lowshard.kernels.adamw_step` for the formula.
+    """AdamW with decoupled decay, in one pass; see `lowshard.kernels.adamw_step` for the formula. Masters are float32.
 
     One object serves all steps and all slots: what it keeps lies in the slots.
 
@@ -126,7 +126,7 @@ class AdamW:
 
 
 class SGD:
-    """SGD with momentum, in one pass; see `lowshard.kernels.sgd_step` for the formula.
+    """SGD with momentum, in one pass; see `lowshard.kernels.sgd_step` for the formula. Masters are float32.
 
     Args:
         lr: learning rate; may be set anew before each step.

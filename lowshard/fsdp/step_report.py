@@ -30,7 +30,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Report:
-    """What this rank has done since it was made, or since `clear`.
+    """What this rank has done since the model was made.
 
     Attributes:
         wire_bytes: bytes of elements that this rank sent, by purpose: "gather", "reduce" (within the shard group),

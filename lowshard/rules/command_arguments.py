@@ -163,7 +163,9 @@ def chosen_tensors(rules: RuleSet, args: argparse.Namespace) -> list[LogicalTens
     for pattern in (wanted, f"*{wanted}*"):
         found = found or [t for t, both in names.items() if any(matches(pattern, n) for n in both)]
     if not found:
-        hint = nearest(wanted, (short for _, short in names.values()), alike=0.4)
+        parts = wanted.count("/") + 1  # a name may be given by its last parts
+        ends = ("/".join(short.split("/")[-parts:]) for _, short in names.values())
+        hint = nearest(wanted, (short for _, short in names.values()), alike=0.4) or nearest(wanted, ends)
         raise RulesError(f"none of the {len(tensors)} tensors is called {wanted!r}{hint}")
     return found
 

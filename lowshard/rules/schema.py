@@ -78,7 +78,9 @@ def read_rules(node: Node, mode: Mode, findings: list[Finding]) -> tuple[Rule, .
     rules = []
     for item in node.items:
         if item.kind != "list" or len(item.items) != 2:
-            what = f"{len(item.items)} item{'s' * (len(item.items) != 1)}" if item.kind == "list" else "none"
+            what = "a map" if item.kind == "map" else "no list"
+            if item.kind == "list":
+                what = f"{len(item.items)} item{'s' * (len(item.items) != 1)}"
             text = f"{_RULE_FORM}, got {item} ({what})"
             findings.append(find("rules-form", mode, text, item.where, rule=str(item)))
             continue

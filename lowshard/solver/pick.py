@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from lowshard.argument import items
+from lowshard.argument import instance, items
 from lowshard.bounded import BoundedCache
-from lowshard.errors import LayoutError
+from lowshard.errors import LayoutError, SolverError
 from lowshard.layout import Layout
 from lowshard.solver.action import OPERANDS, Action, Solver, action_set, operand_layouts
 from lowshard.solver.context import require_solver
@@ -41,7 +41,8 @@ def pick(
 
     Raises:
         LayoutError: as `action_set`.
-        SolverError: the solver finds no action (BudgetError, PolicyError: see GreedyReshard).
+        SolverError: the solver finds no action (BudgetError, PolicyError: see GreedyReshard), or returns something else
+            than an action of this op on these layouts.
     """
     chosen = current_solver() if solver is None else solver
     if solver is not None:
@@ -49,14 +50,14 @@ def pick(
     operands = items(layouts, OPERANDS, LayoutError)
     # The one solver known to pick the same from the same layouts, always.
     if type(chosen) is not GreedyReshard or chosen.on_reshard != "silent":
-        return chosen(action_set(op, operands, rules, **op_args), operands)
+        return _checked(chosen(action_set(op, operands, rules, **op_args), operands), op, operands)
     shards = chosen.allow_partial_to_sharded
     args = told_apart(freeze_args(op_args)) if op_args else ()
     key = (op, operands, rules, shards, args)
     try:
         found = _PICKED.get(key)
     except TypeError:  # an argument that cannot be hashed
-        return chosen(action_set(op, operands, rules, **op_args), operands)
+        return _checked(chosen(action_set(op, operands, rules, **op_args), operands), op, operands)
     if found is not None:
         return found
     operand_layouts(operands)
@@ -79,6 +80,17 @@ def pick(
 
 _PICKED = BoundedCache[Any, Action]("picks", 8 << 20, lambda key, action: 1024 + 1536 * len(key[1]))
 _PATTERNS = BoundedCache[Any, Pattern]("patterns of picks", 4 << 20, lambda key, pattern: 4096)
+
+
+def _checked(found: object, op: str, operands: tuple[Layout, ...]) -> Action:
+    """Return what a solver found, or raise SolverError where it is no action of the op on these operands."""
+    action = instance(found, Action, f"{op}: a solver returns an Action", SolverError)
+    if action.op != op or action.sources != operands:
+        raise SolverError(
+            f"{op}: a solver returns an Action of the ActionSet that it was given, from its action(rows), got one of "
+            f"{action.op} on {', '.join(map(str, action.sources))}"
+        )
+    return action
 
 
 def clear_picks() -> None:

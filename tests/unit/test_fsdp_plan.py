@@ -232,6 +232,11 @@ def test_quantised_wires_need_whole_blocks() -> None:
     ModelPlan.plan(units, 2, Precision(wire="mxfp8"), 64)
 
 
+def test_a_wire_that_there_is_not_names_the_quantised_one() -> None:
+    with pytest.raises(DTypeError, match=r"Precision\.wire is .* or mxfp8: dtype 'mxfp4'"):
+        Precision(wire="mxfp4")
+
+
 @pytest.mark.parametrize(
     "wrong",
     [

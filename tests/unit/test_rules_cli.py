@@ -173,6 +173,8 @@ def test_explain_by_name_pattern_or_logical_names(run: Any) -> None:
     data = json.loads(run("explain", "--rules", "default", "--names", "embed,mlp", "--json"))
     assert data[0]["dims"][0]["blocked"][0]["blocked_by"][0]["axis"] == "fsdp_transpose"
     assert "did you mean " in run("explain", "decoder/layer/moe", *RULES, "--logical", LOGICAL, code=2)
+    text = run("explain", "mo/wi", *RULES, "--logical", LOGICAL, code=2)  # far from any whole name
+    assert "did you mean moe/wi" in text
     run("explain", *RULES, code=2)
     run("explain", "x", "--names", "a", *RULES, code=2)
 

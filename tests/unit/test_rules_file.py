@@ -174,6 +174,14 @@ def test_several_errors_are_counted_and_all_are_in_the_report(tmp_path: Path) ->
         load_rules(path, mode="strict")
 
 
+@pytest.mark.parametrize(
+    ("rule", "got"), [("a", r"a \(no list\)"), ("{a: x}", r"{a: x} \(a map\)"), ("[a]", r"\[a\] \(1 item\)")]
+)
+def test_a_rule_of_another_form_is_told_what_it_is(rule: str, got: str) -> None:
+    with pytest.raises(RulesError, match=f"a rule is a list of two: .* got {got}"):
+        parse_rules(AXES + f"logical_axis_rules:\n- {rule}\n")
+
+
 def test_an_error_survives_pickling_with_its_facts() -> None:
     with pytest.raises(RulesError) as found:
         parse_rules("mesh_axes: x", "f.yml")

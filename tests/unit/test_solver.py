@@ -305,6 +305,19 @@ def test_any_callable_is_a_solver_and_finalize_has_the_last_word() -> None:
     assert GreedyReshard()(found, [given]) is seen[0]
 
 
+def test_what_a_solver_returns_is_an_action_of_the_op_on_the_layouts() -> None:
+    """Anything was returned, to fail where it was run or, of another op, not at all."""
+    mesh = DeviceMesh((2,), ("a",))
+    mine, other = (Layout(mesh, shape, "float32", (Replicated(),)) for shape in ((4, 4), (8, 4)))
+    for wrong, said in (
+        (None, "a solver returns an Action, got None"),
+        (pick("exp", [mine]), "got one of exp on float32[4,4] a=R"),
+        (pick("relu", [other]), "got one of relu on float32[8,4] a=R"),
+    ):
+        with pytest.raises(SolverError, match=re.escape(said)):
+            pick("relu", [mine], solver=lambda action_set, layouts: wrong)  # noqa: B023, called in this turn
+
+
 def test_solvers_are_bound_by_context() -> None:
     given = [lay((8, 8), P)]
     strict = GreedyReshard(allow_partial_to_sharded=True)

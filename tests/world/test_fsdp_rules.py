@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import re
 import time
 import tracemalloc
 from collections.abc import Callable
@@ -591,11 +592,189 @@ def test_refusals_that_begin_late_are_not_started_again(
     ],
 )  # fmt: skip
 def test_ranks_that_make_different_models_are_told_at_once(other: dict[str, Any]) -> None:
+    """The message names what differs, though the first parameters do not."""
+    ((name, value),) = other.items()
+    said = f"{name} {value}," if isinstance(value, (str, int)) else getattr(value, "compute", str(value))
+
     def make(comm: lc.Communicator) -> None:
-        with pytest.raises(errors.MismatchError):
+        with pytest.raises(errors.MismatchError) as raised:
             FSDP(UNITS, comm, **(other if comm.rank == 1 else {}))
+        first, second = str(raised.value).split("; ")
+        assert said in second
+        assert said not in first
 
     lc.run_loopback(3, make, 10)
+
+
+def test_a_step_that_others_do_not_make_is_named_and_reset_forgets_it() -> None:
+    """Ranks gathered ahead by what each had opened last, so that the step after a reset failed as well."""
+    units = {f"u{i}": [Param("w", (40,))] for i in range(4)}
+
+    def forward(engine: FSDP) -> None:
+        for unit in units:
+            engine.open(unit)
+            engine.close(unit)
+
+    def train(comm: lc.Communicator) -> str:
+        with FSDP(units, comm) as engine:
+            engine.fill(lambda name, box: 0.0)
+
+            def step() -> None:
+                with engine.step():
+                    forward(engine)
+                    for unit in reversed(units):
+                        engine.open(unit, "backward")
+                        engine.reduce(unit)
+                        engine.close(unit)
+                engine.join()
+                engine.update(SGD(lr=1.0))
+
+            def go_apart() -> None:
+                if comm.rank == 0:
+                    forward(engine)
+                step()
+
+            step()
+            with pytest.raises(errors.MismatchError) as raised:
+                go_apart()
+            engine.reset()
+            step()
+            return str(raised.value)
+
+    said, other = lc.run_loopback(2, train, 10)
+    place = r"at test_fsdp_rules\.py:\d+ \(the (gather|reduction) of unit 'u\d'\)"
+    assert said == other
+    assert re.search(f"rank 0 asked for .* {place}; rank 1 asked for .* {place}$", said), said
+
+
+@pytest.mark.parametrize("strategy", [ShardingStrategy.FullShard, ShardingStrategy.NoShard])
+@pytest.mark.parametrize("what", ["save", "load", "fill"])
+def test_what_one_rank_does_alone_is_told_at_once(
+    what: str, strategy: ShardingStrategy, tmp_path: Path
+) -> None:
+    """The others were in a step, over other communicators, and all waited until the deadline."""
+
+    def train(comm: lc.Communicator) -> float:
+        with FSDP({"u": [Param("w", (40,))]}, comm, strategy) as engine:
+            engine.fill(lambda name, box: 0.0)
+            engine.save(tmp_path / "m")
+
+            def go(alone: bool) -> None:
+                if alone:
+                    getattr(engine, what)(filler if what == "fill" else tmp_path / "m")
+                with engine.step():
+                    engine.open("u")
+                    engine.grads("u")["w"][...] = 1.0
+                    engine.reduce("u")
+                    engine.close("u")
+                engine.join()
+                engine.update(SGD(lr=1.0))
+
+            with pytest.raises(errors.MismatchError, match=f"rank 0 asked for .*{what}"):
+                go(alone=comm.rank == 0)
+            engine.reset()
+            go(alone=False)
+            return float(engine.full("u.w")[0])
+
+    assert lc.run_loopback(2, train, 3) == [-1.0] * 2
+
+
+@pytest.mark.parametrize("communicators", [1, 2])
+@pytest.mark.parametrize("strategy", [ShardingStrategy.FullShard, ShardingStrategy.NoShard])
+def test_a_reset_after_a_failure_outside_of_a_step_ends_the_step_of_the_others(
+    strategy: ShardingStrategy, communicators: int
+) -> None:
+    """They waited for the rank until the deadline, and that rank for them."""
+
+    def train(comm: lc.Communicator) -> float:
+        with FSDP({"u": [Param("w", (40,))]}, comm, strategy, communicators=communicators) as engine:
+            engine.fill(lambda name, box: 0.0)
+
+            def go(fails: bool) -> None:
+                if fails:
+                    raise ZeroDivisionError("in a program's own work between steps")
+                with engine.step():
+                    engine.open("u")
+                    engine.grads("u")["w"][...] = 1.0
+                    engine.reduce("u")
+                    engine.close("u")
+                engine.join()
+                engine.update(SGD(lr=1.0))
+
+            with pytest.raises(LowshardError if comm.rank else ZeroDivisionError, match=r"rank 0|own work"):
+                go(fails=comm.rank == 0)
+            for _ in range(2):  # the second time nothing has failed
+                engine.reset()
+            go(fails=False)
+            return float(engine.full("u.w")[0])
+
+    assert lc.run_loopback(2, train, 3) == [-1.0] * 2
+
+
+def test_a_reduction_at_the_end_of_a_block_has_the_line_of_the_block() -> None:
+    """It had one of Python's `contextlib.py`."""
+
+    def train(comm: lc.Communicator) -> str:
+        with FSDP({"u": [Param("w", (40,))]}, comm, accumulate="reduce") as engine:
+            engine.fill(lambda name, box: 0.0)
+
+            def step() -> None:
+                with engine.step(last=False):
+                    engine.open("u")
+                    if comm.rank == 0:
+                        engine.grads("u")
+                    engine.close("u")
+                engine.join()
+
+            with pytest.raises(errors.MismatchError) as raised:
+                step()
+            engine.reset()
+            return str(raised.value)
+
+    for said in lc.run_loopback(2, train, 10):
+        assert re.search(
+            r"reduce_scatter .* at test_fsdp_rules\.py:\d+ \(the reduction of unit 'u'\)", said
+        ), said
+
+
+def test_a_model_that_was_shut_says_so_also_on_one_rank() -> None:
+    def use(comm: lc.Communicator) -> None:
+        with FSDP(UNITS, comm) as engine:
+            engine.fill(filler)
+        engine.shut()
+        for call in (lambda: engine.open("emb"), lambda: engine.full("l0.w"), engine.join, engine.reset):
+            with pytest.raises(errors.StepError, match="was shut"):
+                call()
+
+    for world in (1, 2):
+        lc.run_loopback(world, use, 10)
+
+
+@pytest.mark.parametrize(
+    ("raised", "cure"),
+    [(errors.TimedOut("late"), "start the job again"), (ValueError("mine"), "; call reset() on all ranks")],
+)
+def test_what_can_be_done_after_a_step_that_failed_depends_on_why(raised: Exception, cure: str) -> None:
+    with FSDP(UNITS, lc.loopback(1)[0]) as engine:
+        with pytest.raises(type(raised)), engine.step():
+            raise raised
+        with pytest.raises(errors.StepError) as said:
+            engine.open("emb")
+        assert cure in str(said.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "array", "said"),
+    [
+        ("q", np.ones(5, np.float32), "unit 'emb' has no trainable parameter 'q'; it has e"),
+        ("e", [[1.0]], r"the gradient of emb\.e is an array of float32\[7, 5\], got \[list of 1\]"),
+    ],
+)
+def test_a_gradient_that_does_not_fit_is_named(name: str, array: Any, said: str) -> None:
+    with FSDP(UNITS, lc.loopback(1)[0]) as engine:
+        engine.open("emb")
+        with pytest.raises(errors.BadGrad, match=said):
+            engine.add_grad("emb", name, array)
 
 
 def test_units_of_one_size_in_another_order_are_noticed_before_the_update() -> None:
@@ -680,6 +859,33 @@ def test_a_unit_that_one_rank_does_not_use_takes_zeros() -> None:
 
 
 # ---- micro-batches that count
+
+
+@pytest.mark.parametrize("strategy", [ShardingStrategy.FullShard, ShardingStrategy.NoShard])
+@pytest.mark.parametrize("accumulate", ["local", "reduce"])
+def test_a_gradient_counts_in_its_own_micro_batch_alone(accumulate: Any, strategy: ShardingStrategy) -> None:
+    """A unit without a gradient in a later micro-batch was given that of the one before, where each is reduced."""
+
+    def train(comm: lc.Communicator) -> list[float]:
+        units = {"all": [Param("w", (4,))], "some": [Param("w", (4,))]}
+        with FSDP(units, comm, strategy, accumulate=accumulate) as engine:
+            engine.fill(lambda name, box: 0.0)
+            for micro in range(4):
+                with engine.step(last=micro == 3):
+                    for unit in units:
+                        engine.open(unit)
+                        if unit == "all" or micro == 0 or (micro == 1 and comm.rank == 0):
+                            engine.grads(unit)["w"][...] = 8.0
+                        if unit == "all" or micro != 2:
+                            engine.reduce(unit)
+                        engine.close(unit)
+            engine.join()
+            engine.update(SGD(lr=1.0))
+            return [float(engine.full(f"{unit}.w")[0]) for unit in units]
+
+    assert (
+        lc.run_loopback(2, train, 10) == [[-8.0, -3.0]] * 2
+    )  # of 4 x 2 micro-batches 8 and 3 have a gradient
 
 
 @pytest.mark.parametrize("accumulate", ["local", "reduce"])
@@ -786,6 +992,32 @@ def test_any_unit_name_goes_with_ties(names: tuple[str, str], name: str, tmp_pat
 
 
 # ---- models that there is no room for
+
+
+def test_a_unit_is_tied_to_one_that_is_tied_itself() -> None:
+    """Opening it asked for the third unit as well, which is not open: a KeyError of this package's own."""
+    units = {
+        "a": [Param("w", (3,))],
+        "b": [Param("v", (2,)), Param("w", (3,), tie="a.w")],
+        "c": [Param("v", (2,), tie="b.v"), Param("x", (2,))],
+    }
+    start = {"a.w": 1.0, "b.v": 2.0, "c.x": 3.0}
+
+    def train(comm: lc.Communicator) -> list[float]:
+        with FSDP(units, comm) as engine:
+            engine.fill(lambda name, box: start[name])
+            with engine.step():
+                for unit in ("c", "b", "a"):  # the gradient of each use is the parameter
+                    opened = engine.open(unit, "backward")
+                    for name, grad in engine.grads(unit).items():
+                        grad += opened[name]
+                    engine.reduce(unit)
+                    engine.close(unit)
+            engine.join()
+            engine.update(SGD(lr=1.0))
+            return [float(engine.full(name)[0]) for name in start]
+
+    assert lc.run_loopback(2, train, 10) == [[1.0 - 2 * 1.0, 2.0 - 2 * 2.0, 0.0]] * 2
 
 
 def test_a_tied_unit_that_could_never_be_opened_is_refused_at_once() -> None:

@@ -12,8 +12,11 @@ import pytest
 
 from lowshard import comm as lc
 from lowshard import errors
-from lowshard.checkpoint import CheckpointReader
+from lowshard.checkpoint import CheckpointReader, write_checkpoint
 from lowshard.fsdp import FSDP, SGD, AdamW, Param, Precision, ShardingStrategy, Slot
+from lowshard.layout import Layout
+from lowshard.mesh import DeviceMesh
+from lowshard.placement import Replicated
 
 
 def step(engine: FSDP, value: float = 1.0, last: bool = True) -> None:
@@ -223,6 +226,45 @@ def test_an_update_that_failed_on_one_rank_is_not_trained_on_until_a_load(
             return [*np.unique(engine.full("a.w")), *(slot.step for slot in engine.slots()), engine.updates]
 
     assert lc.run_loopback(2, train, 10) == [[-1.0, 1, 1, 1]] * 2
+
+
+def test_a_file_without_optimizer_state_says_how_to_begin_from_it(tmp_path: Path) -> None:
+    """A file of another program, and a parameter that was not trainable when the model was saved."""
+
+    frozen = {"u": [Param("w", (5,)), Param("frozen", (3,), trainable=False)]}
+    with FSDP(frozen, lc.loopback(1)[0]) as engine:
+        engine.fill(lambda name, box: 2.0)
+        step(engine)
+        engine.join()
+        engine.update(AdamW(lr=1.0))
+        engine.save(tmp_path / "frozen.safetensors")
+        other = {name: engine.full(name) for name in ("u.w", "u.frozen")}
+    layout = Layout(DeviceMesh((1,), ("x",)), (5,), "float32", (Replicated(),))
+    layouts = {name: (layout.with_shape(value.shape), value) for name, value in other.items()}
+    write_checkpoint(tmp_path / "plain.safetensors", layouts, lc.loopback(1)[0])
+    for name, units, said in (
+        ("plain", frozen, "FSDP.save did not write this file"),
+        (
+            "frozen",
+            {"u": [Param("w", (5,)), Param("frozen", (3,))]},
+            "has no optimizer state of u.frozen: new, or not trainable when it was saved",
+        ),
+        (
+            "frozen",
+            {**frozen, "v": [Param("w", (5,))]},
+            "has no optimizer state of the parameters of unit 'v'",
+        ),
+    ):
+        path = tmp_path / f"{name}.safetensors"
+        with FSDP(units, lc.loopback(1)[0]) as engine:
+            with pytest.raises(errors.CheckpointError, match=f"{said}.*fill"):
+                engine.load(path)
+            if units.keys() == {"u"}:
+                with CheckpointReader(path) as reader:
+                    engine.fill(reader.read_box)
+                assert {n: engine.full(n).tolist() for n in other} == {
+                    n: v.tolist() for n, v in other.items()
+                }
 
 
 def test_a_rule_that_keeps_nothing_where_it_has_no_piece_is_saved(tmp_path: Path) -> None:

@@ -379,7 +379,6 @@ def walk(space: Space, solver: Solver) -> Schedule:
         if choice is None:
             layouts = [space.family[t].layouts[x] for t, x in zip(node.operands, held, strict=True)]
             action = pick(node.op, layouts, solver=solver, rules=space.rules, **dict(node.args))
-            instance(action, Action, f"{node.op}: a solver returns an Action", SolverError)
             choice = space.choice(node, action.inputs, action.rows)
             if choice is None:  # rows of the solver's own
                 choice = space.priced(node, action.inputs, action.rows)
