@@ -232,6 +232,6 @@ def _brief_item(value: object) -> str:
         text = f"a {type(value).__name__}"
     if "\n" in text:  # a message is one line: an array is told by its shape
         kind = type(value).__name__
-        form = getattr(value, "dtype", None), getattr(value, "shape", None)
-        text = " ".join(text.split()) if None in form else f"{kind} {form[0]}{list(form[1])}"
+        dtype, shape = getattr(value, "dtype", None), getattr(value, "shape", None)
+        text = f"{kind} {dtype}{list(shape)}" if isinstance(shape, tuple) else " ".join(text.split())
     return text if len(text) <= 160 else f"{text[:140]}..."

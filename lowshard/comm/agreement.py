@@ -144,8 +144,8 @@ def _raise_if_apart(rows: Sequence[Sequence[str]], error: Exception | None, what
             name, said = row[2:]
             known = getattr(errors, name, None)
             if isinstance(known, type) and issubclass(known, LowshardError):
-                told = said.startswith(f"{what}: rank ")  # of an earlier call, which nobody has waited for
-                raise known(said if told else f"{what}: rank {rank}: {said}") from cause_of(error)
+                is_old = said.startswith(f"{what}: rank ")  # of an earlier call, which nobody has waited for
+                raise known(said if is_old else f"{what}: rank {rank}: {said}") from cause_of(error)
             raise LowshardError(f"{what}: rank {rank}: {name}: {said}") from cause_of(error)
     seen: dict[str, list[int]] = {}
     for rank, row in enumerate(rows):
