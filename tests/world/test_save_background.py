@@ -139,9 +139,7 @@ def test_a_failure_is_raised_by_wait_and_by_the_next_save_on_every_rank_unless_a
             comm.barrier()
             if len(heard) < RANKS:
                 wait = heard == {0, 2}
-                with pytest.raises(
-                    CheckpointError, match=f"rank {min(set(range(RANKS)) - heard)}: .*No space"
-                ):
+                with pytest.raises(CheckpointError, match=r"^save: rank 0: (?!.*save: ).*No space"):
                     save(place, states(3, comm.rank), comm, wait=wait)  # type: ignore[call-overload]
                 assert holds(place, 1)
             comm.barrier()
