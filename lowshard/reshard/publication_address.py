@@ -17,7 +17,6 @@ import re
 import secrets
 import socket
 import stat
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,9 +41,6 @@ _NAMES = re.compile("lock|door|token|rank-[0-9]+")
 _MOST_PORT_DIGITS = 5
 _TRIES = 100
 """How often a folder is made anew that who closes at this moment has removed."""
-_TOKEN_SUFFIX = ".token"
-_TOKEN_UNLOCKED_S = 60.0
-"""For how long a token file may be there before its publisher has locked it; far more than that takes."""
 
 
 @dataclass(frozen=True)
@@ -93,8 +89,7 @@ class Address:
         """Where the token is kept, if the publisher made it."""
         if self.folder is not None:
             return self.folder / "token"
-        name = f"{self.host.replace(':', '_')}_{self.port}{_TOKEN_SUFFIX}"
-        return cache_root() / "publishers" / name
+        return cache_root() / "publishers" / f"{self.host.replace(':', '_')}_{self.port}.token"
 
     @property
     def no_token(self) -> str:
@@ -341,74 +336,33 @@ def new_token() -> bytes:
     return secrets.token_bytes(TOKEN_BYTES)
 
 
-class TokenFile:
-    """A file with a publisher's token, locked for as long as the publisher lives; `release` removes it."""
+def write_token(path: Path, token: bytes) -> None:
+    """Write a token where this user alone may read it.
 
-    def __init__(self, path: Path, token: bytes) -> None:
-        """Write a token where this user alone may read it.
-
-        In the cache folder, where each port has a file, those of publishers that were killed are removed.
-
-        Raises:
-            CommError: it cannot be written.
-        """
-        self._path, self._token, self._pid = path, token, os.getpid()
-        self._fd = -1
+    Raises:
+        CommError: it cannot be written.
+    """
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with open(fd, "wb") as file:
+                file.write(token.hex().encode())
+        except BaseException:
             path.unlink(missing_ok=True)
-            if path.suffix == _TOKEN_SUFFIX:
-                _remove_left_tokens(path.parent)
-            self._fd = os.open(
-                path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
-            )
-            with contextlib.suppress(
-                OSError
-            ):  # without a lock nobody else gets one either, and the file stays
-                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            try:
-                with open(self._fd, "wb", closefd=False) as file:
-                    file.write(token.hex().encode())
-            except BaseException:
-                path.unlink(missing_ok=True)
-                raise
-        except BaseException as error:
-            self._close()
-            if not isinstance(error, OSError):
-                raise
-            raise CommError(
-                f"the token cannot be kept in {path}: {error.strerror or error}; make room there, or pass token="
-            ) from error
-
-    def release(self) -> None:
-        """Remove the file while it holds this token: another may have come after. Again, it does nothing."""
-        try:
-            if self._fd >= 0 and os.getpid() == self._pid:
-                with contextlib.suppress(LowshardError, OSError):
-                    if read_token(self._path) == self._token:
-                        self._path.unlink()
-        finally:
-            self._close()
-
-    def _close(self) -> None:
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
+            raise
+    except OSError as error:
+        raise CommError(
+            f"the token cannot be kept in {path}: {error.strerror or error}; make room there, or pass token="
+        ) from error
 
 
-def _remove_left_tokens(folder: Path) -> None:
-    """Remove the token files of publishers that were killed: nobody has locked them."""
-    for path in folder.glob(f"*{_TOKEN_SUFFIX}"):
-        with contextlib.suppress(OSError):  # of somebody who is alive, or gone meanwhile
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-            try:
-                about = os.fstat(fd)
-                if stat.S_ISREG(about.st_mode) and time.time() - about.st_mtime > _TOKEN_UNLOCKED_S:
-                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    if _is_same(about, _about(path)):
-                        path.unlink()
-            finally:
-                os.close(fd)
+def remove_token(path: Path, token: bytes) -> None:
+    """Remove the file that a token was written to, while it holds that token: another may have come after."""
+    with contextlib.suppress(LowshardError, OSError):
+        if read_token(path) == token:
+            path.unlink()
 
 
 def read_token(path: object, missing: str = _BRING_TOKEN) -> bytes:

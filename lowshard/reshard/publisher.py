@@ -39,11 +39,12 @@ from lowshard.layout import Layout
 from lowshard.reshard.publication_address import (
     Address,
     FolderLock,
-    TokenFile,
     checked_token,
     folder_door,
     new_token,
+    remove_token,
     tcp_door,
+    write_token,
 )
 from lowshard.reshard.published_tensors import local_arrays, same_again, tensor_layouts
 from lowshard.reshard.tensor_layout import TensorLayout
@@ -56,9 +57,7 @@ from lowshard.transfer.device_copies import DeviceCopies
 
 Array = Any
 _ANY = ("0.0.0.0", "::")
-_Opened = tuple[
-    int, FolderLock | None, tuple[Door, ...], Newest | None, VersionServer | None, TokenFile | None
-]
+_Opened = tuple[int, FolderLock | None, tuple[Door, ...], Newest | None, VersionServer | None, Path | None]
 """What `_give_back` takes."""
 _ROUND_S = 1.0
 """How long rank 0 waits for members at most, before the other ranks hear that it still does."""
@@ -121,7 +120,6 @@ class Publisher:
         self._version: int | None = None
         self._server: VersionServer | None = None
         self.token_file: Path | None = None
-        self._token: TokenFile | None = None
         self._lock: FolderLock | None = None
         self._doors: list[Door] = []
         self._when_lost: weakref.finalize[..., Publisher] | None = None
@@ -207,8 +205,8 @@ class Publisher:
             advice = "; give another port, or 0 for a free one" if is_taken else ""
             raise CommError(f"no publisher can be at {where}: {error.strerror or error}{advice}") from error
         if given is None:
-            self._token = TokenFile(where.token_file, token)
             self.token_file = where.token_file
+            write_token(self.token_file, token)
         return [str(where), token.hex(), secrets.token_bytes(MARK_BYTES).hex(), str(self.token_file or "")]
 
     def __repr__(self) -> str:
@@ -426,7 +424,8 @@ class Publisher:
                         self._drop()
 
     def _opened(self) -> _Opened:
-        return self._pid, self._lock, tuple(self._doors), self._newest, self._server, self._token
+        token_file = self.token_file if self._comm.rank == 0 else None
+        return self._pid, self._lock, tuple(self._doors), self._newest, self._server, token_file
 
     def _drop(self) -> None:
         self._arrays = {}
@@ -448,7 +447,7 @@ def _give_back(
     doors: Sequence[Door],
     newest: Newest | None,
     server: VersionServer | None,
-    token: TokenFile | None,
+    token_file: Path | None,
 ) -> None:
     """Give back what a rank has opened, each thing whatever becomes of the others.
 
@@ -467,8 +466,8 @@ def _give_back(
             with newest.changed:
                 newest.closing = True
                 newest.changed.notify_all()
-        if token is not None:
-            stack.callback(token.release)
+        if is_own and token_file is not None and doors:
+            stack.callback(remove_token, token_file, doors[0].token)
 
 
 def _door_of(where: Address, rank: int, token: bytes) -> Door:

@@ -5,11 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import signal
 import socket
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,10 +16,11 @@ from lowshard.errors import CommError
 from lowshard.reshard.publication_address import (
     Address,
     FolderLock,
-    TokenFile,
     folder_door,
     new_token,
     read_token,
+    remove_token,
+    write_token,
 )
 
 
@@ -182,14 +179,13 @@ def test_a_folder_that_was_made_anew_is_the_second_publishers(folder: Path) -> N
     shutil.rmtree(folder)  # as who cleans /tmp
     second = FolderLock(folder)
     door = folder_door(folder, b"x" * 32)
-    token = TokenFile(folder / "token", b"x" * 32)
+    write_token(folder / "token", b"x" * 32)
     old_door.close()
     first.release()
     assert sorted(os.listdir(folder)) == ["door", "lock", "token"]
     door.close()
     assert sorted(os.listdir(folder)) == ["lock", "token"]
     second.release()
-    token.release()
     assert not folder.exists()
 
 
@@ -249,52 +245,16 @@ def test_a_forked_child_takes_nothing_away(folder: Path) -> None:
 
 
 def test_a_token_is_removed_by_who_wrote_it(tmp_path: Path) -> None:
-    path, own = tmp_path / "deeper" / "token", new_token()
-    first = TokenFile(path, own)
+    path, own, others = tmp_path / "deeper" / "token", new_token(), new_token()
+    write_token(path, own)
+    remove_token(path, others)
     assert read_token(path) == own
-    second = TokenFile(path, new_token())
-    first.release()
-    assert read_token(path) != own
-    second.release()
+    remove_token(path, own)
     assert not path.exists()
-    second.release()
-    third = TokenFile(path, own)
-    path.unlink()
+    remove_token(path, own)
     path.mkdir()
-    third.release()
+    remove_token(path, own)
     assert path.is_dir()
-
-
-def test_tokens_of_publishers_that_were_killed_are_removed_by_the_next_one_and_no_others(
-    tmp_path: Path,
-) -> None:
-    """In the cache folder every port has a file; those of port 0 would add up."""
-    hour_ago = time.time() - 3600
-    alive = TokenFile(tmp_path / "127.0.0.1_2000.token", new_token())
-    code = f"""
-import os, signal, sys
-from pathlib import Path
-from lowshard.reshard.publication_address import TokenFile
-kept = TokenFile(Path({str(tmp_path)!r}) / "127.0.0.1_1000.token", b"x" * 32)
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == -signal.SIGKILL
-    (tmp_path / "notes.txt").touch()
-    (tmp_path / "folder.token").mkdir()
-    (tmp_path / "link.token").symlink_to(tmp_path / "notes.txt")
-    assert (tmp_path / "127.0.0.1_1000.token").exists()
-    others = ["127.0.0.1_2000.token", "folder.token", "link.token", "notes.txt"]
-
-    def left() -> list[str]:
-        TokenFile(tmp_path / "127.0.0.1_3000.token", new_token()).release()
-        return sorted(os.listdir(tmp_path))
-
-    assert left() == ["127.0.0.1_1000.token", *others]  # it may be about to lock it
-    for path in list(tmp_path.glob("127*")):
-        os.utime(path, (hour_ago, hour_ago))
-    assert left() == others
-    alive.release()
-    assert left() == others[1:]
 
 
 def test_a_token_that_cannot_be_written_leaves_no_part(
@@ -302,10 +262,11 @@ def test_a_token_that_cannot_be_written_leaves_no_part(
 ) -> None:
     from lowshard.reshard import publication_address as module
 
-    def full(fd: int, mode: str, closefd: bool) -> Any:
+    def full(fd: int, mode: str) -> Any:
+        os.close(fd)
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(module, "open", full, raising=False)
     with pytest.raises(CommError, match="cannot be kept in"):
-        TokenFile(tmp_path / "token", new_token())
+        write_token(tmp_path / "token", new_token())
     assert os.listdir(tmp_path) == []

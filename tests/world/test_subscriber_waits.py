@@ -34,7 +34,7 @@ from lowshard.reshard import (
     execute_reshard_plan,
     version_fetch,
 )
-from lowshard.reshard.publication_address import TokenFile
+from lowshard.reshard.publication_address import write_token
 from lowshard.reshard.version_wire import Line, Lost
 from lowshard.tiling import Tiling
 
@@ -59,14 +59,13 @@ def _in_thread(call: Callable[[], object]) -> threading.Thread:
 def test_the_publisher_that_comes_after_a_killed_one_is_found_by_the_pull_that_waits(tmp_path: Path) -> None:
     """The killed one has left its token, which the subscriber reads first; the next one's is another."""
     folder = tmp_path / "p"
-    left = TokenFile(folder / "token", TOKEN)
+    write_token(folder / "token", TOKEN)
     with Subscriber(_layout(1), {"w": _values(0)}, address=f"unix:{folder}") as subscriber:
         work = subscriber.pull(4.0, wait=False)
         time.sleep(0.05)
         with Publisher(_layout(1), {"w": _values(3)}, address=f"unix:{folder}") as publisher:
             publisher.publish(7)
             assert work.wait() == 7
-    left.release()
 
 
 def test_who_leaves_by_an_error_is_not_told_that_the_publisher_has_gone(tmp_path: Path) -> None:
