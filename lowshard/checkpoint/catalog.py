@@ -21,7 +21,7 @@ from lowshard.box import Box, full_box, shape_of, volume
 from lowshard.checkpoint.checkpoint_index import INDEX_NAME, Index, IndexedTensor, Part, read_index
 from lowshard.checkpoint.crc import Key, crc32
 from lowshard.checkpoint.header import FilePath, Header, Stamp, TensorEntry, read_header
-from lowshard.checkpoint.hf_index import DATA_NAME, HF_INDEX, is_sparse_delta, lies_beside
+from lowshard.checkpoint.hf_index import DATA_NAME, HF_INDEX, files_of_set, is_sparse_delta, lies_beside
 from lowshard.checkpoint.read_shares import disjoint
 from lowshard.errors import CheckpointError
 from lowshard.nearest import nearest
@@ -168,6 +168,11 @@ class Catalog:
                 "missing: put it back, or save anew where the save that wrote them did not end"
             )
         if len(found) == 1:
+            if (count := files_of_set(found[0].name)) > 1:
+                raise CheckpointError(
+                    f"{path}: {found[0].name} is one of {count} files, and neither the others nor {HF_INDEX} are here: "
+                    "fetch the rest"
+                )
             return _of_plain(found, str(path))
         ranks = (
             ""

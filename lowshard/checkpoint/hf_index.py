@@ -27,6 +27,7 @@ DATA_NAME = re.compile(rf"shard-({TOKEN})-\d{{5}}-of-\d{{5}}\.safetensors")
 """Names of data files: only they are written, and removed, by saves."""
 DELTA_NAME = re.compile(rf"delta-({TOKEN})\.safetensors")
 """The same of deltas, whose index is this one."""
+_PART_NAME = re.compile(r".+-\d{5}-of-(\d{5})\.safetensors")
 SIZES = ("total_size", "total_parameters")
 """What Hugging Face's index says of the tensors beside the user's own metadata; not carried along."""
 _LOCK_S, _LOOK_S = 5.0, 0.002
@@ -38,6 +39,12 @@ _OF_NO_TENSORS: dict[str, Any] = {"metadata": {"total_size": 0}, "weight_map": {
 def lies_beside(file: str) -> bool:
     """Return whether a name that an index gives is that of a file in the index's own folder, on one line."""
     return Path(file).name == file and file not in ("", "..") and "\n" not in file
+
+
+def files_of_set(name: str) -> int:
+    """Return how many files hold a checkpoint together, as the name of one of them says; 1 where it says nothing."""
+    found = _PART_NAME.fullmatch(name)
+    return 1 if found is None else int(found[1])
 
 
 def is_sparse_delta(metadata: Mapping[str, str]) -> bool:

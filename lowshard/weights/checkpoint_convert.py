@@ -29,7 +29,7 @@ from lowshard.checkpoint.checkpoint_index import INDEX_NAME
 from lowshard.checkpoint.commit import Commit, together
 from lowshard.checkpoint.delta_file import Delta, open_deltas
 from lowshard.checkpoint.header import read_header
-from lowshard.checkpoint.hf_index import SIZES
+from lowshard.checkpoint.hf_index import SIZES, files_of_set
 from lowshard.checkpoint.read_shares import Share, shares
 from lowshard.comm import Communicator, agree
 from lowshard.comm.agreement import control_of
@@ -656,6 +656,10 @@ def _source(settings: Settings, sizes: Sizes) -> Catalog:
         if os.path.isdir(path)
         else []
     )
+    if (count := files_of_set(path.name)) > 1 and os.path.isfile(path):
+        raise CheckpointError(
+            f"{path}: this is one of {count} files that hold a checkpoint together: pass their folder"
+        )
     indexed = os.path.isdir(path) and any(path.glob("*.index.json"))
     if was is None or was.num_ranks == 1 or indexed or not files:
         with _as_damage(settings.source):

@@ -145,6 +145,12 @@ def test_a_hugging_face_folder_of_several_files(tmp_path: Path) -> None:
         index.write_text(json.dumps({"weight_map": wrong}))
         with pytest.raises(CheckpointError, match=said):
             Catalog.open(tmp_path)
+    index.unlink()
+    (tmp_path / names[1]).unlink()
+    with pytest.raises(CheckpointError, match=r"one of 2 files.*fetch the rest"):
+        Catalog.open(tmp_path)
+    (tmp_path / names[0]).rename(tmp_path / "model-00001-of-00001.safetensors")
+    assert set(Catalog.open(tmp_path).tensors) == {"t0", "t1", "t2"}
     for text in ("{}", "[", "[]", '{"weight_map": 3}'):
         index.write_text(text)
         with pytest.raises(CheckpointError, match="weight_map"):

@@ -482,6 +482,10 @@ def test_wrong_requests_are_told_before_anything_is_written(plain: Path, tmp_pat
     file = plain / "model.safetensors"
     assert run(file, out, "--to", "tp=2", "--from", "tp=3", "--strategies", "llama") == 2
     assert "holds whole tensors, --from tp=3 has 3 ranks: leave it out" in capsys.readouterr().err
+    part = tmp_path / "model-00001-of-00003.safetensors"
+    part.symlink_to(file)
+    assert run(part, out, "--to", "tp=2", "--strategies", "llama") == 2
+    assert "one of 3 files that hold a checkpoint together: pass their folder" in capsys.readouterr().err
     assert run(tmp_path / "gone", out, "--to", "tp=2", "--strategies", "llama") == 2
     assert run(plain, plain, "--to", "tp=2", "--strategies", "llama") == 2
     assert "another folder" in capsys.readouterr().err
