@@ -171,7 +171,7 @@ def test_the_command_line_predicts_and_refuses(tmp_path: Path, capsys: pytest.Ca
     path.write_text("{}")
     assert main(["bench", "simulate", str(path)]) == 2
     assert "plan.json is not a valid reshard plan: at $.schema" in capsys.readouterr().err
-    path.write_text("[" * 20_000)
+    path.write_text("[" * 200_000)
     assert main(["bench", "simulate", str(path)]) == 2
     assert "plan.json is not a valid reshard plan: it nests too deep" in capsys.readouterr().err
     assert main(["bench", "simulate", "dens"]) == 2

@@ -189,15 +189,19 @@ def test_the_input_and_its_parts_are_not_replaced(place: Path, run: Run) -> None
     (place / "link").symlink_to(place / "two")
     with nothing_changes(place):
         for words in (
-            (place / "two" / INDEX_NAME, place / "two", *cut), (shard, place / "two", *cut),
+            (place / "two" / INDEX_NAME, place / "two", *cut),
             (place / "link", place / "two", *cut), (place / "two", place / "link", *cut),
             (place / "several" / HF_INDEX, place / "several", *cut),
             (place / "one", place / "one" / "model.safetensors", "--merged"),
             (place / "base.safetensors", place / "base.safetensors", "--merged"),
             (place / "several", "--apply", place / "weight_v000001", "-o", place / "several" / "model-a.safetensors"),
-            (shard, "--apply", place / "weight_v000001", "-o", place / "two"),
         ):  # fmt: skip
             assert "the output is another folder or file than the input" in run(*words, code=2)
+        for words in (
+            (shard, place / "two", *cut),
+            (shard, "--apply", place / "weight_v000001", "-o", place / "two"),
+        ):
+            assert "one of 2 files that hold a checkpoint together" in run(*words, code=2)
 
 
 def test_a_delta_is_not_replaced(place: Path, run: Run) -> None:
