@@ -28,6 +28,7 @@ class CommandParser(argparse.ArgumentParser):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
+        self.suggest_on_error = False  # Python 3.15 makes a suggestion of its own
         self.habits: dict[str, str] = {"--report": _REPORT}
         self._options: list[str] = []
 
