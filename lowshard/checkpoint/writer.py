@@ -140,7 +140,7 @@ def _prepare(
     if not os.path.isdir(target.parent):
         raise CheckpointError(f"{target}: there is no folder {target.parent}; make it first")
     tilings = check_state(target, tensors, rank, size)
-    check_labels(metadata or {}, str(target))
+    check_labels({} if metadata is None else metadata, str(target))
     head, entries = encode_header({n: (t.dtype, t.shape) for n, t in tilings.items()}, metadata)
     layouts = [[e.name, tensors[e.name][0].digest()] for e in entries]
     asked = json.dumps([str(target), layouts, None if metadata is None else sorted(metadata.items()), wait])

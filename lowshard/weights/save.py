@@ -328,7 +328,7 @@ def _save_sharded(
             for name, tiling in check_state(folder, state, comm.rank, comm.size).items()
         }
         place = folder if wait else folder.absolute()  # the program may change its folder meanwhile
-        return place, tensors, check_labels(given or {}, str(folder))
+        return place, tensors, check_labels({} if given is None else given, str(folder))
 
     folder, tensors, metadata = together(comm, path, prepare, "save")
     tilings = {name: tiling for name, (tiling, _) in tensors.items()}

@@ -703,7 +703,7 @@ def wrong_arrays() -> dict[str, tuple[Any, str]]:
         "None": (None, "None"),
         "text": ("abcd", "got str"),
         "number": (1.5, "got float"),
-        "NumPy scalar": (np.float32(1), "got float32"),
+        "NumPy scalar": (np.float32(1), "got numpy.float32"),
         "grad": (torch.zeros(4, requires_grad=True), r".detach()"),
         "bf16 with grad": (torch.zeros(4, dtype=torch.bfloat16, requires_grad=True), ".detach()"),
         "parameter": (torch.nn.Parameter(torch.zeros(4)), ".detach()"),

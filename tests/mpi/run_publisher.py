@@ -28,7 +28,8 @@ def main(folder: Path, address: str, first: int, pause_s: float) -> None:
                     array[...] = own_columns(version, comm.rank, comm.size)
                 publisher.publish(version)
                 if comm.rank == 0:
-                    (folder / "published").write_text(str(version))
+                    (folder / "published.new").write_text(str(version))  # whoever reads finds a whole number
+                    (folder / "published.new").replace(folder / "published")
                 stop = np.array([(folder / "stop").exists()], np.int32)
                 comm.broadcast(stop)
                 if stop[0]:
