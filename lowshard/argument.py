@@ -200,6 +200,12 @@ def brief(value: object) -> str:
     return _brief_item(value)
 
 
+def kind_of(value: object) -> str:
+    """Return the name of a value's class, with its module where that is not Python's own: float32 is many things."""
+    kind = type(value)
+    return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
+
+
 def in_words(values: Mapping[str, object], most: int = 3) -> str:
     """Return values by name as text for a message: the first few, and how many more there are."""
     shown = ", ".join(f"{brief(name)}: {value}" for name, value in islice(values.items(), most))

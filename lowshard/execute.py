@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from lowshard import dtypes
-from lowshard.argument import brief, in_words
+from lowshard.argument import brief, in_words, kind_of
 from lowshard.comm.agreement import agree, agree_on_plan, control_of, share
 from lowshard.comm.communicator import Communicator
 from lowshard.comm.work import Stream
@@ -369,9 +369,7 @@ def _array_error(array: Array | None, layout: Layout, name: str, comm: Communica
         )
     shape, dtype = layout.local_shape(comm.rank), dtypes.get(layout.numpy_dtype).in_memory(comm.xp)
     if not isinstance(array, comm.xp.ndarray):
-        return (
-            f"{name} is a {comm.xp.__name__} array of {dtype} and shape {shape}, got {type(array).__name__}"
-        )
+        return f"{name} is a {comm.xp.__name__} array of {dtype} and shape {shape}, got {kind_of(array)}"
     if tuple(array.shape) != shape or array.dtype != dtype:
         return (
             f"{name} of rank {comm.rank} in {layout} has shape {shape} and dtype {dtype}, "

@@ -16,7 +16,7 @@ from typing import Any, TypeVar, overload
 import numpy as np
 
 from lowshard import dtypes
-from lowshard.argument import as_shape, brief, instance, items, wholes
+from lowshard.argument import as_shape, brief, instance, items, kind_of, wholes
 from lowshard.box import Box, contiguous_runs, full_box, shape_of
 from lowshard.checkpoint.header import FilePath, Header, TensorEntry, header_from_fd, open_for_reading
 from lowshard.errors import BufferMismatchError, CheckpointError, LayoutError
@@ -295,7 +295,7 @@ def _other_count(where: str, entry: TensorEntry, shape: tuple[int, ...]) -> str:
 
 def _check_out(out: np.ndarray, shape: tuple[int, ...], dtype: np.dtype[Any], name: str) -> None:
     if not isinstance(out, np.ndarray):
-        raise BufferMismatchError(f"tensor {name!r}: out is a NumPy array, got {type(out).__name__}")
+        raise BufferMismatchError(f"tensor {name!r}: out is a NumPy array, got {kind_of(out)}")
     if out.shape != shape or out.dtype != dtype:
         raise BufferMismatchError(
             f"tensor {name!r}: out has the shape and dtype of the box, {dtype}{list(shape)}, got "

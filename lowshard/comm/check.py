@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from lowshard import dtypes
-from lowshard.argument import MOST_DIMS, brief, number, real, wholes
+from lowshard.argument import MOST_DIMS, brief, kind_of, number, real, wholes
 from lowshard.errors import BufferMismatchError, CommError, DTypeError, LowshardError
 from lowshard.foreign_array import READ_ONLY, base_view, view_in_call
 from lowshard.gpu_stream import Stream
@@ -64,11 +64,9 @@ def flat(buf: Array, name: str, xp: ModuleType, transport: str, writes: bool) ->
         buf = base_view(buf, name)
     if not isinstance(buf, xp.ndarray):
         place = "in host memory" if xp is np else "on a GPU"
-        kind = type(buf)
         raise BufferMismatchError(
             f"{name} of a communicator over {transport} is a {xp.__name__} array, or one of another library {place}, "
-            f"got {'' if kind.__module__ == 'builtins' else kind.__module__ + '.'}{kind.__name__}"
-            f"{_array_instead(buf, name, xp, writes)}"
+            f"got {kind_of(buf)}{_array_instead(buf, name, xp, writes)}"
         )
     dtypes.get(buf.dtype)
     if not buf.dtype.isnative:  # same name in the table, but other bytes than the peers'

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lowshard import dtypes
-from lowshard.argument import brief, instance, items, mapping, wholes
+from lowshard.argument import brief, instance, items, kind_of, mapping, wholes
 from lowshard.comm import Communicator, loopback
 from lowshard.comm.agreement import agree, control_of, share
 from lowshard.content_hash import tensor_digest, text_digest
@@ -180,7 +180,7 @@ def checked_arrays(
         instance(name, str, f"{rule}, and a name is text", BufferMismatchError)
         array = view_of(value, f"{which} {name}")
         if not isinstance(array, xp.ndarray):
-            raise BufferMismatchError(f"{which} {name}: is a {xp.__name__} array, got {type(array).__name__}")
+            raise BufferMismatchError(f"{which} {name}: is a {xp.__name__} array, got {kind_of(array)}")
         if tuple(array.shape) != shape or array.dtype != row.in_memory(xp):
             raise BufferMismatchError(
                 f"{which} {name}: rank {comm.rank} holds {row.name}{list(shape)} of {layout}, got "

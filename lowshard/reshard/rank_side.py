@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from lowshard import dtypes
+from lowshard.argument import kind_of
 from lowshard.box import full_box, shape_of, slices_of
 from lowshard.comm.agreement import agree, trade
 from lowshard.comm.communicator import Communicator
@@ -139,7 +140,7 @@ class Side:
         xp = self.comm.xp
         eight = row.bits == 8 and xp is not np
         if not isinstance(array, xp.ndarray):
-            raise BufferMismatchError(f"{name}: {which} is a {xp.__name__} array, got {type(array).__name__}")
+            raise BufferMismatchError(f"{name}: {which} is a {xp.__name__} array, got {kind_of(array)}")
         got = dtypes.get(array.dtype).name
         fits = array.dtype.isnative and (got == row.name or (eight and got == "uint8"))
         if tuple(array.shape) != shape or not fits:

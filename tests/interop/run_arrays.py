@@ -716,7 +716,7 @@ def wrong_arrays() -> dict[str, tuple[Any, str]]:
         "other fp8": (torch.zeros(4).to(torch.float8_e4m3fnuz), "float8_e4m3fnuz"),
         "quantised": (torch.quantize_per_tensor(torch.zeros(4), 1.0, 0, torch.qint8), "qint8"),
         "deleted": (deleted, "deleted"),
-        "key": (jax.random.key(0), "got PRNGKeyArray"),
+        "key": (jax.random.key(0), "PRNGKeyArray"),
         "broken device": (BrokenProtocol(KeyError("no"), None), "KeyError"),
         "odd device": (BrokenProtocol((8, 0), None), "type 8"),
         "no device": (BrokenProtocol(None, None), "TypeError"),
