@@ -297,6 +297,21 @@ def test_other_metadata_or_another_path_on_a_rank_is_a_mismatch(tmp_path: Path) 
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.parametrize("wrong", [np.ones(3), "", 0, False, [], {"step": 1}], ids=str)
+def test_metadata_of_another_type_on_a_rank_is_refused_on_all(tmp_path: Path, wrong: Any) -> None:
+    def job(comm: lc.Communicator) -> None:
+        write_checkpoint(
+            tmp_path / "f", local_state(small(), comm.rank), comm, wrong if comm.rank == 2 else None
+        )
+
+    errors = outcomes(4, job)
+    assert [type(e) for e in errors] == [CheckpointError] * 4
+    assert {str(e).partition(" maps text to text, got ")[0] for e in errors} == {
+        f"write_checkpoint: rank 2: {tmp_path / 'f'}: __metadata__"
+    }
+    assert os.listdir(tmp_path) == []
+
+
 def place_missing(folder: Path) -> Path:
     return folder / "gone" / "f"
 
