@@ -1,4 +1,4 @@
-"""Settings of every test: --full, the seed, hypothesis profiles, time limits; --part of a run, budgets of files.
+"""Settings of every test: --full, the seed, hypothesis profiles, time limits.
 
 Modules that tests share lie in tests/support and are imported as `support.NAME`.
 """
@@ -14,7 +14,6 @@ import signal
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Generator
 from pathlib import Path
 from types import FrameType
@@ -29,9 +28,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from support import durations, mode, skips
-
-from lowshard.compiled.cache import cache_folder
+from support import mode, skips
 
 TIME_LIMIT_S = 120.0
 PROCESSES = 3  # on two cores: one of them mostly waits, for ranks or for time to pass
@@ -42,15 +39,6 @@ DEFAULT_SEED = 1  # a default run makes the same choices everywhere; --full make
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="every case of the big matrices, many more examples")
     parser.addoption("--seed", type=int, default=None, help="random choices other than the usual ones")
-    parser.addoption(
-        "--part", metavar="I/N", help="one of N parts of what is selected; the N parts together are all of it"
-    )
-    parser.addoption(
-        "--within", type=float, metavar="S", help="start no test later than S seconds after the first"
-    )
-    parser.addoption(
-        "--record-durations", action="store_true", help="write tests/durations.json, the files' budgets"
-    )
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads its options
@@ -64,7 +52,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     )
     if is_plain and getattr(option, "numprocesses", 0) is None and option.dist == "no":
         option.numprocesses, option.dist = PROCESSES, "loadfile"
-        option.loadscopereorder = False  # files are ordered here
+        option.loadscopereorder = not option.full  # the measures of a full run come last
 
 
 @pytest.hookimpl(tryfirst=True)  # before hypothesis reads its own seed option
@@ -91,19 +79,11 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", f"time_limit(seconds): another limit than {TIME_LIMIT_S:g} s")
     config.addinivalue_line("markers", "full_only: takes long, finds the unusual: `pytest --full` has it")
     config.addinivalue_line("markers", "whole: none of its cases is left out of the default tier")
-    config.addinivalue_line("markers", "alone: takes so long that it belongs to no --part")
     config.addinivalue_line("markers", "quiet: measures times; the other processes of a run wait meanwhile")
-    record = bool(config.getoption("--record-durations"))
-    if record and (full or seed != DEFAULT_SEED):
-        raise pytest.UsageError("--record-durations is about the default tier: leave --full and --seed out")
-    if not full:
-        config.pluginmanager.register(durations.Durations(record, cache_folder()), "lowshard durations")
-        if not config.option.markexpr and not config.option.keyword:
-            config.pluginmanager.register(skips.WithoutGpu(), "lowshard without a GPU")
+    if not full and not config.option.markexpr and not config.option.keyword:
+        config.pluginmanager.register(skips.WithoutGpu(), "lowshard without a GPU")
     if full and hasattr(config, "workerinput"):
         config.pluginmanager.register(_Turns(config.workerinput["testrunuid"]), "lowshard turns")
-    if config.getoption("--within") is not None:
-        config.pluginmanager.register(_Within(config.getoption("--within")), "lowshard within")
 
 
 def pytest_unconfigure() -> None:
@@ -133,33 +113,15 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what belongs to another tier, or to another part of this one."""
-    part = config.getoption("--part")
-    index, parts = (int(n) for n in part.split("/")) if part else (0, 1)
-    if not 0 <= index < parts:
-        raise pytest.UsageError(f"--part I/N takes 0 <= I < N, got {part}")
-
-    def stays(item: pytest.Item) -> bool:
-        if not mode.full() and item.get_closest_marker("full_only"):
-            return False
-        return parts == 1 or (
-            mode.part_of(item.nodeid, parts) == index and not item.get_closest_marker("alone")
-        )
-
+    """Leave out what belongs to the other tier."""
     kept, left = [], []
     dropped = _dropped(items)
     for item in items:
-        (kept if item not in dropped and stays(item) else left).append(item)
-    if hasattr(config, "workerinput"):  # a process of pytest-xdist, which shares the files with another
-        files = {item: item.nodeid.partition("::")[0] for item in kept}
-        order = durations.in_order(set(files.values()), durations.recorded()[1])
-        place = {path: number for number, path in enumerate(order)}
-        if mode.full():  # the longest first; measures last, when the other processes have ended or soon will
-            place.update(
-                {files[item]: -1 for item in kept if item.get_closest_marker("alone")}
-                | {files[item]: len(order) for item in kept if item.get_closest_marker("quiet")}
-            )
-        kept.sort(key=lambda item: place[files[item]])
+        is_left = item in dropped or (not mode.full() and item.get_closest_marker("full_only"))
+        (left if is_left else kept).append(item)
+    if mode.full():  # measures last, when the other processes of a run have ended or soon will
+        quiet = {item.path for item in kept if item.get_closest_marker("quiet")}
+        kept.sort(key=lambda item: item.path in quiet)
     if left:
         config.hook.pytest_deselected(items=left)
     items[:] = kept
@@ -215,28 +177,6 @@ class _Turns:
     def pytest_unconfigure(self) -> None:
         Path(self._lock.name).unlink(missing_ok=True)
         self._lock.close()
-
-
-class _Within:
-    """Leaves out the tests that would start too late; which ones were reached is another matter on each machine."""
-
-    def __init__(self, limit_s: float) -> None:
-        self._limit_s, self._start_s, self._left = limit_s, 0.0, 0
-
-    def pytest_runtestloop(self) -> None:
-        self._start_s = time.monotonic()
-
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_runtest_protocol(self, item: pytest.Item) -> bool | None:
-        if time.monotonic() - self._start_s < self._limit_s:
-            return None
-        self._left += 1
-        item.config.hook.pytest_deselected(items=[item])
-        return True
-
-    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        if self._left:
-            terminalreporter.write_line(f"{self._left} tests not reached within {self._limit_s:g} s")
 
 
 @pytest.fixture

@@ -51,7 +51,6 @@ FILLING_KIB = 64 << 10
 
 
 @pytest.mark.full_only  # .ci/run has some seconds of it
-@pytest.mark.alone
 @pytest.mark.time_limit(SECONDS + 300)
 def test_redistributions_refits_saves_and_loads_leave_nothing_behind() -> None:
     script, every_s = Path(__file__).parent / "run_soak_jobs.py", max(1.0, SECONDS / 60)

@@ -74,8 +74,3 @@ def selected(request: pytest.FixtureRequest, param: str) -> list[Any]:
     own = [getattr(item, "callspec", None) for item in request.session.items if item.path == request.path]
     params = [call.params for call in own if call is not None]
     return list(dict.fromkeys(values[param] for values in params if param in values))
-
-
-def part_of(nodeid: str, parts: int) -> int:
-    """Return the part that a test is in. The cases of a function stay together: one job serves many of them."""
-    return zlib.crc32(nodeid.partition("[")[0].encode()) % parts
