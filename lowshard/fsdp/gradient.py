@@ -89,12 +89,6 @@ class Gradients:
             found = self._views[key] = MappingProxyType(made)
         return found
 
-    def own_views(self, name: str) -> Mapping[str, Array]:
-        """Return the same without those of parameters that are tied to other units."""
-        unit = self._units[name]
-        self._open(unit, True)
-        return unit.grad_views(self._buffer(unit))
-
     def _open(self, unit: UnitPlan, zero: bool) -> None:
         grad = self.state[unit.name]
         if not grad.reduced:
