@@ -329,10 +329,7 @@ class FSDP(Core):
         self._guarded(self._grads.join)
 
     def _same(self, what: str, calls: list[str] | None = None) -> None:
-        """Raise Disagree on all ranks unless all have made these calls; by default the one that this is for.
-
-        Collective: all ranks of the communicator call this.
-        """
+        """Raise Disagree on all ranks unless all have made these calls; by default the one that this is for."""
         if self._check != "off":
             calls = [what] if calls is None else calls
             digest = text_digest("\n".join(calls))

@@ -41,14 +41,7 @@ _VERSION = 1
 
 @dataclass(frozen=True)
 class HeldPiece:
-    """Flat elements lo to hi of a parameter, as this rank holds them.
-
-    Attributes:
-        lo: first element.
-        hi: the element after the last.
-        param: the values, 1-D.
-        state: the optimizer's arrays for them, by name.
-    """
+    """Flat elements lo to hi of a parameter, as this rank holds them."""
 
     lo: int
     hi: int
@@ -96,10 +89,7 @@ def spans_of(plan: FlatPlan, name: str) -> list[tuple[int, int]]:
 
 
 def gather_param(links: Links, run: Run, plan: FlatPlan, entry: Entry, shard: Array, whole: Array) -> None:
-    """Gather one parameter from its shards into a flat array.
-
-    Collective: all ranks of the shard group call this.
-    """
+    """Gather one parameter from its shards into a flat array."""
     spans = spans_of(plan, entry.name)
     rank = links.grid.shard_rank
     own = _own(plan, rank, entry.name, shard)
@@ -156,11 +146,7 @@ def save(engine: Core, path: Any, wait: bool) -> Work | None:
 
 
 def _slot_state(engine: Core) -> tuple[Arrays, Numbers]:
-    """Return, by unit, the dtypes of its state's arrays by name, and the numbers.
-
-    Raises:
-        CheckpointError: a state that is not for files, or an array whose name in the file is that of another.
-    """
+    """Return, by unit, the dtypes of its state's arrays by name, and the numbers."""
     arrays: Arrays = {}
     numbers: Numbers = {}
     names = {f"{unit.name}.{param.name}" for unit in engine.plan.units for param in unit.ignored}
@@ -200,15 +186,7 @@ def _slot_state(engine: Core) -> tuple[Arrays, Numbers]:
 
 
 def _complete(engine: Core, arrays: Arrays, numbers: Numbers) -> None:
-    """Add what other ranks keep in slots of which this rank holds no elements: zeros, and numbers.
-
-    A rule that goes over the pieces of a slot keeps nothing where there is none.
-
-    Collective: all ranks of the communicator call this.
-
-    Raises:
-        CheckpointError: a rank that holds elements lacks an array, or keeps something else under its name.
-    """
+    """Add what other ranks keep in slots of which this rank holds no elements: zeros, and numbers."""
     error: CheckpointError | None = None
     order: dict[str, dict[str, str]] = {name: {} for name in arrays}
     for text in share_text(engine._world, json.dumps([arrays, numbers])):
