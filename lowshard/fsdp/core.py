@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any, Literal, NoReturn, TypeVar
 
@@ -140,11 +140,9 @@ class Core:
                         shard[piece.shard_lo : piece.shard_hi],
                     )
 
-    def _fill_unit(
-        self, unit: UnitPlan, function: Callable[[str, Box], Any], names: Container[str] | None
-    ) -> None:
+    def _fill_unit(self, unit: UnitPlan, function: Callable[[str, Box], Any]) -> None:
         for name, held, segment, piece, view in self._held():
-            if held is not unit or (names is not None and name not in names):
+            if held is not unit:
                 continue
             shape = segment.plan.by_name[piece.name].shape
             for box, lo, hi in flat_boxes(shape, piece.param_lo, piece.param_hi):
@@ -152,8 +150,6 @@ class Core:
         for param in unit.ignored:
             box = full_box(param.shape)
             name = f"{unit.name}.{param.name}"
-            if names is not None and name not in names:
-                continue
             _put(self._opener.ignored(unit, param.name).reshape(-1), function(name, box), box, name)
 
     def _changed(self) -> None:

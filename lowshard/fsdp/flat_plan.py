@@ -216,11 +216,7 @@ _read = reader("flat plan", LayoutError)(FlatPlan)
 
 
 def flat_boxes(shape: Sequence[int], lo: int, hi: int) -> Iterator[tuple[Box, int, int]]:
-    """Cut flat elements lo to hi of a row-major array into boxes, in order: (box, first element, stop element).
-
-    Boxes are as large as they can be: of an array [rows, cols] at most the end of a row, whole rows, and the
-    beginning of one.
-    """
+    """Cut flat elements lo to hi of a row-major array into boxes, in order: (box, first element, stop element)."""
     if lo >= hi:
         return
     if not shape:

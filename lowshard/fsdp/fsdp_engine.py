@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Container, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Literal, overload
@@ -21,7 +21,6 @@ from lowshard.errors import BadGrad, LayoutError, MismatchError, NotJoined, NotO
 from lowshard.foreign_array import host_of
 from lowshard.fsdp import model_state as saved
 from lowshard.fsdp.core import Core
-from lowshard.fsdp.gradient import State
 from lowshard.fsdp.links import known_elsewhere
 from lowshard.fsdp.norm import SMALLEST_SUM
 from lowshard.fsdp.opening import Phase
@@ -93,19 +92,14 @@ class FSDP(Core):
 
     # ---- values
 
-    def fill(self, function: Callable[[str, Box], Any], names: Container[str] | None = None) -> None:
+    def fill(self, function: Callable[[str, Box], Any]) -> None:
         """Set parameters from a function of a full name and a box `((start, stop), ...)` of that parameter.
 
         Collective: all ranks of the communicator call this. The function is called for disjoint boxes that cover what
         this rank holds, and returns an array of the box's shape, or a number; it is cast to the master dtype.
 
-        Args:
-            function: see above.
-            names: full names; the other parameters stay as they are. None: all.
-
         Raises:
-            StepError: no function, `names` is one text, or a step has failed and `reset` was not called.
-            LayoutError: a name in `names` that no parameter has.
+            StepError: no function, or a step has failed and `reset` was not called.
             BufferMismatchError: an array of another shape.
             MismatchError: ranks that hold the same elements were given different ones.
             LowshardError: what the function raised on some rank.
@@ -119,12 +113,8 @@ class FSDP(Core):
                 raise StepError(
                     f"fill takes a function of a parameter's name and a box, got {brief(function)}"
                 )
-            if isinstance(names, (str, bytes)):
-                raise StepError(f"names are full names, such as ['unit.param'], got {brief(names)}")
-            for name in names if isinstance(names, Collection) else ():
-                self._find(name)
             for unit in self.plan.units:
-                self._fill_unit(unit, function, names)
+                self._fill_unit(unit, function)
         except Exception as raised:
             error = raised
         agree(self._world, b"", error, "fill")
@@ -290,12 +280,6 @@ class FSDP(Core):
         self._stepping()
         return self._guarded(lambda: self._grads.views(unit, bool(zero)))
 
-    def _own_grads(self, unit: str) -> Mapping[str, Array]:
-        """Return the gradients of what a unit has itself: what it is tied to may have been reduced already."""
-        self._unit(unit)
-        self._stepping()
-        return self._guarded(lambda: self._grads.own_views(unit))
-
     def add_grad(self, unit: str, name: str, array: Array) -> None:
         """Add an array to a parameter's gradient: for frameworks that return new arrays.
 
@@ -315,11 +299,6 @@ class FSDP(Core):
                 f"the gradient of {unit}.{name} is an array of {view.dtype}{list(view.shape)}, got {found}"
             ))  # fmt: skip
         view += array
-
-    def has_grad(self, unit: str) -> bool:
-        """Return whether a unit has gradients that no update has used, reduced or not."""
-        self._unit(unit)
-        return self._grads.state[unit].state is not State.EMPTY
 
     def reduce(self, unit: str) -> None:
         """Start the sum of a unit's gradients over ranks; the unit may be closed at once. No gradient counts as zeros.
@@ -350,10 +329,7 @@ class FSDP(Core):
         self._guarded(self._grads.join)
 
     def _same(self, what: str, calls: list[str] | None = None) -> None:
-        """Raise Disagree on all ranks unless all have made these calls; by default the one that this is for.
-
-        Collective: all ranks of the communicator call this.
-        """
+        """Raise Disagree on all ranks unless all have made these calls; by default the one that this is for."""
         if self._check != "off":
             calls = [what] if calls is None else calls
             digest = text_digest("\n".join(calls))

@@ -109,10 +109,7 @@ ShardingStrategy.HybridShard = staticmethod(_hybrid)
 
 @dataclass(frozen=True)
 class Grid:
-    """A rank's place: shard groups are contiguous blocks of ranks, replica groups are strided across them.
-
-    Of 4 ranks with 2 shards, the shard groups are {0, 1} and {2, 3}, the replica groups {0, 2} and {1, 3}.
-    """
+    """A rank's place: shard groups are contiguous blocks of ranks, replica groups are strided across them."""
 
     world: int
     rank: int
@@ -125,10 +122,8 @@ class Grid:
 
     @property
     def follows_tree(self) -> bool:
-        """Whether sums over shard groups, then over replicas, are the balanced tree over all ranks.
-
-        Groups of one rank, one group of all, and any size of which there are 1, 2, 4, 8, ... groups.
-        """
+        """Whether sums over shard groups, then over replicas, are the balanced tree over all ranks."""
+        # Groups of one rank, one group of all, and any size of which there are 1, 2, 4, 8, ... groups.
         return self.shards == 1 or self.replicas & (self.replicas - 1) == 0
 
     @property

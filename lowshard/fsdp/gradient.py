@@ -34,25 +34,15 @@ class State(Enum):
 
 @dataclass
 class Grad:
-    """What is known of a unit's gradient.
-
-    Attributes:
-        state: of it.
-        slot: which of the shared buffers it is written in, or None.
-        written: its buffer holds a gradient of this micro-batch that is not reduced yet.
-        work: the reduction, until it was waited for.
-        reduced: in this step, or put to the sum.
-        early: put to the sum before reduce was called, because its buffer was wanted.
-        tally: partial sums of micro-batches.
-    """
+    """What is known of a unit's gradient."""
 
     state: State = State.EMPTY
-    slot: int | None = None
-    written: bool = False
-    work: Work | None = None
-    reduced: bool = False
-    early: bool = False
-    tally: Tally | None = None
+    slot: int | None = None  # which of the shared buffers it is written in
+    written: bool = False  # its buffer holds a gradient of this micro-batch that is not reduced yet
+    work: Work | None = None  # the reduction, until it was waited for
+    reduced: bool = False  # in this step, or put to the sum
+    early: bool = False  # put to the sum before reduce was called, because its buffer was wanted
+    tally: Tally | None = None  # partial sums of micro-batches
 
 
 class Gradients:
@@ -88,12 +78,6 @@ class Gradients:
                     made[tied] = owner.grad_views(self._buffer(owner))[target]
             found = self._views[key] = MappingProxyType(made)
         return found
-
-    def own_views(self, name: str) -> Mapping[str, Array]:
-        """Return the same without those of parameters that are tied to other units."""
-        unit = self._units[name]
-        self._open(unit, True)
-        return unit.grad_views(self._buffer(unit))
 
     def _open(self, unit: UnitPlan, zero: bool) -> None:
         grad = self.state[unit.name]

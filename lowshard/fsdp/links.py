@@ -28,15 +28,13 @@ _KNOWN_ELSEWHERE = "_lowshard_known_elsewhere"
 
 
 class Channel:
-    """A communicator of this model's own, with its bytes by purpose and its failures.
-
-    After a failure it makes no call until it is cleared: the ranks would not be at the same one.
-    """
+    """A communicator of this model's own, with its bytes by purpose and its failures."""
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
         self.sent_bytes: Counter[str] = Counter()
         self.failed: LowshardError | None = None
+        """It makes no call until this is cleared: the ranks would not be at the same one."""
         self.failures = 0
         """Failed calls and refusals so far: equal on all ranks once each has met the others."""
         self.refusing = False
@@ -48,11 +46,7 @@ class Channel:
         self._teller = Worker("lowshard fsdp refusals")
 
     def call(self, purpose: str, name: str, *args: Any) -> None:
-        """Make a collective call and count what this rank sent.
-
-        Raises:
-            LowshardError: what the call raises, or raised earlier.
-        """
+        """Make a collective call and count what this rank sent."""
         if self.failed is not None:
             raise self.failed
         before = self.comm.traffic.sent_bytes
@@ -86,13 +80,7 @@ class Channel:
         self._teller.end()
 
     def start_refusal(self, error: LowshardError, again: bool, after: Work) -> Work:
-        """Refuse the next call, in a thread of its own: ranks may come to several channels in any order.
-
-        Args:
-            error: what is wrong.
-            again: also where a call has failed already.
-            after: ends when all calls so far have.
-        """
+        """Refuse the next call, in a thread of its own: ranks may come to several channels in any order."""
 
         def job() -> None:
             with contextlib.suppress(Exception):
@@ -229,12 +217,7 @@ class StreamLane:
     """A side stream of the GPU: jobs begin after what the caller's stream holds when they are submitted."""
 
     def __init__(self, timeout_s: float, binding: Binding | None = None) -> None:
-        """Make the stream.
-
-        Args:
-            timeout_s: deadline of `settle`.
-            binding: by default CuPy's.
-        """
+        """Make the stream."""
         self._binding = Binding.load(with_nccl=False) if binding is None else binding
         self._stream, self._timeout_s = self._binding.new_stream(), timeout_s
 
@@ -260,12 +243,7 @@ class StreamLane:
         self._binding.stream().wait_event(after if hasattr(after, "record") else self._mark(after))
 
     def settle(self) -> None:
-        """Return when the stream is empty.
-
-        Raises:
-            CommError: CUDA reports an error.
-            TimedOut: it is not empty in time.
-        """
+        """Return when the stream is empty."""
         wait_for(
             self._stream, time.monotonic() + self._timeout_s, None, None, "what a sharded model has queued"
         )
@@ -280,15 +258,7 @@ class StreamLane:
 
 
 class Links:
-    """The groups of one rank: `shard` (gathers), `reduce` (reductions), `replica`; None where it is alone in one.
-
-    Collective: all ranks of the communicator make it.
-
-    Args:
-        comm: the world; the groups are split from it, so the caller may go on using it.
-        grid: this rank's place.
-        communicators: 2 gives reductions a communicator and a lane of their own, so that gathers pass them.
-    """
+    """The groups of one rank: `shard` (gathers), `reduce` (reductions), `replica`; None where it is alone in one."""
 
     def __init__(self, comm: Communicator, grid: Grid, communicators: int) -> None:
         self.world, self.grid, self.xp = comm, grid, comm.xp
@@ -327,11 +297,8 @@ class Links:
         return found
 
     def tell(self, error: BaseException) -> None:
-        """Let the other ranks raise an error of this rank at their next call; does not wait for them.
-
-        An error that came from another rank is passed on too: a rank that goes on after it was refused, where others
-        could not, is refused again.
-        """
+        """Let the other ranks raise an error of this rank at their next call; does not wait for them."""
+        # A rank that goes on after it was refused, where others could not, is refused again.
         again = known_elsewhere(error)
         note_known(error)
         said = error
@@ -359,10 +326,7 @@ class Links:
         self.reduce_lane.settle()
 
     def even_out(self) -> None:
-        """After a failure: bring all ranks to the same call on every channel.
-
-        Collective: all ranks of the communicator call this.
-        """
+        """After a failure: bring all ranks to the same call on every channel."""
         end = CommError("a step was given up")
         while True:
             idle = self._idle()
@@ -386,10 +350,7 @@ class Links:
         return lanes and all(channel.quiet for channel, _ in self.channels)
 
     def highest(self, numbers: list[int]) -> list[int]:
-        """Return the highest of each number over all ranks.
-
-        Collective: all ranks of the communicator call this.
-        """
+        """Return the highest of each number over all ranks."""
         control = self.world.control
         send = control.xp.asarray(np.array(numbers, np.int64))
         recv = control.xp.empty_like(send)
@@ -397,10 +358,7 @@ class Links:
         return host_of(recv).tolist()  # type: ignore[no-any-return]
 
     def same_calls(self, what: str, calls: list[str], digest: bytes) -> None:
-        """Raise Disagree on all ranks unless all have made the same calls; `what` is the one that compares them.
-
-        Collective: all ranks of the communicator call this. The lane of reductions may be at work.
-        """
+        """Raise Disagree on all ranks unless all have made the same calls; `what` is the one that compares them."""
         bad, said = False, ""
         for channel, lane in ((self.shard, self.gather_lane), (self.replica, self.reduce_lane)):
             if channel is None:
@@ -427,10 +385,7 @@ class Links:
         return True, _difference(texts, channel.comm.rank)
 
     def close(self) -> None:
-        """Give the groups back.
-
-        Collective: all ranks of the communicator call this.
-        """
+        """Give the groups back."""
         self.settle()
         for channel, lane in self.channels:
             channel.close()

@@ -13,7 +13,7 @@ import numpy as np
 from lowshard import dtypes, reading
 from lowshard.argument import brief, is_text
 from lowshard.argument import path as check_path
-from lowshard.box import Split, split_interval
+from lowshard.box import split_interval
 from lowshard.checkpoint import CheckpointReader
 from lowshard.checkpoint.own_parts import check_turn
 from lowshard.checkpoint.writer import write_state
@@ -41,14 +41,7 @@ _VERSION = 1
 
 @dataclass(frozen=True)
 class HeldPiece:
-    """Flat elements lo to hi of a parameter, as this rank holds them.
-
-    Attributes:
-        lo: first element.
-        hi: the element after the last.
-        param: the values, 1-D.
-        state: the optimizer's arrays for them, by name.
-    """
+    """Flat elements lo to hi of a parameter, as this rank holds them."""
 
     lo: int
     hi: int
@@ -96,10 +89,7 @@ def spans_of(plan: FlatPlan, name: str) -> list[tuple[int, int]]:
 
 
 def gather_param(links: Links, run: Run, plan: FlatPlan, entry: Entry, shard: Array, whole: Array) -> None:
-    """Gather one parameter from its shards into a flat array.
-
-    Collective: all ranks of the shard group call this.
-    """
+    """Gather one parameter from its shards into a flat array."""
     spans = spans_of(plan, entry.name)
     rank = links.grid.shard_rank
     own = _own(plan, rank, entry.name, shard)
@@ -156,11 +146,7 @@ def save(engine: Core, path: Any, wait: bool) -> Work | None:
 
 
 def _slot_state(engine: Core) -> tuple[Arrays, Numbers]:
-    """Return, by unit, the dtypes of its state's arrays by name, and the numbers.
-
-    Raises:
-        CheckpointError: a state that is not for files, or an array whose name in the file is that of another.
-    """
+    """Return, by unit, the dtypes of its state's arrays by name, and the numbers."""
     arrays: Arrays = {}
     numbers: Numbers = {}
     names = {f"{unit.name}.{param.name}" for unit in engine.plan.units for param in unit.ignored}
@@ -200,15 +186,7 @@ def _slot_state(engine: Core) -> tuple[Arrays, Numbers]:
 
 
 def _complete(engine: Core, arrays: Arrays, numbers: Numbers) -> None:
-    """Add what other ranks keep in slots of which this rank holds no elements: zeros, and numbers.
-
-    A rule that goes over the pieces of a slot keeps nothing where there is none.
-
-    Collective: all ranks of the communicator call this.
-
-    Raises:
-        CheckpointError: a rank that holds elements lacks an array, or keeps something else under its name.
-    """
+    """Add what other ranks keep in slots of which this rank holds no elements: zeros, and numbers."""
     error: CheckpointError | None = None
     order: dict[str, dict[str, str]] = {name: {} for name in arrays}
     for text in share_text(engine._world, json.dumps([arrays, numbers])):
@@ -239,26 +217,9 @@ def _is_readable(value: float | str | bool) -> bool:
     return -(1 << 63) <= value < 1 << 63 if isinstance(value, int) else math.isfinite(value)
 
 
-def param_rows(engine: Core, name: str, split: Split) -> tuple[Layout, Array]:
-    """Return a parameter cut by rows over the shard group, with a copy of this rank's rows; one of no dims is whole.
-
-    Collective: all ranks of the communicator call this.
-
-    Args:
-        engine: has it.
-        name: full name; not of an ignored one.
-        split: the rule of the cut.
-    """
-    unit, segment, param = engine._find(name)
-    assert segment is not None
-    mesh = DeviceMesh((engine.grid.shards,), ("shard",))
-    shard = engine._opener.shard(unit.name, segment)
-    return _rows(engine, mesh, segment.plan, segment.plan.by_name[param], shard, name, split)
-
-
 def _rows(
-    engine: Core, mesh: DeviceMesh, plan: FlatPlan, entry: Entry, flat: Array, name: str, split: Split = "balanced"
-) -> tuple[Layout, Array]:  # fmt: skip
+    engine: Core, mesh: DeviceMesh, plan: FlatPlan, entry: Entry, flat: Array, name: str
+) -> tuple[Layout, Array]:
     """Return a parameter cut by rows over the shard group: what files are written from."""
     dtype = dtypes.get(flat.dtype)
     shards, rank = plan.shards, engine.grid.shard_rank
@@ -266,9 +227,9 @@ def _rows(
         whole = engine._empty(1, dtype.name, f"{name!r}")
         gather_param(engine._links, engine._in_lane, plan, entry, flat, whole)
         return Layout(mesh, (), dtype.name, (Replicated(),)), whole.reshape(())
-    layout = Layout(mesh, entry.shape, dtype.name, (Sharded(0, split),))
+    layout = Layout(mesh, entry.shape, dtype.name, (Sharded(0),))
     inner = entry.elems // entry.shape[0] if entry.shape[0] else 0
-    rows = [split_interval((0, entry.shape[0]), shards, r, split) for r in range(shards)]
+    rows = [split_interval((0, entry.shape[0]), shards, r) for r in range(shards)]
     wanted = [(lo * inner, hi * inner) for lo, hi in rows]
     held = spans_of(plan, entry.name)
     own = _own(plan, rank, entry.name, flat)

@@ -24,30 +24,18 @@ Phase = Literal["forward", "backward"]
 
 @dataclass
 class Opened:
-    """What is known of a unit's whole parameters.
+    """What is known of a unit's whole parameters."""
 
-    Attributes:
-        slot: which of the shared buffers holds them, or None.
-        work: the gather that fills it, until it was waited for.
-        uses: how often it is open: by its own name and by units tied to it.
-        ahead: gathered before it was asked for.
-        fresh: of buffers that are kept: they hold the parameters as they are.
-        stale: of parameters that rest whole: others' parts are those before the last update.
-    """
-
-    slot: int | None = None
-    work: Work | None = None
-    uses: int = 0
-    ahead: bool = False
-    fresh: bool = False
-    stale: bool = False
+    slot: int | None = None  # which of the shared buffers holds them
+    work: Work | None = None  # the gather that fills it, until it was waited for
+    uses: int = 0  # how often it is open: by its own name and by units tied to it
+    ahead: bool = False  # gathered before it was asked for
+    fresh: bool = False  # of buffers that are kept: they hold the parameters as they are
+    stale: bool = False  # where parameters rest whole: others' parts are those before the last update
 
 
 class Opener:
-    """Opens and closes units; gathers the next ones ahead.
-
-    What it decides depends on the order of calls alone, never on time, so it is the same on all ranks.
-    """
+    """Opens and closes units; gathers the next ones ahead, by the order of calls alone: the same on all ranks."""
 
     def __init__(
         self, shape: Shape, pool: Pool, links: Links, log: Log, open_limit: int, prefetch: int, poison: bool

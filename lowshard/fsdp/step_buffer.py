@@ -75,10 +75,7 @@ def reduce_bytes(shape: Shape, unit: UnitPlan) -> int:
 
 
 class Pool:
-    """The buffer itself, `array` uint8 [total_bytes], and its parts.
-
-    It comes from the communicator, so that other ranks of a node read it where it lies.
-    """
+    """The buffer itself, `array` uint8 [total_bytes], and its parts."""
 
     def __init__(self, plan: PoolPlan, comm: Communicator) -> None:
         self.plan = plan

@@ -8,14 +8,11 @@ Array = Any  # a NumPy or CuPy array; CuPy ships no types
 
 
 class Tally:
-    """A binary counter whose digits are partial sums: digit i holds the sum of 2^i terms, added as a tree.
-
-    For 2^k terms the result is that of `order="tree"` over them, so it does not matter whether terms come one by one
-    from one rank or each from another. It takes one array for each digit: log2 of the number of terms.
-    """
+    """A binary counter whose digits are partial sums: digit i holds the sum of 2^i terms, added as a tree."""
 
     def __init__(self, elems: int, dtype: Any, xp: Any) -> None:
         self._elems, self._dtype, self._xp = elems, dtype, xp
+        # For 2^k terms the result is that of order="tree", from whichever ranks they come.
         self._digits: list[Array | None] = []
         self.terms = 0
 

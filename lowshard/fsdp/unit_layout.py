@@ -21,16 +21,10 @@ Array = Any  # a NumPy or CuPy array; CuPy ships no types
 
 @dataclass(frozen=True)
 class Segment:
-    """The trainable or the frozen parameters of a unit: a part of its buffer with a cut of its own.
-
-    Attributes:
-        plan: the cut.
-        start: first element in the unit's buffer.
-        trainable: whether gradients and state exist.
-    """
+    """The trainable or the frozen parameters of a unit: a part of its buffer with a cut of its own."""
 
     plan: FlatPlan
-    start: int
+    start: int  # first element in the unit's buffer
     trainable: bool
 
     @property
@@ -41,21 +35,15 @@ class Segment:
 
 @dataclass(frozen=True)
 class UnitPlan:
-    """One unit.
-
-    Attributes:
-        name: of the unit.
-        formats: its dtypes.
-        segments: trainable parameters first, then frozen ones; either may be missing.
-        ties: names in this unit by what they stand for: (name, unit, parameter).
-        ignored: parameters that every rank holds whole.
-    """
+    """One unit."""
 
     name: str
     formats: Formats
-    segments: tuple[Segment, ...]
-    ties: tuple[tuple[str, str, str], ...]
-    ignored: tuple[Param, ...]
+    segments: tuple[Segment, ...]  # trainable parameters first, then frozen ones; either may be missing
+    ties: tuple[
+        tuple[str, str, str], ...
+    ]  # names in this unit by what they stand for: (name, unit, parameter)
+    ignored: tuple[Param, ...]  # every rank holds them whole
 
     @cached_property
     def elems(self) -> int:
@@ -103,12 +91,7 @@ class ModelPlan:
 
     @classmethod
     def plan(cls, units: Units, shards: int, precision: Precision, align: int) -> ModelPlan:
-        """Return the plan of a model.
-
-        Raises:
-            LayoutError: names, ties or keep blocks that cannot be; wire="mxfp8" and an align that cuts blocks.
-            DTypeError: dtypes of a unit that do not go together.
-        """
+        """Return the plan of a model."""
         check_units(units)
         made = []
         for name, params in units.items():
@@ -200,24 +183,14 @@ class PoolPlan:
 
 @dataclass(frozen=True)
 class Shape:
-    """What the pool and the engine make of a strategy for this model, decided once.
-
-    Attributes:
-        model: the units.
-        grid: this rank's place.
-        resident: parameters rest whole and are gathered after an update.
-        keeps: each unit has an open buffer of its own.
-        open_slots: buffers that units are opened in by turns; 0 where each has its own.
-        grad_slots: buffers that gradients are written in by turns; 0 where each unit has its own.
-        order: of sums.
-    """
+    """What the pool and the engine make of a strategy for this model, decided once."""
 
     model: ModelPlan
     grid: Grid
-    resident: bool
-    keeps: bool
-    open_slots: int
-    grad_slots: int
+    resident: bool  # parameters rest whole and are gathered after an update
+    keeps: bool  # each unit has an open buffer of its own
+    open_slots: int  # buffers that units are opened in by turns; 0 where each has its own
+    grad_slots: int  # buffers that gradients are written in by turns; 0 where each unit has its own
     order: str
 
     @classmethod

@@ -152,11 +152,7 @@ def _wanted(graph: BoundGraph, outputs: Sequence[str] | None) -> list[str]:
 
 
 def needed_steps(graph: BoundGraph, outputs: Sequence[str]) -> list[int]:
-    """Return the ops that some tensors rest on, in order.
-
-    Raises:
-        LayoutError: no such tensor.
-    """
+    """Return the ops that some tensors rest on, in order."""
     number = {info.name: t for t, info in enumerate(graph.tensors)}
     unknown = [n for n in outputs if n not in number]
     if unknown:
@@ -213,10 +209,7 @@ def random_inputs(graph: BoundGraph, seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def shard(layout: Layout, value: np.ndarray, rank: int) -> np.ndarray:
-    """Return a rank's part of a whole array. Of the ranks along a partial axis the first holds it, the others 0 or 1.
-
-    Of averages, maxima and minima every one holds it.
-    """
+    """Return a rank's part of a whole array; of the ranks along a partial axis of sums the first holds it."""
     box = slices_of(layout.box(rank))
     part = np.ascontiguousarray(value[box]).reshape(layout.local_shape(rank))
     coord = layout.mesh.coord(rank)

@@ -14,11 +14,7 @@ from lowshard.op.run_moves import Held, Run, along, exchange
 
 
 def _places(part: Part, indices: Array, extent: int) -> Array:
-    """Return indices of a dim, counted from 0, as int64.
-
-    Raises:
-        IndexError: one is out of range. Not on a GPU, where looking would make the host wait.
-    """
+    """Return indices of a dim, counted from 0, as int64."""
     if part.xp is np and indices.size and not -extent <= int(indices.min()) <= int(indices.max()) < extent:
         raise IndexError(
             f"indices of {extent} elements are from {-extent} to {extent - 1}, got {int(indices.min())} to "

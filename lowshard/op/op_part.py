@@ -120,10 +120,7 @@ class Group:
         return [layout.box(rank)[dim] for rank in self.ranks]
 
     def gather(self, value: Array) -> list[Array]:
-        """Return everyone's value, all of one shape, in the order of `ranks`.
-
-        Collective: all ranks of the mesh call this.
-        """
+        """Return everyone's value, all of one shape, in the order of `ranks`."""
         xp = self._part.xp
         send = xp.ascontiguousarray(value)
         out = xp.empty((len(self.ranks), *send.shape), send.dtype)
@@ -132,10 +129,7 @@ class Group:
 
 
 def subgroup(comm: Communicator, mesh: DeviceMesh, axes: Sequence[int]) -> Communicator | None:
-    """Return the communicator of a rank's group along some mesh axes, kept for the next time; None outside the mesh.
-
-    Collective: all ranks of `comm` call this, the first time for each mesh and axes.
-    """
+    """Return the communicator of a rank's group along some mesh axes, kept for the next time; None outside the mesh."""
     groups = mesh.groups([mesh.axis_names[a] for a in axes])
     if len(groups) == 1 and groups[0] == tuple(range(comm.size)):
         return comm

@@ -24,23 +24,16 @@ def in_accumulator(x: Array) -> Array:
 
 
 def converted(xp: Any, x: Array, dtype: dtypes.DType) -> Array:
-    """Return an array in a dtype, row-major; itself where it is so.
-
-    Floats become integers by way of int64: of what a narrower one does not hold, NaN too, NumPy's vector code makes
-    other values than its code for the rest of an array, so that shards would differ from the whole.
-    """
+    """Return an array in a dtype, row-major; itself where it is so."""
     came = dtypes.get(x.dtype)
+    # By way of int64: of what a narrower one does not hold NumPy's vector code makes other values than its scalar code.
     if came.kind == "float" and dtype.kind in ("int", "uint") and dtype.bits < 64:
         x = x.astype(np.int64)
     return xp.asarray(x, dtype.in_memory(xp), order="C")
 
 
 def kernel(*names: str) -> Callable[[Kernel], Kernel]:
-    """Register `function(part, *local arrays) -> array or tuple of arrays` for ops.
-
-    It may return another dtype than the rule says, such as the accumulator's, and any memory order: `run_kernel`
-    converts, once.
-    """
+    """Register `function(part, *local arrays) -> array or tuple of arrays` for ops."""
 
     def register(function: Kernel) -> Kernel:
         for name in names:

@@ -34,17 +34,7 @@ class Held:
 def exchange(
     part: Part, group: Group, held: Sequence[Held], runs: Sequence[Run], wanted: Sequence[Interval]
 ) -> Array:
-    """Return this rank's `wanted` interval of the result, as [outer, local, inner].
-
-    Collective: all ranks of the mesh call this, unless nothing moves between any two of the group.
-
-    Args:
-        part: this rank.
-        group: the ranks along the mesh axes that cut the dim.
-        held: the operands; outer and inner are equal on the ranks of a group.
-        runs: where the result's indices come from; together they cover it once.
-        wanted: what each rank of the group shall hold of the result; intervals may overlap.
-    """
+    """Return this rank's `wanted` interval of what the `runs` of `held` operands make, as [outer, local, inner]."""
     xp, me = part.xp, group.place
     outer, _, inner = held[0].array.shape
     dtype = held[0].array.dtype

@@ -151,11 +151,8 @@ class Style:
 
     @classmethod
     def of(cls, layouts: Sequence[Layout]) -> Style:
-        """Return the style that operands give to all of an op's layouts.
-
-        The order is that of the first operand that has another than mesh order; an axis on which one operand is cut by
-        the ceiling rule cuts everything so.
-        """
+        """Return the style that operands give to all of an op's layouts."""
+        # The order of the first operand that has another than mesh order; a ceiling cut on an axis cuts everything so.
         order = next((order for order in map(nesting_of, layouts) if order is not None), None)
         ndim = layouts[0].mesh.ndim
         return cls(order, tuple(any(x.splits[a] == "ceil" for x in layouts) for a in range(ndim)))
@@ -183,10 +180,8 @@ class Style:
 
 
 def group_bytes(source: Layout, prices: Prices) -> list[float]:
-    """Return B of `price_bytes` for each mesh axis: bytes of an operand that the ranks along it hold together.
-
-    "published" takes the whole tensor; "volume" what the other mesh axes, as the operand comes, leave to one group.
-    """
+    """Return B of `price_bytes` for each mesh axis: bytes of an operand that the ranks along it hold together."""
+    # "published" takes the whole tensor; "volume" what the other mesh axes, as the operand comes, leave to one group.
     whole = float(source.size_bytes)
     sizes = source.mesh.shape
     if prices == "published":

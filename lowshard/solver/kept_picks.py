@@ -33,10 +33,7 @@ _TWO = _NORM | {"matmul"}
 
 
 def counting_operands(op: str, layouts: Sequence[Layout], args: dict[str, Any]) -> tuple[int, ...]:
-    """Return the operands whose dim 0 is the row count, which the results have in common; () if there is none.
-
-    None either where the operands do not lie on one mesh, which no op takes.
-    """
+    """Return the operands whose dim 0 is the row count, which the results have in common; () if there is none."""
     first = layouts[0]
     if any(x.mesh is not first.mesh and x.mesh != first.mesh for x in layouts):
         return ()
@@ -61,10 +58,7 @@ def counting_operands(op: str, layouts: Sequence[Layout], args: dict[str, Any]) 
 
 
 def has_row_count(action_set: ActionSet, counting: Sequence[int]) -> bool:
-    """Return whether what is offered depends on the row count in its prices alone, and every result has it as dim 0.
-
-    An op may shorten the one dim there is; and rows that exclude each other are not chosen by their own prices alone.
-    """
+    """Return whether what is offered depends on the row count in its prices alone, and every result has it as dim 0."""
     count = action_set.layouts[counting[0]].shape[0]
     has_it = all(r.shape and r.shape[0] == count for r in action_set.results)
     return has_it and not action_set.may_not_commute

@@ -43,14 +43,7 @@ class Priced(NamedTuple):
 def price_rows(
     rows: Sequence[AxisAssignment], layouts: Sequence[Layout], results: Sequence[Result], prices: Prices
 ) -> tuple[Priced, ...]:
-    """Return for each mesh axis every row's price.
-
-    Args:
-        rows: of an op's rule.
-        layouts: how the operands come.
-        results: shape and dtype of each.
-        prices: the price list.
-    """
+    """Return for each mesh axis every row's price."""
     mesh = layouts[0].mesh
     placements = [layout.placements for layout in layouts]
     held_bytes = [group_bytes(layout, prices) for layout in layouts]
@@ -127,10 +120,7 @@ class _Feasibility:
         return layout.shape[dim] // prod(self.mesh.shape[axis] for axis in layout.cutters[dim])
 
     def result(self, row: AxisAssignment, axis: int) -> bool:
-        """A result whose cut dim is shorter than the mesh axis would be made of empty shards.
-
-        Only where the dim is new: a result dim as long as the operand's was judged there.
-        """
+        """A result whose cut dim is shorter than the mesh axis would be made of empty shards."""
         out = row.output
         if isinstance(out, tuple) or not isinstance(out, Sharded):
             return True

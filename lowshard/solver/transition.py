@@ -28,11 +28,8 @@ Collective = Literal[
 
 
 def collective_of(src: Placement, dst: Placement, prices: Prices = "published") -> Collective:
-    """Return the collective that takes `src` to `dst` on one mesh axis.
-
-    "published" knows no R to P, and does not reduce min, max or prod; "volume" does both. S to P and one
-    reduction to another are "infeasible" in both.
-    """
+    """Return the collective that takes `src` to `dst` on one mesh axis."""
+    # "published" knows no R to P, and does not reduce min, max or prod; "volume" does both.
     if src == dst:
         return "noop"
     if isinstance(src, Partial):
@@ -53,16 +50,9 @@ def collective_of(src: Placement, dst: Placement, prices: Prices = "published") 
 def price_bytes(
     collective: Collective, size: int, tensor_bytes: float, prices: Prices = "published"
 ) -> float:
-    """Return the bytes a collective over `size` ranks is priced at; 0 over one rank, infinite if infeasible.
-
-    Args:
-        collective: from `collective_of`.
-        size: ranks along the mesh axis, N.
-        tensor_bytes: B, bytes of what all the ranks of a group hold together. The ring volumes are B (N-1)/N for
-            all_gather and reduce_scatter, twice that for all_reduce, an N-th of it for all_to_all (Thakur,
-            Rabenseifner, Gropp: Optimization of Collective Communication Operations in MPICH, 2005).
-        prices: the price list.
-    """
+    """Return the bytes a collective over `size` ranks is priced at; 0 over one rank, infinite if infeasible."""
+    # Ring volumes of B bytes that a group holds together: Thakur, Rabenseifner, Gropp, Optimization of Collective
+    # Communication Operations in MPICH, 2005.
     if size == 1 or collective in ("noop", "local_slice", "keep_one_copy"):
         return 0.0
     if collective == "infeasible":

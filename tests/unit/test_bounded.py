@@ -31,7 +31,6 @@ CLOSED_ARGUMENTS = {
     "dtypes._numpy_dtype": "rows of the dtype table", "kernels/buffer.dtype_name": "dtypes of the table",
     "foreign_array.is_cupy": "256 types", "foreign_array._way_to_see": "256 types",
     "foreign_array._memory_of": "256 types",
-    "fsdp/closed_parameter.closed_parameter": "classes of parameters",
     "kernels/cpu/drive.compiled": "kinds of kernels", "kernels/cpu/scales.swizzle_kernel": "two",
     "kernels/cpu/weigh.weigh_kernel": "bytes of a unit",
     "kernels/cpu/weigh.padded_weights": "bytes of a unit, units of a cache line",

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lowshard import DeviceMesh, LowshardError, Partial, Replicated, Sharded
+from lowshard import DeviceMesh, LowshardError, Partial, Sharded
 from lowshard.errors import LayoutError
 from lowshard.op import prove
 from lowshard.solver import Graph, GraphSolver, GreedyReshard, Rates, solve_graph
@@ -16,20 +16,23 @@ from lowshard.solver.graph import bound_graph as limits
 
 TP = DeviceMesh((2,), ("tp",))
 NO_SHAPES: tuple[Any, ...] = (
-    None, 4, "ab", b"ab", 2.0, {"a": 1}, (4.0, 3), (2.5,), ("3.5",), (True, 3), (None,), (-2, 3), (np.float64(4),),
-    ("",), ("a+b",), ("a b",), ("2*",), (1 << 63,), ("9" * 30,), ((4,), 3), (np.array([4, 3]), 2), (2,) * 33,
-    ("x" * 300,),
+    None, 4, "ab", {"a": 1}, (4.0, 3), (True, 3), (-2, 3), ("a b",), (1 << 63,), ((4,), 3), (2,) * 33, ("x" * 300,),
 )  # fmt: skip
 NO_PLACES: tuple[Any, ...] = (
-    "", " ", "S0", "tp=", "=S0", "tp=S9", "tp=S-3", "tp=X", "tp=S0 tp=R", "tp=P:mean", 1, 1.5, True, Sharded(0),
-    [Sharded(0)], ("tp", "S0"), {"tp": None}, {"tp": 3}, {3: Sharded(0)}, {"tp": Sharded(7)}, {"": Replicated()}, TP,
-    np.zeros(2),
+    "", "S0", "tp=", "tp=S9", "tp=X", "tp=S0 tp=R", "tp=P:mean", 1, [Sharded(0)], {"tp": None}, {3: Sharded(0)},
+    {"tp": Sharded(7)}, TP,
 )  # fmt: skip
-NO_NAMES: tuple[Any, ...] = (None, 3, "", b"x", ["x"], ("a", "b"), np.zeros(2), "taken")
+NO_NAMES: tuple[Any, ...] = (None, 3, "", ["x"], np.zeros(2), "taken")
 NO_SIZES: tuple[Any, ...] = (
-    {"n": 2.5}, {"n": "3"}, {"n": True}, {"n": -1}, {"n": None}, {"n": np.float32(3)}, {"n": 1 << 64}, {"n": [3]},
-    {}, None, 3, "n=3", [("n", 3)], {"m": 3},
-)  # fmt: skip
+    {"n": 2.5},
+    {"n": "3"},
+    {"n": -1},
+    {"n": 1 << 64},
+    {},
+    None,
+    [("n", 3)],
+    {"m": 3},
+)
 
 
 def all_of(*calls: Callable[[], object]) -> None:
@@ -88,42 +91,21 @@ def test_sizes(sizes: Any) -> None:
 
 CALLS: dict[str, Callable[[Graph, Any], object]] = {
     "no op": lambda g, x: g.op("nothing", x),
-    "an op that is no text": lambda g, x: g.op(["relu"], x),  # type: ignore[arg-type]
     "text for a tensor": lambda g, x: g.pointwise("relu", "taken"),  # type: ignore[arg-type]
-    "None for a tensor": lambda g, x: g.matmul(x, None),  # type: ignore[arg-type]
     "an array for a tensor": lambda g, x: g.matmul(x, np.zeros((6, 2))),  # type: ignore[arg-type]
     "too many tensors": lambda g, x: g.op("relu", x, x),
     "a tensor of another graph": lambda g, x: g.pointwise("relu", two()[1]),
-    "the output of another graph": lambda g, x: g.output(two()[1]),
     "an output twice": lambda g, x: g.output(g.output(x, "R"), "tp=S0"),
-    "an output twice alike": lambda g, x: g.output(g.output(x)),
     "a float axis": lambda g, x: g.softmax(x, axis=1.0),  # type: ignore[arg-type]
-    "text for an axis": lambda g, x: g.softmax(x, axis="1"),  # type: ignore[arg-type]
     "an axis that is not there": lambda g, x: g.softmax(x, axis=2),
-    "True for an axis": lambda g, x: g.softmax(x, axis=True),
     "no dims": lambda g, x: g.permute(x, None),  # type: ignore[arg-type]
-    "a number for dims": lambda g, x: g.permute(x, 1),  # type: ignore[arg-type]
-    "float dims": lambda g, x: g.permute(x, (1.0, 0.0)),  # type: ignore[arg-type]
-    "text for dims": lambda g, x: g.permute(x, "10"),  # type: ignore[arg-type]
     "dims twice": lambda g, x: g.permute(x, (1, 1)),
-    "subscripts that are none": lambda g, x: g.einsum(3, x),  # type: ignore[arg-type]
     "subscripts that do not fit": lambda g, x: g.einsum("ijk->i", x),
-    "sizes that are a number": lambda g, x: g.op("split", x, sizes=3, axis=0),
     "float sizes": lambda g, x: g.op("split", x, sizes=(2.0, 2.0), axis=0),
     "sizes that do not sum up": lambda g, x: g.op("split", x, sizes=(2, 3), axis=0),
-    "text for chunks": lambda g, x: g.op("chunk", x, chunks="2", axis=0),
     "a billion chunks": lambda g, x: g.op("chunk", x, chunks=1_000_000_000, axis=0),
     "a dtype that is none": lambda g, x: g.op("cast", x, dtype="float31"),
-    "a list for a dtype": lambda g, x: g.input("z", (3,), dtype=["float32"]),  # type: ignore[arg-type]
     "an argument that is an object": lambda g, x: g.op("mul_scalar", x, value=object()),
-    "an array of values": lambda g, x: g.op("mul_scalar", x, value=np.zeros((2, 2, 2, 2, 2))),
-    "a complex value": lambda g, x: g.op("mul_scalar", x, value=1j),
-    "a stride of 0": lambda g, x: g.op(
-        "max_pool", g.input("i", (1, 8, 8, 2)), size=2, stride=0
-    ),
-    "a window that is text": lambda g, x: g.op("max_pool", g.input("i", (1, 8, 8, 2)), size="2"),
-    "pads of one number": lambda g, x: g.op("pad", x, pads=1),
-    "slices of one number": lambda g, x: g.op("slice", x, slices=1),
     "a tile of 10^12": lambda g, x: g.op("tile", x, repeats=(10**12, 10**12)),
 }  # fmt: skip
 
@@ -145,10 +127,8 @@ def test_meshes(mesh: Any) -> None:
 
 
 SOLVERS: tuple[dict[str, Any], ...] = (
-    {"objective": "time"}, {"objective": ["seconds"]}, {"method": 3}, {"budget_bytes": "40GB"}, {"budget_bytes": -1},
-    {"budget_bytes": 0}, {"budget_bytes": True}, {"budget_bytes": float("nan")}, {"budget_bytes": [1]},
-    {"node_size": 0}, {"node_size": 2.0}, {"node_size": "2"}, {"node_size": True}, {"profile": "cluster.json"},
-    {"rates": 1e9}, {"rates": (1e9, 1e9)}, {"time_limit_s": -1}, {"time_limit_s": "15"}, {"time_limit_s": None},
+    {"objective": "time"}, {"method": 3}, {"budget_bytes": "40GB"}, {"budget_bytes": 0}, {"budget_bytes": float("nan")},
+    {"node_size": 2.0}, {"profile": "cluster.json"}, {"rates": (1e9, 1e9)}, {"time_limit_s": None},
     {"allow_partial_to_sharded": "no"}, {"keep_activations": None},
 )  # fmt: skip
 

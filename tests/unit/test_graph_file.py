@@ -144,18 +144,6 @@ def test_like_layers_are_one_row() -> None:
     assert sum(counts) == len(every)
 
 
-def test_the_table_shows_names_with_brackets_and_colons_as_they_stand(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "graph.yaml"
-    text = MLP.replace("name: small", "name: 'small[gate]'").replace("down", "'[/down].w:fire:'")
-    path.write_text(text)
-    assert main(["solve", str(path), "--mesh", "tp=2"]) == 0
-    shown = capsys.readouterr().out
-    assert "small[gate] on mesh" in shown
-    assert "matmul(a, [/down].w:fire:)" in shown
-
-
 def test_sizes_are_of_symbols_that_occur(tmp_path: Path) -> None:
     path = tmp_path / "graph.yaml"
     path.write_text(MLP.replace("tokens: 8", "tokens: 8, tokns: 4"))
@@ -164,25 +152,6 @@ def test_sizes_are_of_symbols_that_occur(tmp_path: Path) -> None:
     graph, sizes = load_graph({"inputs": {"x": [4, "n"]}, "sizes": {"n": 2, "m": 8},
                                "ops": [{"op": "reshape", "in": "x", "out": "y", "shape": ["m"]}]})  # fmt: skip
     assert graph.bind(sizes).shapes[-1] == (8,)
-
-
-@pytest.mark.parametrize("digits", [20, 5000])
-def test_a_number_of_many_digits_is_wrong_usage(
-    digits: int, file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    number = "9" * digits
-    assert main(["solve", str(file), "--mesh", f"tp={number}"]) == 2
-    assert "a mesh is written AXIS=N" in capsys.readouterr().err
-    assert main(["solve", str(file), "--mesh", "tp=2", "--size", f"tokens={number}"]) == 2
-    assert "--size is NAME=N" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("number", ['!!int ""', '!!int "_"', '!!int "-"', '!!float ""'])
-def test_a_number_without_digits_is_refused_with_its_place(number: str, tmp_path: Path) -> None:
-    path = tmp_path / "graph.yaml"
-    path.write_text(MLP.replace("tokens: 8", f"tokens: {number}"))
-    with pytest.raises(LayoutError, match=r"graph.yaml:3:17: .* cannot be read as a number"):
-        load_graph(path)
 
 
 def test_json_for_programs(file: Path, capsys: pytest.CaptureFixture[str]) -> None:

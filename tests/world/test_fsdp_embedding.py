@@ -63,6 +63,17 @@ def test_tinygrad_takes_the_bytes_of_a_view(monkeypatch: pytest.MonkeyPatch) -> 
     trained(step)
 
 
+def test_torch_shares_by_dlpack() -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed: pip install torch")
+
+    def step(view: np.ndarray) -> np.ndarray:
+        w = torch.from_dlpack(view)
+        assert w.data_ptr() == view.ctypes.data
+        return np.asarray(torch.autograd.grad((torch.from_numpy(X) @ w.requires_grad_()).tanh().sum(), w)[0])
+
+    trained(step)
+
+
 def test_numpy_shares_by_dlpack() -> None:
     def step(view: np.ndarray) -> np.ndarray:
         w = np.from_dlpack(view)

@@ -90,13 +90,7 @@ class BoundGraph:
     dtypes: tuple[str, ...]
 
     def layout(self, mesh: DeviceMesh, tensor: int, place: Place) -> Layout:
-        """Return the layout that `place` names; mesh axes that it does not name hold replicas.
-
-        Axes that the mesh lacks are passed over: a graph is written once for many meshes.
-
-        Raises:
-            LayoutError: text that is not a placement, or a dim that the tensor lacks.
-        """
+        """Return the layout that `place` names; mesh axes that it does not name hold replicas."""
         head = f"{self.dtypes[tensor]}[{','.join(map(str, self.shapes[tensor]))}] "
         try:
             return Layout.parse(mesh, head + place_on(place, mesh))

@@ -44,18 +44,7 @@ class Bucket(NamedTuple):
 def eliminate(
     sizes: Sequence[int], factors: Sequence[Factor], cells_most: int = CELLS_MOST
 ) -> tuple[float, list[int]]:
-    """Return the least sum of the tables, and the values of the variables that reach it.
-
-    Of equal sums always the same one is returned.
-
-    Args:
-        sizes: how many values each variable has.
-        factors: the tables.
-        cells_most: the largest table that may be made.
-
-    Raises:
-        TooWideError: every order that is tried needs a larger table.
-    """
+    """Return the least sum of the tables, and the values of the variables that reach it."""
     factors = _free(sizes, factors)
     low = sum(float(f.table) for f in factors if not f.variables)
     order = []
@@ -70,11 +59,7 @@ def eliminate(
 
 
 def marginals(sizes: Sequence[int], factors: Sequence[Factor], cells_most: int = CELLS_MOST) -> list[Table]:
-    """Return for each variable and each of its values the least sum of the tables when it has that value.
-
-    Arguments and errors: as `eliminate`, but for `cells_most`: all tables that are made are held at once, and have no
-    more cells together.
-    """
+    """Return for each variable and each of its values the least sum of the tables when it has that value."""
     factors = _free(sizes, factors)
     buckets, cells = [], 0
     for bucket in _buckets(sizes, factors, cells_most):

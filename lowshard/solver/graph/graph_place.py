@@ -18,11 +18,7 @@ _CUT = re.compile(r"S(-?[0-9]{1,9})(?::(ceil|balanced))?", re.ASCII)
 
 
 def written_place(place: object) -> str | None:
-    """Return a place as text, axis=placement pairs in order; "R" stays.
-
-    Raises:
-        LayoutError: no place.
-    """
+    """Return a place as text, axis=placement pairs in order; "R" stays."""
     if place is None:
         return None
     if isinstance(place, str):
@@ -41,16 +37,7 @@ def written_place(place: object) -> str | None:
 
 
 def settled_place(place: str | None, ndim: int, what: str) -> str | None:
-    """Return a place with its dims counted from 0.
-
-    Args:
-        place: from `written_place`.
-        ndim: dims of the tensor.
-        what: the tensor, for errors.
-
-    Raises:
-        LayoutError: a dim that the tensor lacks.
-    """
+    """Return a place with its dims counted from 0."""
     if place is None or place == "R":
         return place
     found = []

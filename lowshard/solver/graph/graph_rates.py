@@ -50,21 +50,12 @@ class Rates:
 
 @dataclass(frozen=True)
 class Timing:
-    """Prices for one solve.
-
-    Attributes:
-        objective: "seconds", or bytes as `pick` counts them: "volume", "published" (then compute costs nothing, and
-            every use of a moved tensor pays its own move).
-        profile: the cluster's, None for the built-in default.
-        rates: of one device.
-        node_size: ranks a node, None for one node.
-        allow_partial_to_sharded: whether a partial tensor may be reduced to shards.
-    """
+    """Prices for one solve."""
 
     objective: Objective = "seconds"
     profile: ClusterProfile | None = None
     rates: Rates = Rates()
-    node_size: int | None = None
+    node_size: int | None = None  # None: one node
     allow_partial_to_sharded: bool = True
 
     @property

@@ -37,21 +37,13 @@ class Assignment:
 
 @dataclass(frozen=True)
 class Schedule:
-    """An assignment, priced.
-
-    Attributes:
-        assignment: what was priced.
-        moves: in the order they are made.
-        compute: of all ops.
-        inner: of the collectives inside ops.
-        memory_bytes: bytes held on the fullest device at each step; the last entry is after the last op.
-    """
+    """An assignment, priced."""
 
     assignment: Assignment
     moves: tuple[Move, ...]
     compute: float
-    inner: float
-    memory_bytes: tuple[int, ...]
+    inner: float  # of the collectives inside ops
+    memory_bytes: tuple[int, ...]  # on the fullest device at each step; the last entry is after the last op
 
     @property
     def moved(self) -> float:
@@ -70,13 +62,10 @@ class Schedule:
 
 
 def schedule(space: Space, assignment: Assignment) -> Schedule:
-    """Price an assignment.
-
-    A tensor is held from its making to its last use, a weight all the time; a copy in another layout is made before the
-    first op that needs it, from the source or from a copy made earlier, whichever is cheaper, and held to the last use
-    of the tensor: later ops that need it find it. Where the timing reuses nothing, each use pays for its own move, and
-    holds its own copy for that step.
-    """
+    """Price an assignment."""
+    # A tensor is held from its making to its last use, a weight all the time. A copy in another layout is made before
+    # the first op that needs it, from the cheapest of the source and earlier copies, and held to the last use of the
+    # tensor. Where the timing reuses nothing, each use pays for its own move, and holds its own copy for that step.
     moves: list[Move] = []
     steps = space.steps
     change = [0] * (steps + 2)

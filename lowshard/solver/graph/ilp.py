@@ -74,13 +74,7 @@ class _Rows:
 
 
 class IntegerProgram:
-    """The program of a space.
-
-    Args:
-        space: the choices.
-        budget_bytes: what a device may hold at any step; None for no limit.
-        minimises_peak: the objective is the most that a device holds, in place of the price.
-    """
+    """The program of a space."""
 
     def __init__(self, space: Space, budget_bytes: float | None = None, minimises_peak: bool = False) -> None:
         self.space = space
@@ -133,17 +127,7 @@ class IntegerProgram:
         return len(self._cost)
 
     def solve(self, time_limit_s: float, worth: float = np.inf) -> Answer:
-        """Return the best assignment that is found in time.
-
-        Args:
-            time_limit_s: seconds to search.
-            worth: price of an assignment that is known and fits: what costs more alone is left out, and prices are
-                counted in it, so that the solver's tolerances are a share of it.
-
-        Raises:
-            DependencyError: SciPy is not installed.
-            SolverError: HiGHS failed.
-        """
+        """Return the best assignment that is found in time."""
         optimize = need_scipy()
         from scipy.sparse import csr_matrix
 

@@ -32,15 +32,7 @@ class Fitted(NamedTuple):
 
 
 def fit(space: Space, budget_bytes: float, start: Schedule, known: Schedule | None, end_s: float) -> Fitted:
-    """Search plans that hold at most so many bytes at every step.
-
-    Args:
-        space: the choices.
-        budget_bytes: the limit.
-        start: the best plan without a limit, which does not fit.
-        known: a plan that fits, if there is one.
-        end_s: when to stop, by time.monotonic().
-    """
+    """Search plans that hold at most so many bytes at every step."""
     best, bound = known, start.price
     prices = np.zeros(space.steps + 1)
     over = np.array(start.memory_bytes, np.float64) - budget_bytes
@@ -77,10 +69,7 @@ def fit(space: Space, budget_bytes: float, start: Schedule, known: Schedule | No
 
 
 def least_peak(space: Space, start: Schedule, enough_bytes: float, end_s: float) -> tuple[Schedule, float]:
-    """Return a plan that holds as little as was found at its fullest step, and a bound on what any plan holds there.
-
-    Stops early once a plan holds at most `enough_bytes`.
-    """
+    """Return a plan that holds as little as was found at its fullest step, and a bound on what any plan holds there."""
     best, bound = start, 0.0
     memory = np.array(start.memory_bytes, np.float64)
     weights = np.ones(space.steps + 1) / (space.steps + 1)

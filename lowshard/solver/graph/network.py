@@ -25,20 +25,13 @@ _OP_CELLS = 1 << 18
 
 @dataclass
 class Network:
-    """Variables and tables of a space.
-
-    Args:
-        space: the choices.
-        memory_price: price a byte held at each step, or None where memory is free.
-        use_price: price factor of everything else; 0 leaves memory alone to decide.
-        split: tensors with more uses than a table can hold are priced use by use, without what copies save; with
-            "over" by whole moves (never too little), with "under" by `Space.least_moves` (never too much), with None
-            TooWideError is raised.
-    """
+    """Variables and tables of a space."""
 
     space: Space
-    memory_price: Sequence[float] | None = None
-    use_price: float = 1.0
+    memory_price: Sequence[float] | None = None  # a byte held at each step; None: memory is free
+    use_price: float = 1.0  # factor of everything else; 0 leaves memory alone to decide
+    # Tensors with more uses than a table can hold are priced use by use, without what copies save: "over" by whole
+    # moves (never too little), "under" by `Space.least_moves` (never too much); None raises TooWideError.
     split: str | None = None
     was_split: bool = False
     sizes: list[int] = field(default_factory=list)
@@ -66,11 +59,7 @@ class Network:
             self._add_tensor(tensor)
 
     def solve(self, cells_most: int = CELLS_MOST) -> tuple[float, Assignment]:
-        """Return the least price, and what reaches it.
-
-        Raises:
-            TooWideError: tables would be too large.
-        """
+        """Return the least price, and what reaches it."""
         price, values = eliminate(self.sizes, self.factors, cells_most)
         leaves = {leaf: self._values[v][values[v]] for leaf, v in self._source.items() if self._is_leaf(leaf)}
         choices = []

@@ -47,22 +47,14 @@ class Relaxation:
                 self.factors.append(Factor((source,), table[:, 0]))
 
     def solve(self) -> tuple[float, Assignment]:
-        """Return a price that no plan is below, and the assignment that has it here.
-
-        Raises:
-            TooWideError: tables would be too large.
-        """
+        """Return a price that no plan is below, and the assignment that has it here."""
         low, values = eliminate(self.sizes, self.factors, _CELLS_MOST)
         leaves = {leaf: self.space.leaf_layouts[leaf][values[v]] for leaf, v in self._leaf.items()}
         choices = (ways[values[step]] for step, ways in enumerate(self.space.choices))
         return low, Assignment(leaves, tuple(choices))
 
     def pruned(self, price: float) -> Space:
-        """Return the space without what no plan of at most this price can have.
-
-        Raises:
-            TooWideError: tables would be too large.
-        """
+        """Return the space without what no plan of at most this price can have."""
         space = self.space
         stays = [low <= price * (1 + _ROUNDING) for low in marginals(self.sizes, self.factors, _CELLS_MOST)]
         choices = [

@@ -96,17 +96,7 @@ class Family:
 
 
 class Space:
-    """What a solver of whole graphs chooses among.
-
-    Args:
-        graph: with its shapes bound.
-        mesh: where it runs.
-        timing: the prices.
-        rules: "extended" or "documented".
-        keeps: whether inputs and results stay to the end, as a backward pass needs them; copies of them do not.
-        given_only: leave the ways of ops out: they come from elsewhere.
-        spreads: free leaves may be cut in any way, to hold less than an op needs, and not only as an op needs them.
-    """
+    """What a solver of whole graphs chooses among."""
 
     def __init__(
         self,
@@ -114,9 +104,9 @@ class Space:
         mesh: DeviceMesh,
         timing: Timing,
         rules: Rules,
-        keeps: bool = False,
-        given_only: bool = False,
-        spreads: bool = False,
+        keeps: bool = False,  # inputs and results stay to the end, as a backward pass needs them; copies do not
+        given_only: bool = False,  # the ways of ops come from elsewhere
+        spreads: bool = False,  # free leaves may be cut in any way, to hold less than an op needs
     ) -> None:
         check_rules(rules)
         self.graph, self.mesh, self.timing, self.rules, self.keeps = graph, mesh, timing, rules, keeps
@@ -223,10 +213,7 @@ class Space:
     def least_moves(
         self, tensor: int, sources: Sequence[int], targets: Sequence[int]
     ) -> np.ndarray[Any, Any]:
-        """Return what a use of a tensor pays at the least, as [sources, targets]; over all uses no plan pays less.
-
-        Where copies serve again, that is an equal share of the cheapest chain of moves that may lead to the copy.
-        """
+        """Return what a use of a tensor pays at the least, as [sources, targets]; over all uses no plan pays less."""
         family, uses = self.family[tensor], self.uses[tensor]
         rows, columns = list(dict.fromkeys(sources)), list(dict.fromkeys(targets))
         if len(uses) == 1 or not self.timing.reuses:
@@ -282,11 +269,9 @@ class Space:
     # ---- the ways of one op
 
     def _all_terms(self) -> list[frozenset[ReduceOp]]:
-        """Return of which kinds each tensor may come as terms, or be wanted as.
-
-        What an op gives spreads to those that read it. What an op needs spreads back: what all ranks hold becomes terms
-        more cheaply where the array is small, and that may be several ops earlier.
-        """
+        """Return of which kinds each tensor may come as terms, or be wanted as."""
+        # What an op gives spreads to its readers; what it needs spreads back, since terms are cheaper to make of small
+        # arrays, perhaps several ops earlier.
         terms = self._useful_terms()
         for tensor, layout in (*self.given.items(), *self.wanted):
             terms[tensor] |= _terms_of(self.family[tensor].layouts[layout].placements)
@@ -302,11 +287,8 @@ class Space:
         return terms
 
     def _useful_terms(self) -> list[frozenset[ReduceOp]]:
-        """Return in which kinds of terms each tensor may be worth having, though nothing gives or needs them so.
-
-        Where all ranks of a mesh axis hold the same, all but one may drop it: less moves along the other axes then. The
-        rest are terms of a sum, or of what the next ops take where they take no sum. An average has nothing to drop.
-        """
+        """Return in which kinds of terms each tensor may be worth having, though nothing gives or needs them so."""
+        # Where all ranks of an axis hold the same, all but one may drop it: less moves along the other axes then.
         terms: list[frozenset[ReduceOp]] = [frozenset()] * len(self.graph.tensors)
         if self.rules == "documented" or sum(n > 1 for n in self.mesh.shape) < 2:
             return terms
@@ -418,11 +400,7 @@ class Space:
             return None
 
     def choice(self, node: Node, inputs: tuple[Layout, ...], rows: Sequence[AxisAssignment]) -> Choice | None:
-        """Return the way of an op by these rows on operands that come as the rows need them; None: it is not offered.
-
-        The rows are taken as the rule offers them for just these layouts: how a row runs, and what it exchanges, may
-        rest on them.
-        """
+        """Return the way of an op by these rows, which the operands fit; None where it is not offered."""
         found = action_set(node.op, inputs, self.rules, **dict(node.args))
         count = len(node.results)
         exact = []

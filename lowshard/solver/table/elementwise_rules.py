@@ -96,12 +96,7 @@ def shifted(call: Call) -> Offer:
 
 
 def scalar(call: Call) -> int | float:
-    """Return the argument `value`, 1 by default.
-
-    Raises:
-        LayoutError: it is not a real number; or the operand has integers, and it is one that their dtype does not
-            hold, or an exponent that is not a whole number from 0.
-    """
+    """Return the argument `value`, 1 by default."""
     value, dtype = call.args.get("value", 1), dtypes.get(call.dtype)
     if not isinstance(value, Real):
         raise LayoutError(f"{call.op}: value is a real number, got {value!r}")
@@ -121,11 +116,8 @@ def scalar(call: Call) -> int | float:
 
 @rule("cast", "dequantize", args=("dtype",))
 def cast(call: Call) -> Offer:
-    """A copy where the dtype stays: all sums do. Else only dequantize, of floats, keeps sums. Args: dtype.
-
-    Terms whose fractions or high bits were dropped have another sum. That of rounded floats is near the rounded sum,
-    which is what dequantizing asks for.
-    """
+    """A copy where the dtype stays: all sums do. Else only dequantize, of floats, keeps sums. Args: dtype."""
+    # Terms whose fractions or high bits were dropped have another sum; that of rounded floats is near the rounded sum.
     dtype = dtypes.get(call.args.get("dtype", call.dtype))
     rows = _every_dim(call)
     if dtype.name == call.dtype or (call.op == "dequantize" and dtype.kind == "float"):
@@ -157,10 +149,8 @@ def along(call: Call, shape: tuple[int, ...]) -> Rows:
 @rule("pow", operands=2, kinds=EVERY_KIND - {"int"})  # a negative exponent has no result among integers
 @rule("sub", operands=2, kinds=NUMBER)
 def binary(call: Call) -> Offer:
-    """Cut alike along a dim of the result; add and sub keep sums, mul keeps one beside a whole, finite factor.
-
-    Not so div, nor add beside a max: a divisor of 0, or the infinity that stands for no element, would make a NaN.
-    """
+    """Cut alike along a dim of the result; add and sub keep sums, mul keeps one beside a whole, finite factor."""
+    # Not so div, nor add beside a max: a divisor of 0, or the infinity that stands for no element, would make a NaN.
     shape = broadcast(call)
     rows = along(call, shape)
     if call.op in ("add", "sub"):

@@ -26,11 +26,7 @@ def cutting_sizes(call: Call, dim: int) -> list[int]:
 
 
 def shares(extent: int, sizes: Sequence[int], scale: int = 1) -> list[Interval]:
-    """Return what each rank has of an extent that mesh axes of these sizes cut, nested, times `scale`.
-
-    Raises:
-        LayoutError: there are too many of them to count.
-    """
+    """Return what each rank has of an extent that mesh axes of these sizes cut, nested, times `scale`."""
     require_countable(sizes)
     found = [(0, extent)]
     for size in sizes:

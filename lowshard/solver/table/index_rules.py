@@ -30,11 +30,8 @@ CROSS = Refused(
 @rule("gather", operands=2, indices=(1,), args=("axis",))
 @rule("embedding", operands=2, indices=(1,))
 def gather(call: Call) -> Offer:
-    """Rows of a table by index, as NumPy's take: table, indices. Args: axis (embedding: 0).
-
-    Extended: the looked-up dim may be cut. Every rank looks up what it holds, the rest is zero, and the sum is left
-    to do.
-    """
+    """Rows of a table by index, as NumPy's take: table, indices. Args: axis (embedding: 0)."""
+    # Extended, along a cut looked-up dim: every rank looks up what it holds, and the sum is left to do.
     at = 0 if call.op == "embedding" else call.dim("axis", 0)
     table, ids = call.shape(0), call.shape(1)
     rows = [row(S(k), R, out=S(k if k < at else k + len(ids) - 1)) for k in range(len(table)) if k != at]
@@ -87,10 +84,7 @@ def scatter(call: Call) -> Offer:
 
 @rule("top_k", "bottom_k", "top_k_values", args=("k", "axis"))
 def top_k(call: Call) -> Offer:
-    """The k largest along a dim: values and indices (top_k_values: values). Args: k, axis.
-
-    Extended: along a cut dim, ranks gather everyone's best k and pick among them.
-    """
+    """The k largest along a dim: values and indices (top_k_values: values). Args: k, axis."""
     at, k = call.dim(), int(call.args.get("k", 1))
     shape = call.shape()
     if not 0 < k <= shape[at]:
@@ -114,11 +108,9 @@ def sort(call: Call) -> Offer:
 
 @rule("attention", operands=3, kinds=FLOAT, args=("causal", "scale"))
 def attention(call: Call) -> Offer:
-    """softmax(q kT scale) v: q [B, H, L, D], k [B, G, T, D], v [B, G, T, E], H a multiple of G. Args: causal, scale.
-
-    Published without a rule. Extended: batch; heads with their KV groups (each rank fetches the KV heads that its query
-    heads use where the splits differ); heads with whole k and v; query positions; channels of v.
-    """
+    """softmax(q kT scale) v: q [B, H, L, D], k [B, G, T, D], v [B, G, T, E], H a multiple of G. Args: causal, scale."""
+    # Extended: batch; heads with their KV groups (fetched where the splits differ); heads with whole k and v; query
+    # positions; channels of v.
     q, k, v = (call.shape(i) for i in range(3))
     if (len(q), len(k), len(v)) != (4, 4, 4) or q[0] != k[0] or k[:3] != v[:3] or q[3] != k[3]:
         raise LayoutError(

@@ -23,11 +23,7 @@ _NAMES = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
 
 
 def plain_args(op: str, args: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of an op by name, each checked and plain.
-
-    Raises:
-        LayoutError, DTypeError: one is of another type than its name says.
-    """
+    """Return the arguments of an op by name, each checked and plain."""
     return {name: plain_argument(f"{op}: argument {name!r}", name, value) for name, value in args.items()}
 
 

@@ -50,11 +50,8 @@ def row(
 
 
 def passing(p: Partial) -> frozenset[Kind]:
-    """Return the kinds of dtype whose arithmetic a partial passes through.
-
-    Sums: all, since integers that wrap around keep every law of a ring, and a sum of booleans is an "or". An average of
-    integers is rounded down, so it passes only where elements are moved and not computed.
-    """
+    """Return the kinds of dtype whose arithmetic a partial passes through."""
+    # Integers that wrap around keep every law of a ring; an average of them is rounded down.
     return FLOAT if p is AVG else EVERY_KIND
 
 
@@ -86,11 +83,7 @@ class Call:
         return self.layouts[0].dtype
 
     def dim(self, name: str = "axis", default: int = -1, ndim: int | None = None) -> int:
-        """Return an argument that is a dim, counted from 0.
-
-        Raises:
-            LayoutError: the operand has no such dim.
-        """
+        """Return an argument that is a dim, counted from 0."""
         n = self.ndim() if ndim is None else ndim
         return dim_of(self.args.get(name, default), n, f"{self.op}: {name}")
 
@@ -231,12 +224,7 @@ def check_names(op: str, names: Iterable[object]) -> None:
 
 
 def offer(call: Call) -> Offer:
-    """Return what the op's rule offers: the rows that hold for the dtypes of the operands.
-
-    Raises:
-        LayoutError: no such op, another number of operands, arguments that it does not have, shapes or arguments that
-            do not fit.
-    """
+    """Return what the op's rule offers: the rows that hold for the dtypes of the operands."""
     found = find_rule(call.op)
     check_names(call.op, call.args)
     least, most = found.operands
@@ -263,11 +251,8 @@ def offer(call: Call) -> Offer:
 
 
 def common_kind(values: Sequence[dtypes.DType]) -> Kind | None:
-    """Return the kind of dtype that an op computes in, of the dtypes of its operands.
-
-    None where there is no arithmetic that reductions commute with: the op casts to the dtype of its first operand,
-    which for floats among themselves is a rounding, but else drops fractions or high bits; and scales have no sum.
-    """
+    """Return the kind of dtype that an op computes in, of the dtypes of its operands."""
+    # None: a cast to the first operand's dtype that drops fractions or high bits, and scales, which have no sum.
     if len(values) > 1 and any(dtype != values[0] for dtype in values):
         return "float" if all(dtype.kind == "float" for dtype in values) else None
     kind: Kind | None = values[0].kind if values else "float"
@@ -275,10 +260,7 @@ def common_kind(values: Sequence[dtypes.DType]) -> Kind | None:
 
 
 def dtype_error(op: str, layouts: Sequence[Layout], rows: Sequence[AxisAssignment]) -> DTypeError | None:
-    """Return what keeps an op from running by these rows on operands of these dtypes, or None.
-
-    Of an op without a rule, which is the caller's own, nothing is known.
-    """
+    """Return what keeps an op from running by these rows on operands of these dtypes, or None."""
     found = RULES.get(op)
     if found is None:
         return None
@@ -320,11 +302,7 @@ def dim_of(value: Any, ndim: int, what: str) -> int:
 
 
 def broadcast(call: Call) -> tuple[int, ...]:
-    """Return the shape that the operands broadcast to, trailing dims aligned.
-
-    Raises:
-        LayoutError: two extents differ and neither is 1.
-    """
+    """Return the shape that the operands broadcast to, trailing dims aligned."""
     ndim = max(len(layout.shape) for layout in call.layouts)
     shape = [1] * ndim
     for layout in call.layouts:

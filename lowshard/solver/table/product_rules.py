@@ -87,11 +87,7 @@ def outer(call: Call) -> Offer:
 
 
 def parse_einsum(call: Call) -> tuple[list[str], str]:
-    """Return the labels of each operand and of the result of an einsum.
-
-    Raises:
-        LayoutError: no '->', labels repeated in an operand, extents that differ.
-    """
+    """Return the labels of each operand and of the result of an einsum."""
     text = str(call.need("subscripts")).replace(" ", "")
     inputs, arrow, output = text.partition("->")
     terms = inputs.split(",")
@@ -115,10 +111,7 @@ def parse_einsum(call: Call) -> tuple[list[str], str]:
 
 @rule("einsum", operands=(1, None), args=("subscripts",))
 def einsum(call: Call) -> Offer:
-    """A row a label: kept labels are cut in the result, summed ones make a sum; linear in each operand.
-
-    Args: subscripts.
-    """
+    """A row a label: kept labels are cut in the result, summed ones make a sum; linear in each operand."""
     terms, output = parse_einsum(call)
     labels = dict.fromkeys("".join(terms))
     rows: Rows = []
@@ -139,11 +132,9 @@ def einsum(call: Call) -> Offer:
 
 
 def conv_shapes(call: Call) -> tuple[bool, bool, int, tuple[int, ...]]:
-    """Return whether channels come first, whether it is transposed, the groups, and the result's shape.
-
-    x is [N, *space, C] ("NHWC") or [N, C, *space] ("NCHW"); the filter [*taps, Cin / groups, Cout], transposed
-    [*taps, Cout, Cin]. Args: layout, stride, padding (pairs), groups.
-    """
+    """Return whether channels come first, whether it is transposed, the groups, and the result's shape."""
+    # x is [N, *space, C] ("NHWC") or [N, C, *space] ("NCHW"); the filter [*taps, Cin / groups, Cout], transposed
+    # [*taps, Cout, Cin].
     x, w = call.shape(0), call.shape(1)
     first = str(call.args.get("layout", "NHWC")).upper().startswith("NC")
     transposed = call.op.endswith("_transpose")

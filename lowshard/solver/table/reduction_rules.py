@@ -68,10 +68,7 @@ def sum_(call: Call) -> Offer:
 
 @rule("mean", args=("axis",))
 def mean(call: Call) -> Offer:
-    """Even shards leave an average to do; uneven ones a sum of terms that are already divided. Args: axis.
-
-    Not of integers: their mean is rounded down, once.
-    """
+    """Even shards leave an average to do; uneven ones a sum of terms that are already divided. Args: axis."""
     dims = _dims(call)
     rows, refused = _others(call, dims), []
     layout = call.layouts[0]
@@ -110,10 +107,7 @@ def extreme(call: Call) -> Offer:
 
 @rule("argmax", "argmin", args=("axis",))
 def arg_extreme(call: Call) -> Offer:
-    """Extended, along a cut dim: every rank's best value and place are gathered, the first of equals wins.
-
-    Args: axis.
-    """
+    """Extended, along a cut dim: every rank's best value and place are gathered, the first of equals wins."""
     dim = call.dim()
     rows = _others(call, (dim,))
     if call.extended:
@@ -148,10 +142,8 @@ def cumsum(call: Call) -> Offer:
 
 @rule("layer_norm", "rms_norm", operands=(2, 3), kinds=FLOAT, args=("eps",))
 def norm(call: Call) -> Offer:
-    """Normalises the trailing dims that the weight has. Operands: x, weight[, bias]. Args: eps.
-
-    Extended, along a cut normalised dim: sums of squares (layer_norm: sums, then squares) are all-reduced.
-    """
+    """Normalises the trailing dims that the weight has. Operands: x, weight[, bias]. Args: eps."""
+    # Extended, along a cut normalised dim: sums of squares (layer_norm: sums, then squares) are all-reduced.
     x, w = call.shape(0), call.shape(1)
     lead = len(x) - len(w)
     if lead < 0 or x[lead:] != w or any(layout.shape != w for layout in call.layouts[2:]):
@@ -170,10 +162,7 @@ def norm(call: Call) -> Offer:
 
 @rule("group_norm", operands=3, kinds=FLOAT, args=("groups", "eps"))
 def group_norm(call: Call) -> Offer:
-    """x [N, C, *space], weight [C], bias [C]. Published without a rule; extended: the batch may be cut.
-
-    Args: groups, eps.
-    """
+    """x [N, C, *space], weight [C], bias [C]. Published without a rule; extended: the batch may be cut."""
     shape, groups = call.shape(), call.args.get("groups", 1)
     channels = shape[1] if len(shape) > 1 else 0
     if any(layout.shape != (channels,) for layout in call.layouts[1:]) or groups < 1 or channels % groups:

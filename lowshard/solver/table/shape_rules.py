@@ -87,12 +87,9 @@ def squeeze(call: Call) -> Offer:
 @rule("reshape", args=("shape",))
 @rule("flatten", args=("start", "end"))
 def reshape(call: Call) -> Offer:
-    """A cut dim becomes the major dim of what it is merged into or broken into. Args: shape; flatten: start, end.
-
-    Documented: only for placements that the operand comes with, and where both splits fall on the same elements; of
-    flatten only the dims beside the flattened ones.
-    Extended: the major dims of every group of merged dims; where the splits differ, ranks exchange the rest.
-    """
+    """A cut dim becomes the major dim of what it is merged into or broken into. Args: shape; flatten: start, end."""
+    # Documented: only placements that the operand comes with, where both splits fall on the same elements; of flatten
+    # only the dims beside the flattened ones. Extended: the major dims of every group of merged dims.
     source = call.shape()
     if call.op == "flatten":
         start, end = call.dim("start", 0), call.dim("end", -1)
@@ -149,11 +146,7 @@ def _regrouped(call: Call, span: tuple[int, int], extent: int, scale: int) -> In
 
 
 def filled_shape(call: Call, source: Sequence[int]) -> tuple[int, ...]:
-    """Return the target shape with its -1 filled in.
-
-    Raises:
-        LayoutError: more than one -1, or another number of elements.
-    """
+    """Return the target shape with its -1 filled in."""
     asked = [int(n) for n in call.need("shape")]
     total = prod(source)
     if asked.count(-1) > 1:
@@ -285,10 +278,7 @@ def slice_ranges(call: Call) -> list[tuple[int, int, int]]:
 
 @rule("slice", args=("slices", "sliced_axes"))
 def slice_(call: Call) -> Offer:
-    """Dims that are not sliced stay cut. Extended: a cut, sliced dim (step 1) too, ranks exchange.
-
-    Args: slices, sliced_axes.
-    """
+    """Dims that are not sliced stay cut. Extended: a cut, sliced dim (step 1) too, ranks exchange."""
     ranges = slice_ranges(call)
     shape = call.shape()
     target = tuple(-(-(stop - start) // step) for start, stop, step in ranges)
@@ -325,10 +315,7 @@ _PAD_MODES = ("constant", "edge", "reflect", "symmetric")
 
 @rule("pad", args=("pads", "value", "mode", "padded_axes"))
 def pad(call: Call) -> Offer:
-    """Dims that are not padded stay cut; sums stay where the pad is zero or mirrors.
-
-    Args: pads, value, mode (constant, edge, reflect or symmetric), padded_axes.
-    """
+    """Dims that are not padded stay cut; sums stay where the pad is zero or mirrors."""
     pads, mode = pad_pairs(call), call.args.get("mode", "constant")
     choice(mode, _PAD_MODES, "pad: mode is 'constant', 'edge', 'reflect' or 'symmetric'", LayoutError)
     padded = {d for d, p in enumerate(pads) if p != (0, 0)}
