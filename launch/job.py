@@ -31,8 +31,7 @@ from lowshard.launch.host import Spread
 from lowshard.launch.job_dir import HOSTFILE_NAME, TMP_NAME, job_folder, make_job_dir
 from lowshard.launch.leftover import processes_of, signal_group, signal_process, stray_files, sweep_files
 from lowshard.launch.link import Link
-from lowshard.launch.loopback_sockets import move_to_loopback
-from lowshard.launch.mpiexec import MpiInstall, find_mpi, rank_environment, stays_on_host
+from lowshard.launch.mpiexec import MpiInstall, find_mpi, rank_environment
 from lowshard.launch.output import Output
 from lowshard.launch.sink import Sink
 from lowshard.launch.verdict import (
@@ -58,7 +57,6 @@ _MPIEXEC_NOISE = re.compile(rb"^\[[^\]\n]*\] plm:ssh: Warning: setpgid.*\n", re.
 _CHILD = ("-m", "lowshard.launch.child")
 _TICK_S = 0.05
 _MOST_RANKS = 1 << 20
-_START_TICK_S = 0.002  # while mpiexec opens its sockets
 _STACKS_S = 0.7  # for the ranks to print their stacks
 _TERM_S = 2.0  # from SIGTERM to SIGKILL
 _KILL_S = 5.0  # from SIGKILL to giving up on a process that the kernel holds
@@ -192,8 +190,7 @@ def run_ranks(
         )
         if spread is not None:
             (Path(folder) / HOSTFILE_NAME).write_text(spread.hostfile(mpi.family), encoding="utf-8")
-        is_local = not everywhere and stays_on_host(mpi, environment)
-        job = _Job(Path(folder), n, sinks, prefix_output, link, is_local)
+        job = _Job(Path(folder), n, sinks, prefix_output, link)
         return job.run(line, environment, cwd, timeout_s, grace_s)
 
 
@@ -201,13 +198,12 @@ class _Job:
     """One run of mpiexec, from the job directory to the last sweep."""
 
     def __init__(
-        self, folder: Path, n: int, sinks: tuple[TextIO, TextIO], prefix: bool, link: Link, is_local: bool
+        self, folder: Path, n: int, sinks: tuple[TextIO, TextIO], prefix: bool, link: Link
     ) -> None:
         self._folder = folder
         self._n = n
         self._output = Output((Sink(sinks[0], self._wait_until), Sink(sinks[1], self._wait_until)), prefix)
         self._link = link
-        self._is_local = is_local  # nobody on another host has to reach mpiexec
         self._signals: list[int] = []
         self._limit_s = self._reader_until_s = math.inf  # on the monotonic clock
         self._is_cut_short = False  # the output cannot be written
@@ -315,12 +311,8 @@ class _Job:
     def _watch(self, mpiexec: subprocess.Popen[bytes], grace_s: float) -> bool:
         """Passes output on until the job has ended or must be ended; returns whether the time ran out."""
         failed_s: float | None = None
-        is_settled = not self._is_local
         while mpiexec.poll() is None and not self._signals:
-            if not is_settled:
-                is_settled = self._link.has_heard()  # mpiexec listens before it starts a rank
-                move_to_loopback(mpiexec.pid)
-            self._pump(_TICK_S if is_settled else _START_TICK_S)
+            self._pump()
             now_s = time.monotonic()
             if self._output.error is not None and not self._signals:
                 self._is_cut_short = True

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import pwd
 
 import pytest
 
 from lowshard.launch.host import Host, Spread
-from lowshard.launch.mpiexec import MpiInstall, rank_environment, stays_on_host
+from lowshard.launch.mpiexec import MpiInstall, rank_environment
 from lowshard.settings import cache_root
 
 MAPPING = "PRTE_MCA_rmaps_default_mapping_policy"
@@ -67,17 +66,6 @@ def test_the_ranks_of_one_host_have_no_network_and_those_of_several_have() -> No
     for name in ("HYDRA_IFACE", "UCX_NET_DEVICES", "FI_TCP_IFACE", "NCCL_SOCKET_IFNAME"):
         assert alone[name] == "lo"
         assert name not in rank_environment(install("mpich", True), 5, {}, cores=2, spread=TWO)
-
-
-@pytest.mark.parametrize(
-    ("vendor", "iface", "stays"),
-    [("Open MPI", "lo", True), ("MPICH", "lo", True), ("MPICH", "eth0", False), ("Intel MPI", "lo", False)],
-)
-def test_an_mpiexec_whose_daemon_comes_by_another_address_is_left_alone(
-    vendor: str, iface: str, stays: bool
-) -> None:
-    mpi = dataclasses.replace(install("mpich", True), vendor=vendor)
-    assert stays_on_host(mpi, {"HYDRA_IFACE": iface}) == stays
 
 
 def test_threads_are_counted_by_the_fullest_host_and_hosts_are_filled_one_by_one() -> None:
