@@ -73,28 +73,20 @@ def python_command(target: str, args: Sequence[str] = (), *, module: bool = Fals
         LaunchError: what is not text, or a text where a sequence of them is expected.
     """
     is_module = truth(module, "module is True or False", LaunchError)
-    words = as_words([target], "target is the path of a script, or the name of a module")
+    words = _as_words([target], "target is the path of a script, or the name of a module")
     return [
         sys.executable, *_CHILD, *(["--module"] if is_module else []), *words,
-        *as_words(args, "args is a sequence of texts"),
+        *_as_words(args, "args is a sequence of texts"),
     ]  # fmt: skip
 
 
-def as_words(given: object, rule: str) -> list[str]:
+def _as_words(given: object, rule: str) -> list[str]:
     """Returns the words of a command line, or raises LaunchError."""
     words = items(given, rule, LaunchError)
     for word in words:
         if not isinstance(word, (str, os.PathLike)):
             raise LaunchError(f"{rule}, got {brief(given)}")
     return [os.fspath(word) for word in words]
-
-
-def checked_size(n: int, timeout_s: float | None) -> tuple[int, float | None]:
-    """Returns the number of ranks of a job and its limit in seconds, or raises LaunchError."""
-    n = whole(n, f"a job has at least 1 rank, and at most {_MOST_RANKS}; n", LaunchError, 1, _MOST_RANKS)
-    if timeout_s is not None:
-        timeout_s = real(timeout_s, "timeout_s must be positive, or None for no limit", LaunchError)
-    return n, timeout_s
 
 
 def run_ranks(
@@ -136,8 +128,10 @@ def run_ranks(
         LaunchError: no ranks can be started as asked.
         DependencyError: mpi4py, an MPI library or mpiexec is missing.
     """
-    n, timeout_s = checked_size(n, timeout_s)
-    program = as_words(command, "a job needs a command to run, a sequence of texts")
+    n = whole(n, f"a job has at least 1 rank, and at most {_MOST_RANKS}; n", LaunchError, 1, _MOST_RANKS)
+    if timeout_s is not None:
+        timeout_s = real(timeout_s, "timeout_s must be positive, or None for no limit", LaunchError)
+    program = _as_words(command, "a job needs a command to run, a sequence of texts")
     if not program:
         raise LaunchError("a job needs a command to run; got an empty one")
     grace_s = finite(grace_s, "grace_s is a number of seconds, 0 or more", LaunchError, 0)

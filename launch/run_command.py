@@ -7,12 +7,10 @@ import contextlib
 import os
 import signal
 import sys
-import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from lowshard.comm.abort import flush_output
 from lowshard.command_parser import expect_habits
 from lowshard.errors import LaunchError, LowshardError
 from lowshard.launch.fake_hosts import fake_hosts, fake_spread
@@ -20,7 +18,6 @@ from lowshard.launch.host import Spread, parse_hosts, read_hostfile, spread_over
 from lowshard.launch.job import python_command, run_ranks
 from lowshard.launch.mpiexec import MPI_CHOICES, find_mpi
 from lowshard.launch.template import template_list, template_text
-from lowshard.launch.thread_ranks import READER_S, call_within, run_threads
 from lowshard.nearest import nearest
 from lowshard.streams import drop_stdout
 
@@ -32,7 +29,6 @@ examples:
   lowshard run -n 4 -m package.train                a module, as in python -m
   lowshard run -n 8 --hosts a:4,b:4 train.py        ranks 0-3 on a, 4-7 on b, by ssh
   lowshard run -n 4 --fake-hosts 2 train.py         the same on this machine alone (Linux, root)
-  lowshard run -n 4 --threads train.py              main(comm) of train.py in 4 threads; no MPI needed
   lowshard run --template slurm_many_nodes.sh > job.sh
 
 output: each line has its rank in front. When a rank fails the others have a moment to say that they noticed; then
@@ -106,9 +102,6 @@ def add_run_parser(
     where.add_argument(
         "--fake-hosts", type=int, metavar="K", help="make K hosts on this machine (network namespaces; root)"
     )
-    where.add_argument(
-        "--threads", action="store_true", help="ranks are threads: main(comm) of the script in each"
-    )
     parser.add_argument(
         "--ssh", metavar="COMMAND", default="", help="remote shell in place of ssh: COMMAND HOST WORDS..."
     )
@@ -168,8 +161,6 @@ def _run(args: argparse.Namespace) -> int:
         raise LaunchError(
             f"the script must exist, but there is no {target[0]!r} here ({os.getcwd()}){advice}"
         )
-    if args.threads:
-        return _run_threads(args, target)
     if args.ranks < 1:
         raise LaunchError(f"a job has at least 1 rank; got n={args.ranks}")
     mpi = find_mpi(args.mpi)
@@ -198,19 +189,3 @@ def _spread_of(args: argparse.Namespace) -> Iterator[Spread | None]:
             hosts = parse_hosts(args.hosts) if args.hosts is not None else read_hostfile(args.hostfile)
             spread = spread_over(hosts, args.ranks, shell=args.ssh, iface=args.iface)
         yield spread
-
-
-def _run_threads(args: argparse.Namespace, target: list[str]) -> int:
-    """Runs the ranks as threads of this process."""
-    result = run_threads(
-        target[0],
-        target[1:],
-        args.ranks,
-        module=args.module,
-        timeout_s=args.timeout,
-        prefix_output=not args.no_prefix,
-    )
-    if result.exit_code and threading.active_count() > 1:  # a rank may be anywhere, for ever; in a write, too
-        call_within(READER_S, flush_output)
-        os._exit(result.exit_code)
-    return result.exit_code
