@@ -7,9 +7,8 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from lowshard.command_parser import expect_habits
 from lowshard.errors import LaunchError, LowshardError
@@ -17,7 +16,6 @@ from lowshard.launch.fake_hosts import fake_hosts, fake_spread
 from lowshard.launch.host import Spread, parse_hosts, read_hostfile, spread_over
 from lowshard.launch.job import python_command, run_ranks
 from lowshard.launch.mpiexec import MPI_CHOICES, find_mpi
-from lowshard.launch.template import template_list, template_text
 from lowshard.nearest import nearest
 from lowshard.streams import drop_stdout
 
@@ -29,7 +27,6 @@ examples:
   lowshard run -n 4 -m package.train                a module, as in python -m
   lowshard run -n 8 --hosts a:4,b:4 train.py        ranks 0-3 on a, 4-7 on b, by ssh
   lowshard run -n 4 --fake-hosts 2 train.py         the same on this machine alone (Linux, root)
-  lowshard run --template slurm_many_nodes.sh > job.sh
 
 output: each line has its rank in front. When a rank fails the others have a moment to say that they noticed; then
 the job is ended, and the text of the rank that failed first comes last. Nothing stays behind: no process, no file in
@@ -56,27 +53,8 @@ environment (what is set already stays as it is):
 
 inside another launcher (mpirun, srun --mpi=pmix, flux run) start the program itself:
   srun --mpi=pmix python -m lowshard.launch.child train.py
-ends all ranks when one fails. See --template.
+ends all ranks when one fails.
 """
-
-
-class _ShowTemplate(argparse.Action):
-    """Prints a template and ends, as --help does."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: str | Sequence[Any] | None,
-        option_string: str | None = None,
-    ) -> None:
-        """Prints what is asked for."""
-        name = str(values)
-        try:
-            sys.stdout.write(template_list() if name == "list" else template_text(name))
-        except LaunchError as error:
-            parser.error(str(error))
-        parser.exit()
 
 
 def add_run_parser(
@@ -115,12 +93,6 @@ def add_run_parser(
         "--timeout", type=float, metavar="S", help="end the job after S seconds, with all stacks"
     )
     parser.add_argument("--no-prefix", action="store_true", help="pass the ranks' output on as it is")
-    parser.add_argument(
-        "--template",
-        action=_ShowTemplate,
-        metavar="NAME",
-        help="print a job script or hostfile; 'list' names them",
-    )
     parser.add_argument(
         "target", nargs=argparse.REMAINDER, metavar="script.py ...", help="what to run, its arguments"
     )
