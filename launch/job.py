@@ -8,7 +8,6 @@ each process's environment, is also what tells this job's processes from all oth
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import re
 import signal
@@ -33,7 +32,6 @@ from lowshard.launch.leftover import processes_of, signal_group, signal_process,
 from lowshard.launch.link import Link
 from lowshard.launch.mpiexec import MpiInstall, find_mpi, rank_environment
 from lowshard.launch.output import Output
-from lowshard.launch.sink import Sink
 from lowshard.launch.verdict import (
     JobResult,
     failure_text,
@@ -41,7 +39,6 @@ from lowshard.launch.verdict import (
     judge,
     one_each,
     place_in,
-    unread,
     unwritten,
 )
 from lowshard.streams import open_closed_streams
@@ -62,7 +59,6 @@ _TERM_S = 2.0  # from SIGTERM to SIGKILL
 _KILL_S = 5.0  # from SIGKILL to giving up on a process that the kernel holds
 _STRAGGLER_S = 0.5  # for what a rank left behind (a resource tracker, say) to end by itself
 _SILENT_TERM_S = 0.5  # the same where a rank cannot be reached, or cannot react: mpiexec would wait for it
-_READER_S = 1.0  # for who reads the output to go on, once the job is to end
 _LAST_WORDS_S = 1.0  # for what ranks on other hosts wrote, and for their keepers, to arrive
 
 
@@ -137,9 +133,9 @@ def run_ranks(
     grace_s = finite(grace_s, "grace_s is a number of seconds, 0 or more", LaunchError, 0)
     prefix_output = truth(prefix_output, "prefix_output is True or False", LaunchError)
     cwd = None if cwd is None else check_path(cwd, "cwd is the path of a folder, or None", LaunchError)
-    for name, sink in (("stdout", stdout), ("stderr", stderr)):
-        if sink is not None and not callable(getattr(sink, "write", None)):
-            raise LaunchError(f"{name} is a text file that is open, or None; got {brief(sink)}")
+    for name, file in (("stdout", stdout), ("stderr", stderr)):
+        if file is not None and not callable(getattr(file, "write", None)):
+            raise LaunchError(f"{name} is a text file that is open, or None; got {brief(file)}")
     if mpi is not None:
         instance(mpi, MpiInstall, "mpi is what find_mpi returns, or None", LaunchError)
     if spread is not None:
@@ -160,7 +156,7 @@ def run_ranks(
     if tuple(program[1:3]) != _CHILD:
         program = [sys.executable, *_CHILD, "--exec", *program]
     open_closed_streams()
-    sinks = (sys.stdout if stdout is None else stdout, sys.stderr if stderr is None else stderr)
+    files = (sys.stdout if stdout is None else stdout, sys.stderr if stderr is None else stderr)
     environment = rank_environment(mpi, n, base, spread=spread)
     everywhere = spread is not None or allocated_nodes(base) > 1
     with (
@@ -184,22 +180,19 @@ def run_ranks(
         )
         if spread is not None:
             (Path(folder) / HOSTFILE_NAME).write_text(spread.hostfile(mpi.family), encoding="utf-8")
-        job = _Job(Path(folder), n, sinks, prefix_output, link)
+        job = _Job(Path(folder), n, files, prefix_output, link)
         return job.run(line, environment, cwd, timeout_s, grace_s)
 
 
 class _Job:
     """One run of mpiexec, from the job directory to the last sweep."""
 
-    def __init__(
-        self, folder: Path, n: int, sinks: tuple[TextIO, TextIO], prefix: bool, link: Link
-    ) -> None:
+    def __init__(self, folder: Path, n: int, files: tuple[TextIO, TextIO], prefix: bool, link: Link) -> None:
         self._folder = folder
         self._n = n
-        self._output = Output((Sink(sinks[0], self._wait_until), Sink(sinks[1], self._wait_until)), prefix)
+        self._output = Output(files, prefix)
         self._link = link
         self._signals: list[int] = []
-        self._limit_s = self._reader_until_s = math.inf  # on the monotonic clock
         self._is_cut_short = False  # the output cannot be written
 
     def run(
@@ -212,7 +205,7 @@ class _Job:
     ) -> JobResult:
         """Runs the job to its end."""
         start_s = time.monotonic()
-        self._limit_s = math.inf if timeout_s is None else start_s + timeout_s
+        limit_s = None if timeout_s is None else start_s + timeout_s
         files_before = stray_files()
         with contextlib.ExitStack() as stack:
             for fd, rank, stream in make_job_dir(self._folder, self._n):
@@ -239,7 +232,7 @@ class _Job:
                 for stream, pipe in enumerate((mpiexec.stdout, mpiexec.stderr)):
                     assert pipe is not None
                     self._output.add(pipe.fileno(), stream, None)
-                timed_out = self._watch(mpiexec, grace_s)
+                timed_out = self._watch(mpiexec, grace_s, limit_s)
             finally:
                 self._end(mpiexec)
                 self._output.close()
@@ -256,8 +249,6 @@ class _Job:
             )
             if self._output.error is not None and (self._is_cut_short or result.cause == "done"):
                 result = unwritten(result, self._output.error)
-            elif self._output.is_cut:
-                result = unread(result)
             if result.cause in ("done", "mpiexec"):  # else we say it better
                 self._output.say(_MPIEXEC_NOISE.sub(b"", self._output.from_mpiexec).decode(errors="replace"))
             self._output.say(failure_text(result))
@@ -293,16 +284,7 @@ class _Job:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def _wait_until(self) -> float:
-        """Returns until when a write may wait for its reader: for ever, but for a moment once the job is to end."""
-        if len(self._signals) > 1:
-            return 0.0
-        now_s = time.monotonic()
-        if self._signals or now_s > self._limit_s:
-            self._reader_until_s = min(self._reader_until_s, now_s + _READER_S)
-        return self._reader_until_s
-
-    def _watch(self, mpiexec: subprocess.Popen[bytes], grace_s: float) -> bool:
+    def _watch(self, mpiexec: subprocess.Popen[bytes], grace_s: float, limit_s: float | None) -> bool:
         """Passes output on until the job has ended or must be ended; returns whether the time ran out."""
         failed_s: float | None = None
         while mpiexec.poll() is None and not self._signals:
@@ -318,7 +300,7 @@ class _Job:
                 failed_s = now_s
             if failed_s is not None and (now_s > failed_s + grace_s or len(failures) == self._n > 1):
                 return False
-            if failed_s is None and now_s > self._limit_s:
+            if failed_s is None and limit_s is not None and now_s > limit_s:
                 self._output.keep_stacks()
                 self._link.ask_for_stacks()
                 self._pump_for(_STACKS_S, mpiexec)

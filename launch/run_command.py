@@ -145,7 +145,7 @@ def _run(args: argparse.Namespace) -> int:
             mpi=mpi,
             spread=spread,
         )
-    if result.exit_code == 128 + signal.SIGPIPE:
+    if result.cause == "output" or result.exit_code == 128 + signal.SIGPIPE:
         drop_stdout()
     return result.exit_code
 

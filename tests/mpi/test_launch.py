@@ -310,30 +310,6 @@ def test_a_reader_that_goes_away_ends_the_job(launcher: Launcher) -> None:
 SPAM = "import time\nfor _ in range(50000):\n    print('x' * 100)\ntime.sleep(60)\n"
 
 
-@pytest.mark.parametrize(
-    ("number", "code"),
-    mode.sample([(signal.SIGTERM, 143), (signal.SIGINT, 130), (None, 71)], 1, "stuck readers"),
-)
-def test_a_reader_that_has_stopped_does_not_keep_the_job_from_ending(
-    launcher: Launcher, number: int | None, code: int
-) -> None:
-    limit = ["--timeout", "4"] if number is None else []
-    started = launcher.start("run", "-n", "2", *limit, launcher.script(SPAM))
-    assert started.stdout is not None
-    started.stdout.readline()  # and no more
-    time.sleep(1.0)
-    sent_s = time.time()
-    if number is not None:
-        started.send_signal(number)
-    try:
-        assert started.wait(LIMIT_S / 2) == code
-        assert time.time() - sent_s < ENDS_WITHIN_S + (4 if number is None else 0)
-    finally:
-        started.kill()
-        _, err = started.communicate()
-    assert "output that nobody read is lost" in err.splitlines()[-1]
-
-
 def test_a_reader_that_is_slow_gets_all_that_was_printed(launcher: Launcher) -> None:
     started = launcher.start("run", "-n", "1", launcher.script(SPAM.replace("sleep(60)", "sleep(0)")))
     assert started.stdout is not None
