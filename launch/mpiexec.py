@@ -18,7 +18,6 @@ from pathlib import Path
 
 from lowshard.argument import choice
 from lowshard.errors import DependencyError, LaunchError
-from lowshard.launch.allocator import allocator_environment
 from lowshard.launch.doctor_finding import last_object
 from lowshard.launch.environment import allocated_nodes
 from lowshard.launch.host import Spread
@@ -189,7 +188,7 @@ def rank_environment(
     nodes = allocated_nodes(base)
     together = -(-n // nodes) if spread is None else spread.most_ranks
     threads = max(1, cores // together)
-    added = dict.fromkeys(_THREAD_VARIABLES, str(threads)) | allocator_environment(base, together)
+    added = dict.fromkeys(_THREAD_VARIABLES, str(threads))
     if spread is not None and spread.remote_iface:
         added[INTERFACE.name] = spread.remote_iface  # for the ranks' own side channel
     alone = spread is None and nodes == 1

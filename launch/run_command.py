@@ -45,8 +45,6 @@ environment (what is set already stays as it is):
   LOWSHARD_HEARTBEAT_S  a rank that is stopped, or a host not heard of, for longer has failed (default 10)
   LOWSHARD_START_S      time for all ranks to start (default 120)
   OMP_NUM_THREADS       default: cores of a host / ranks on it; also for OpenBLAS, MKL and Numba
-  LOWSHARD_MALLOC       'keep': ranks keep the memory of freed arrays, up to 1 GiB each (an eighth of the machine's in
-                        all), so that new large arrays are as fast as old ones; sets GLIBC_TUNABLES
   OMPI_MCA_*, PRTE_MCA_*, MPIR_CVAR_*, HYDRA_*
                         settings of the MPI in use. Set by default under Open MPI: leave to run as root, more ranks
                         than cores, ranks not bound to cores when there are too few

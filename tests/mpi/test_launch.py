@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import mmap
 import os
-import platform
 import re
 import signal
 import subprocess
@@ -124,34 +123,6 @@ def test_without_prefix_the_bytes_come_as_they_are(launcher: Launcher) -> None:
     )
     assert done.stdout == b"a\r\n\nb"
     assert done.stderr == b""
-
-
-FRESH = """
-import resource
-import numpy as np
-
-def faults():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-
-for turn in range(6):
-    if turn == 2:
-        begun = faults()
-    a = np.ones(8 << 20)  # 64 MiB: at least 32 pages, however large they are
-    del a
-print(faults() - begun)
-"""
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries have no such settings")
-@pytest.mark.one_mpi
-def test_new_arrays_lie_in_warm_memory_where_freed_memory_is_kept(launcher: Launcher) -> None:
-    script = launcher.script(FRESH)
-    warm, fresh = (
-        int(launcher.run("-n", "1", "--no-prefix", script, **env).out)
-        for env in ({"LOWSHARD_MALLOC": "keep"}, {"LOWSHARD_MALLOC": "system"})
-    )
-    assert fresh >= 4 * 31
-    assert warm <= fresh // 2  # now and then one of the four arrays finds its place taken, for 31 faults
 
 
 def test_a_module_runs_as_main(launcher: Launcher) -> None:
