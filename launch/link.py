@@ -343,8 +343,6 @@ def _open_door(folder: Path | None, spread: Spread | None) -> Door:
             return Door.in_folder(folder)
         except OSError:  # a file system that takes no sockets
             return Door.on_network(["127.0.0.1"])
-    if spread is not None and spread.addresses:
-        return Door.on_network(spread.addresses)
     if spread is not None and spread.iface:
         named = interface_addresses().get(spread.iface)
         if named is None:

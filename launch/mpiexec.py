@@ -39,7 +39,13 @@ _PROBE_LIMIT_S = 60.0
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
 
 # Hydra's own choice of a network, and those of what MPI libraries and NCCL are built on: libfabric, UCX.
-_IFACE_VARIABLES = ("HYDRA_IFACE", "FI_TCP_IFACE", "FI_SOCKETS_IFACE", "UCX_NET_DEVICES", "NCCL_SOCKET_IFNAME")
+_IFACE_VARIABLES = (
+    "HYDRA_IFACE",
+    "FI_TCP_IFACE",
+    "FI_SOCKETS_IFACE",
+    "UCX_NET_DEVICES",
+    "NCCL_SOCKET_IFNAME",
+)
 
 # Libraries of one family share a binary interface and a start-up protocol: any hydra starts any of them.
 _FAMILIES = {
@@ -189,8 +195,8 @@ def rank_environment(
     together = -(-n // nodes) if spread is None else spread.most_ranks
     threads = max(1, cores // together)
     added = dict.fromkeys(_THREAD_VARIABLES, str(threads))
-    if spread is not None and spread.remote_iface:
-        added[INTERFACE.name] = spread.remote_iface  # for the ranks' own side channel
+    if spread is not None and spread.iface:
+        added[INTERFACE.name] = spread.iface  # for the ranks' own side channel
     alone = spread is None and nodes == 1
     if alone:  # shared memory is all that ranks of one host need: nobody else is to reach them
         added |= dict.fromkeys(_IFACE_VARIABLES, "lo")
@@ -204,14 +210,12 @@ def rank_environment(
         # On several hosts the default would put all ranks on the first, however few slots that has.
         by = "slot" if spread is not None or nodes > 1 else ""
         added["PRTE_MCA_rmaps_default_mapping_policy"] = f"{by}:oversubscribe"
-        if together > cores or threads > 1 or (spread is not None and spread.one_machine):
+        if together > cores or threads > 1:
             # Oversubscribed ranks must not be tied to one core; nor may a rank whose threads need several.
             added["PRTE_MCA_hwloc_default_binding_policy"] = "none"
-        if spread is not None and spread.one_machine:
-            added["OMPI_MCA_mpi_yield_when_idle"] = "1"  # it sees hosts that are not full
-        if spread is not None and spread.remote_iface:
-            added["OMPI_MCA_btl_tcp_if_include"] = spread.remote_iface
-        if mpi.from_wheel or (spread is not None and spread.one_machine):
+        if spread is not None and spread.iface:
+            added["OMPI_MCA_btl_tcp_if_include"] = spread.iface
+        if mpi.from_wheel:
             # The wheel's other transports take a second to find out that they have no network to drive. A
             # system's Open MPI keeps its own choice: there may be a fast network.
             added["OMPI_MCA_pml"] = "ob1"

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 from lowshard.command_parser import expect_habits
 from lowshard.errors import LaunchError, LowshardError
-from lowshard.launch.fake_hosts import fake_hosts, fake_spread
-from lowshard.launch.host import Spread, parse_hosts, read_hostfile, spread_over
+from lowshard.launch.host import parse_hosts, read_hostfile, spread_over
 from lowshard.launch.job import python_command, run_ranks
 from lowshard.launch.mpiexec import MPI_CHOICES, find_mpi
 from lowshard.nearest import nearest
@@ -26,7 +23,6 @@ examples:
   lowshard run -n 4 train.py --steps 10             4 ranks of this host
   lowshard run -n 4 -m package.train                a module, as in python -m
   lowshard run -n 8 --hosts a:4,b:4 train.py        ranks 0-3 on a, 4-7 on b, by ssh
-  lowshard run -n 4 --fake-hosts 2 train.py         the same on this machine alone (Linux, root)
 
 output: each line has its rank in front. When a rank fails the others have a moment to say that they noticed; then
 the job is ended, and the text of the rank that failed first comes last. Nothing stays behind: no process, no file in
@@ -75,9 +71,6 @@ def add_run_parser(
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--hosts", metavar="A:2,B:2", help="hosts, and how many ranks each runs")
     where.add_argument("--hostfile", metavar="FILE", help="the same from a file")
-    where.add_argument(
-        "--fake-hosts", type=int, metavar="K", help="make K hosts on this machine (network namespaces; root)"
-    )
     parser.add_argument(
         "--ssh", metavar="COMMAND", default="", help="remote shell in place of ssh: COMMAND HOST WORDS..."
     )
@@ -134,28 +127,18 @@ def _run(args: argparse.Namespace) -> int:
     if args.ranks < 1:
         raise LaunchError(f"a job has at least 1 rank; got n={args.ranks}")
     mpi = find_mpi(args.mpi)
-    with _spread_of(args) as spread:
-        result = run_ranks(
-            python_command(target[0], target[1:], module=args.module),
-            args.ranks,
-            timeout_s=args.timeout,
-            prefix_output=not args.no_prefix,
-            mpi=mpi,
-            spread=spread,
-        )
+    spread = None
+    if args.hosts is not None or args.hostfile is not None:
+        hosts = parse_hosts(args.hosts) if args.hosts is not None else read_hostfile(args.hostfile)
+        spread = spread_over(hosts, args.ranks, shell=args.ssh, iface=args.iface)
+    result = run_ranks(
+        python_command(target[0], target[1:], module=args.module),
+        args.ranks,
+        timeout_s=args.timeout,
+        prefix_output=not args.no_prefix,
+        mpi=mpi,
+        spread=spread,
+    )
     if result.cause == "output" or result.exit_code == 128 + signal.SIGPIPE:
         drop_stdout()
     return result.exit_code
-
-
-@contextlib.contextmanager
-def _spread_of(args: argparse.Namespace) -> Iterator[Spread | None]:
-    """Yields the spread that the arguments ask for, with fake hosts that live as long as the block."""
-    spread: Spread | None = None
-    with contextlib.ExitStack() as stack:
-        if args.fake_hosts is not None:
-            spread = fake_spread(stack.enter_context(fake_hosts(args.fake_hosts)), args.ranks)
-        elif args.hosts is not None or args.hostfile is not None:
-            hosts = parse_hosts(args.hosts) if args.hosts is not None else read_hostfile(args.hostfile)
-            spread = spread_over(hosts, args.ranks, shell=args.ssh, iface=args.iface)
-        yield spread

@@ -199,7 +199,6 @@ LINK = Setting("LOWSHARD_LINK", "", "an address", "where a rank's keeper reaches
 USER_TMPDIR = Setting(
     "LOWSHARD_USER_TMPDIR", "", "a folder", "the user's TMPDIR, since mpiexec has another one"
 )
-FAKE_HOST = Setting("LOWSHARD_FAKE_HOST", "", "a name", "the fake host that this process is on")
 SELFTEST_STEP = Setting(
     "LOWSHARD_SELFTEST_STEP", "", "a mark", "the step of a selftest that this process belongs to"
 )

@@ -6,17 +6,18 @@ import os
 import resource
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from support import hostile, mode
+from support import fake_hosts, hostile, mode
+from support.fake_hosts import FakeHost
 from support.launching import ENDS_WITHIN_S, MARK, Launcher, wait_until
 from support.listening import public_doors
 
 from lowshard.errors import InternalError
 from lowshard.launch import python_command, run_ranks
-from lowshard.launch.fake_hosts import why_not
 from lowshard.launch.link import Link
 
 pytestmark = [pytest.mark.mpi, pytest.mark.time_limit(400)]
@@ -101,11 +102,13 @@ def read(path: Path) -> bytes:
 @pytest.mark.parametrize("door", mode.sample(DOORS, 1, "doors"))
 def test_a_job_under_attack_ends_as_if_nothing_had_been(launcher: Launcher, folder: Path, door: str) -> None:
     """10,000 greetings with --full, from a process that does not know the token; few descriptors for the launcher."""
-    if door == "launcher between hosts" and (reason := why_not()):
+    if door == "launcher between hosts" and (reason := fake_hosts.why_not()):
         pytest.skip(reason)
-    calm = work(launcher, folder, door, 0)
-    (folder / "over").unlink()
-    ended = work(launcher, folder, door, COUNT)
+    with ExitStack() as stack:
+        hosts = stack.enter_context(fake_hosts.fake_hosts(2)) if door == "launcher between hosts" else []
+        calm = work(launcher, folder, door, 0, hosts)
+        (folder / "over").unlink()
+        ended = work(launcher, folder, door, COUNT, hosts)
     assert (ended.code, ended.err, ended.said) == (0, "", ["right", "right"]), ended
     assert (calm.code, calm.err, calm.said) == (ended.code, ended.err, ended.said), calm
     assert ended.end_s < calm.end_s + LATER_S
@@ -127,12 +130,13 @@ class Outcome:
     end_s: float
 
 
-def work(launcher: Launcher, folder: Path, door: str, greetings: int) -> Outcome:
+def work(launcher: Launcher, folder: Path, door: str, greetings: int, hosts: list[FakeHost]) -> Outcome:
     """Run a job until so many strangers have knocked at one of its doors."""
-    hosts = ["--fake-hosts", "2"] if door == "launcher between hosts" else []
+    where = fake_hosts.options(hosts) if hosts else []
     late = "late" if door.startswith("side") else "early"
     env = {"LOWSHARD_INTERFACE": "lo"} if door == "side channel by TCP" else {}
-    started = launcher.start("run", "-n", "2", *hosts, launcher.script(WORK), str(folder), late, **env)
+    more = fake_hosts.ENVIRONMENT if hosts else env
+    started = launcher.start("run", "-n", "2", *where, launcher.script(WORK), str(folder), late, **more)
     pids = launcher.marked(2, folder)
     address = (folder / "address").read_text() if late == "late" else link_of(pids[0])
     assert address.startswith("tcp:" if hosts or env else "unix:")

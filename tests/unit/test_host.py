@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lowshard.errors import LaunchError
-from lowshard.launch.host import Host, Spread, assign, parse_hosts, read_hostfile, spread_over
+from lowshard.launch.host import Host, assign, parse_hosts, read_hostfile, spread_over
 
 
 def placed(hosts: str, n: int) -> str:
@@ -104,9 +104,3 @@ def test_the_hostfile_written_for_an_mpi_reads_back_the_same(tmp_path: Path, fam
     path.write_text(spread.hostfile(family))
     assert read_hostfile(path) == spread.hosts
     assert ("slots=" in path.read_text()) == (family == "openmpi")
-
-
-def test_ranks_that_share_a_machine_are_counted_together() -> None:
-    hosts = (Host("a", 3), Host("b", 2))
-    assert Spread(hosts).most_ranks == 3
-    assert Spread(hosts, one_machine=True).most_ranks == 5
