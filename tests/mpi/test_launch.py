@@ -481,18 +481,13 @@ def test_doctor_finds_a_working_cpu_path(launcher: Launcher) -> None:
     assert set(status.values()) <= {"ok", "warning", "missing", "broken"}
     assert {
         "lowshard",
-        "blas",
-        "llvm",
         "shared memory",
-        "calibration",
-        "autogroup",
-        "fake hosts",
         "libcuda",
         "nccl",
         "gpus",
     } <= set(status)
     detail = {check["name"]: check["detail"] for check in answer["checks"]}
-    for name in ("lowshard", "numpy", "numba", "mpi", "mpiexec", "blas", "llvm"):  # a version, and from where
+    for name in ("lowshard", "numpy", "numba", "mpi", "mpiexec"):  # a version, and from where
         assert re.search(r"/\S", detail[name]), detail[name]
     assert status["shared memory"] == "ok", detail["shared memory"]
     assert all(check["advice"] for check in answer["checks"] if check["status"] != "ok")
