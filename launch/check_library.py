@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import lowshard
-from lowshard._version import __version__
+from lowshard import _version
 from lowshard.launch.doctor_finding import Check, answers, last_object, run_python
 
 __all__ = ["check_kernels", "check_libraries", "check_lowshard"]
@@ -66,7 +65,7 @@ print(json.dumps(found))
 
 def check_lowshard() -> Check:
     """Says which lowshard this is."""
-    return Check("lowshard", "ok", f"{__version__}, {Path(lowshard.__file__).parent}")
+    return Check("lowshard", "ok", f"{_version.__version__}, {Path(_version.__file__).parent}")
 
 
 def check_libraries() -> list[Check]:
@@ -96,7 +95,7 @@ def _import_in_child(names: list[str]) -> dict[str, tuple[str, str]]:
 
 def check_kernels() -> Check:
     """Compiles and runs a kernel in a child."""
-    status, text = run_python(_KERNEL_PROGRAM, [str(Path(lowshard.__file__).parents[1])])
+    status, text = run_python(_KERNEL_PROGRAM, [str(Path(_version.__file__).parents[1])])
     found = last_object(text)
     name, advice = "kernels", ""
     if found is None:
