@@ -46,7 +46,7 @@ NCCL_TESTS = {
         "ranks are processes here, one for each GPU: write --ranks N, or start the bench under mpirun -n N",
     ),
     **dict.fromkeys(
-        ("-H", "--host", "--hosts", "--hostfile", "--fake-hosts"),
+        ("-H", "--host", "--hosts", "--hostfile"),
         "the bench runs in a job: write lowshard run -n N --hosts a,b -m lowshard bench NAME ...",
     ),
     **dict.fromkeys(("-p", "--parallel_init"), "leave it out: ranks are made ready at the same time anyhow"),

@@ -2,8 +2,6 @@
 
 - `run_ranks` starts a command on n ranks with the mpiexec that fits mpi4py, and returns a `JobResult`; on this host, or
   on the hosts of a `Spread`.
-- `run_threads` runs `main(comm)` of a script in n threads of this process.
-- `fake_hosts` makes several hosts on this machine.
 - `find_rank` reads a process's rank from its environment before MPI is initialised.
 - `find_mpi` says which MPI library and which mpiexec that will be.
 """
@@ -11,28 +9,22 @@
 from __future__ import annotations
 
 from lowshard.launch.environment import LaunchedRank, find_rank
-from lowshard.launch.fake_hosts import FakeHost, fake_hosts, fake_spread
 from lowshard.launch.host import Host, Spread, parse_hosts, read_hostfile, spread_over
 from lowshard.launch.job import JobResult, python_command, run_ranks
 from lowshard.launch.mpiexec import MpiInstall, find_mpi
-from lowshard.launch.thread_ranks import run_threads
 
 __all__ = [
-    "FakeHost",
     "Host",
     "JobResult",
     "LaunchedRank",
     "MpiInstall",
     "Spread",
-    "fake_hosts",
-    "fake_spread",
     "find_mpi",
     "find_rank",
     "parse_hosts",
     "python_command",
     "read_hostfile",
     "run_ranks",
-    "run_threads",
     "spread_over",
 ]
 

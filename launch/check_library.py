@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
-from lowshard._version import __version__
+from lowshard import _version
 from lowshard.launch.doctor_finding import Check, answers, last_object, run_python
 
-__all__ = ["check_kernels", "check_libraries", "check_loaded", "check_lowshard"]
+__all__ = ["check_kernels", "check_libraries", "check_lowshard"]
 
 # Module to import, what to install, and whether the CPU path needs it.
 _LIBRARIES = (
@@ -44,37 +43,6 @@ for name in sys.argv[1:]:
     print(json.dumps([name, *answer]), flush=True)
 """
 
-
-# What the dynamic linker chose: the BLAS under NumPy and the compiler under Numba lie in no module of their own.
-_LOADED_PROGRAM = """
-import json, re
-def tried(name):
-    try:
-        return __import__(name)
-    except Exception:
-        return None
-numpy = tried("numpy")
-blas = {}
-if numpy is not None:
-    numpy.ones((8, 8)) @ numpy.ones((8, 8))
-    try:
-        blas = numpy.show_config(mode="dicts")["Build Dependencies"]["blas"]
-    except Exception:
-        pass
-llvm = tried("llvmlite.binding")
-with open("/proc/self/maps") as maps:
-    paths = sorted({line.split(None, 5)[5].strip() for line in maps if "/" in line})
-def matching(pattern):
-    return [path for path in paths if re.match(pattern, path.rsplit("/", 1)[1])]
-print(json.dumps({
-    "blas_name": str(blas.get("name", "")),
-    "blas_version": str(blas.get("version", "")),
-    "blas": matching(r"lib(scipy_)?openblas|libmkl_rt|libblis|libblas|libcblas|libarmpl|libnvpl_blas"),
-    "llvm": matching(r"libllvmlite|libLLVM"),
-    "llvm_version": ".".join(map(str, llvm.binding.llvm_version_info)) if llvm else "",
-}))
-"""
-
 # What the kernels run on here, and whether one of them gives the right bytes (1 under the smallest scale for it).
 _KERNEL_PROGRAM = """
 import json, sys
@@ -83,21 +51,21 @@ import numpy as np
 from lowshard.kernels import quantize_mxfp8
 from lowshard.kernels.engine import host_engine
 q = quantize_mxfp8(np.ones((1, 32), np.float32))
-found = {"engine": host_engine().name, "right": bool((q.data == 0x78).all() and q.scale[0, 0] == 119), "bits": 0}
+found = {"engine": host_engine().name, "right": bool((q.data == 0x78).all() and q.scale[0, 0] == 119)}
 if found["engine"] == "numba":
     from lowshard.compiled import cache_folder, origins
     from lowshard.compiled.shipped import level_in_use
     from lowshard.kernels.cpu.cpu_engine import vector_bits
-    found["bits"], found["cache"], level = vector_bits(), str(cache_folder()), level_in_use()
-    if level is not None:
-        found["level"], found["shipped"] = level.name, "shipped" in origins.values()
+    level = level_in_use()
+    found |= {"bits": vector_bits(), "cache": str(cache_folder()), "level": level.name if level else "",
+              "shipped": "shipped" in origins.values()}
 print(json.dumps(found))
 """
 
 
 def check_lowshard() -> Check:
     """Says which lowshard this is."""
-    return Check("lowshard", "ok", f"{__version__}, {Path(_origin()).parent}")
+    return Check("lowshard", "ok", f"{_version.__version__}, {Path(_version.__file__).parent}")
 
 
 def check_libraries() -> list[Check]:
@@ -125,57 +93,22 @@ def _import_in_child(names: list[str]) -> dict[str, tuple[str, str]]:
     return found or {names[0]: ("broken", f"Python did not start: {status}")}
 
 
-def check_loaded() -> list[Check]:
-    """Loads NumPy's BLAS and Numba's compiler in a child and says which files they are."""
-    status, text = run_python(_LOADED_PROGRAM, [])
-    found = last_object(text)
-    if found is None:
-        return [Check("blas", "broken", status, "try: python -c 'import numpy; numpy.show_config()'")]
-    name = " ".join(part for part in (found["blas_name"], found["blas_version"]) if part) or "BLAS"
-    checks = [
-        Check("blas", "ok", f"{name}, {', '.join(found['blas'])}")
-        if found["blas"]
-        else Check(
-            "blas",
-            "warning",
-            f"{name}: not seen as a library of its own",
-            "pip install -U numpy if it is slow",
-        )
-    ]
-    if found["llvm"]:
-        checks.append(Check("llvm", "ok", ", ".join((found["llvm_version"], *found["llvm"]))))
-    else:
-        checks.append(
-            Check("llvm", "missing", "Numba's compiler was not loaded", "pip install -U numba llvmlite")
-        )
-    return checks
-
-
 def check_kernels() -> Check:
     """Compiles and runs a kernel in a child."""
-    status, text = run_python(_KERNEL_PROGRAM, [str(Path(_origin()).parents[1])])
+    status, text = run_python(_KERNEL_PROGRAM, [str(Path(_version.__file__).parents[1])])
     found = last_object(text)
+    name, advice = "kernels", ""
     if found is None:
-        return Check(
-            "kernels", "broken", status, "try: LOWSHARD_KERNELS=plain lowshard doctor", required=True
-        )
+        return Check(name, "broken", status, "set LOWSHARD_KERNELS=plain", required=True)
     if not found["right"]:
         detail = f"{found['engine']} gives wrong bytes"
-        return Check("kernels", "broken", detail, "set LOWSHARD_KERNELS=plain, and report it", required=True)
+        return Check(name, "broken", detail, "set LOWSHARD_KERNELS=plain", required=True)
     if found["engine"] != "numba":
-        advice = "far slower than compiled code: pip install numba, unset LOWSHARD_KERNELS"
-        return Check("kernels", "ok", "plain NumPy", advice, required=True)
-    level = found.get("level")
-    if level and found["shipped"]:
-        detail = f"Numba's, as they came with lowshard for {level}; for this very processor: lowshard warmup"
-        return Check("kernels", "ok", detail, required=True)
-    detail = f"Numba, {found['bits']}-bit vectors, kept in {found['cache']}"
-    return Check("kernels", "ok", detail, required=True)
-
-
-def _origin() -> str:
-    """Returns the path of the package's __init__."""
-    spec = importlib.util.find_spec("lowshard")
-    assert spec is not None
-    assert spec.origin is not None
-    return spec.origin
+        detail = "plain NumPy, far slower than compiled code"
+        advice = "pip install numba, unset LOWSHARD_KERNELS"
+    elif found["level"] and found["shipped"]:
+        detail = f"Numba's, as they came with lowshard for {found['level']}"
+        advice = "lowshard warmup compiles for this very processor"
+    else:
+        detail = f"Numba, {found['bits']}-bit vectors, kept in {found['cache']}"
+    return Check(name, "ok", detail, advice, required=True)

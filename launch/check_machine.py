@@ -1,22 +1,17 @@
-"""What the doctor says of the machine: cores, shared memory, what was measured of it, GPUs, NCCL."""
+"""What the doctor says of the machine: cores, shared memory, GPUs, NCCL."""
 
 from __future__ import annotations
 
 import os
 import shutil
-from dataclasses import asdict
 from pathlib import Path
 
-from lowshard import calibration
-from lowshard.calibration import NEVER, Calibration
-from lowshard.errors import ProfileError
 from lowshard.launch.doctor_finding import Check, last_object, run_python
 from lowshard.launch.mpiexec import available_cores
 
-__all__ = ["check_calibration", "check_cuda", "check_gpus", "check_machine", "nccl_advice"]
+__all__ = ["check_cuda", "check_gpus", "check_machine"]
 
 _SMALL_SHM_BYTES = 1_000_000_000
-_MULTI_RANK_NCCL = 23003  # the first that allows several ranks on one GPU
 
 _GPU_PROGRAM = """
 import json
@@ -60,46 +55,15 @@ else:
 """
 
 
-def check_calibration() -> Check:
-    """Says from which sizes on ways are taken: measured, set or by default."""
-    record, fault = calibration.kept()
-    try:
-        now = asdict(calibration.calibration())
-    except ProfileError as error:
-        return Check("calibration", "broken", str(error), "unset LOWSHARD_CALIBRATION")
-    defaults = asdict(Calibration())
-    measured = defaults if record is None else asdict(record.values)
-    told = []
-    for name, size in now.items():
-        notes = [] if size == defaults[name] else [f"default {_size(defaults[name])}"]
-        notes += [] if size == measured[name] else ["LOWSHARD_CALIBRATION"]
-        told.append(f"{name} {_size(size)}" + (f" ({'; '.join(notes)})" if notes else ""))
-    when = "defaults" if record is None else f"measured {record.measured_at}"
-    advice = fault or ("" if record else "lowshard warmup measures this machine")
-    return Check("calibration", "warning" if fault else "ok", f"{when}: {', '.join(told)}", advice)
-
-
-def _size(size_bytes: int) -> str:
-    if size_bytes == NEVER:
-        return "never"
-    power = next((p for p in (20, 10) if size_bytes % (1 << p) == 0), 0)
-    return f"{size_bytes >> power} {['bytes', 'KiB', 'MiB'][power // 10]}"
-
-
 def check_machine() -> list[Check]:
     """Looks at cores and shared memory."""
-    cores = available_cores()
-    checks = [Check("cores", "ok", f"{cores} usable of {os.cpu_count()}")]
+    cores = Check("cores", "ok", f"{available_cores()} usable of {os.cpu_count()}")
     if not Path("/dev/shm").is_dir():
-        return [
-            *checks,
-            Check("/dev/shm", "missing", "not there", "MPI falls back to slower ways; mount a tmpfs"),
-        ]
+        return [cores, Check("/dev/shm", "missing", "not there: MPI is slower", "mount a tmpfs")]
     usage = shutil.disk_usage("/dev/shm")
     detail = f"{usage.free / 1e9:.1f} GB free of {usage.total / 1e9:.1f} GB"
-    small = usage.free < _SMALL_SHM_BYTES
-    advice = "little for large arrays; in a container: docker run --shm-size=8g" if small else ""
-    return [*checks, Check("/dev/shm", "ok", detail, advice)]
+    advice = "in a container: docker run --shm-size=8g" if usage.free < _SMALL_SHM_BYTES else ""
+    return [cores, Check("/dev/shm", "ok", detail, advice)]
 
 
 def check_cuda() -> Check:
@@ -120,35 +84,18 @@ def check_gpus() -> list[Check]:
     found = last_object(text)
     if found is None:
         advice = "try: python -c 'import cupy; cupy.show_config()'"
-        return [Check("nccl", "broken", status, advice), Check("gpus", "broken", status, advice)]
+        return [Check(name, "broken", status, advice) for name in ("nccl", "gpus")]
     if found["nccl"]:
         number = found["nccl"]  # 23007 is 2.30.7
         version = f"{number // 10000}.{number // 100 % 100}.{number % 100}"
-        nccl = Check(
-            "nccl", "ok", ", ".join((version, *found["paths"])), nccl_advice(number, len(found["gpus"]))
-        )
+        nccl = Check("nccl", "ok", ", ".join((version, *found["paths"])))
     else:
-        nccl = Check(
-            "nccl",
-            "missing",
-            found["nccl_error"],
-            "pip install 'lowshard[cuda13]', or 'lowshard[cuda12]' for CUDA 12",
-        )
+        advice = "pip install 'lowshard[cuda13]', or 'lowshard[cuda12]' for CUDA 12"
+        nccl = Check("nccl", "missing", found["nccl_error"], advice)
     if found["gpu_error"]:
-        gpus = Check(
-            "gpus", "broken", found["gpu_error"], "no GPU, or no driver that fits CuPy: see nvidia-smi"
-        )
+        gpus = Check("gpus", "broken", found["gpu_error"], "see nvidia-smi: a driver that fits CuPy")
     elif not found["gpus"]:
         gpus = Check("gpus", "missing", "CuPy sees no GPU", "see nvidia-smi and CUDA_VISIBLE_DEVICES")
     else:
         gpus = Check("gpus", "ok", ", ".join(f"{name} ({size / 1e9:.0f} GB)" for name, size in found["gpus"]))
     return [nccl, gpus]
-
-
-def nccl_advice(version: int, gpus: int) -> str:
-    """Returns what to know about more ranks than GPUs."""
-    if gpus > 1 or not gpus:
-        return ""
-    if version >= _MULTI_RANK_NCCL:
-        return "to try several ranks on this one GPU: NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_NVLS_ENABLE=0 NCCL_MAX_CTAS=2"
-    return "one rank on this one GPU: several need NCCL 2.30.3 or newer"

@@ -15,7 +15,6 @@ import io
 import os
 import runpy
 import signal
-import socket
 import stat
 import sys
 import threading
@@ -36,7 +35,6 @@ from lowshard.comm.abort import (
 )
 from lowshard.errors import LaunchError, LowshardError, PeerFailed
 from lowshard.launch.environment import find_rank
-from lowshard.launch.exit_code import code_of
 from lowshard.launch.job_dir import STACK_SIGNAL
 from lowshard.launch.keeper import IS_OVER, SHOWS_STACKS, Keeper
 from lowshard.streams import open_closed_streams
@@ -59,8 +57,6 @@ def main(argv: list[str]) -> int:
     if settings.USER_TMPDIR.is_set():
         settings.change("TMPDIR", settings.USER_TMPDIR.text() or None)
         settings.change(settings.USER_TMPDIR.name, None)
-    if settings.FAKE_HOST.is_set() and "NCCL_HOSTID" not in settings.environment():
-        settings.change("NCCL_HOSTID", socket.gethostname())  # NCCL looks at the machine, not at its name
 
     keeper_fd = -1
     if settings.JOB_DIR.is_set():
@@ -111,7 +107,7 @@ def _run(mode: str, argv: list[str], rank: int) -> None:
     except SystemExit as end:
         if os.getpid() != rank_pid:
             raise
-        code = code_of(end)
+        code = _code_of(end)
         if code:
             fail_with(FailureRecord(rank, time.time(), "exit", code, f"sys.exit({end.code!r})"))
     except BaseException as error:
@@ -125,6 +121,17 @@ def _run(mode: str, argv: list[str], rank: int) -> None:
         fail(rank, error)
     if os.getpid() == rank_pid:
         await_end()  # a thread may have failed
+
+
+def _code_of(end: SystemExit) -> int:
+    """Returns the exit code of a `sys.exit` and prints its text, as the interpreter would."""
+    if end.code is None:
+        return 0
+    if isinstance(end.code, int):
+        return end.code & 0xFF
+    with contextlib.suppress(Exception):  # the program has closed stderr, or its text has no str()
+        print(end.code, file=sys.stderr)
+    return 1
 
 
 def _run_target(mode: str, argv: list[str], rank: int) -> None:

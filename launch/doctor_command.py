@@ -12,16 +12,13 @@ import platform
 import sys
 from dataclasses import asdict
 
-from lowshard.launch.check_library import check_kernels, check_libraries, check_loaded, check_lowshard
-from lowshard.launch.check_machine import check_calibration, check_cuda, check_gpus, check_machine
-from lowshard.launch.check_mpi import check_autogroup, check_fake_hosts, check_mpi, check_sharing
+from lowshard.launch.check_library import check_kernels, check_libraries, check_lowshard
+from lowshard.launch.check_machine import check_cuda, check_gpus, check_machine
+from lowshard.launch.check_mpi import check_mpi, check_sharing
 from lowshard.launch.doctor_finding import Check
 from lowshard.settings import SETTINGS
 
 __all__ = ["Check", "add_doctor_parser", "doctor", "examine"]
-
-_PIPED_WIDTH = 80
-_STYLES = {"ok": "green", "warning": "yellow", "missing": "yellow", "broken": "red"}
 
 
 def add_doctor_parser(
@@ -62,28 +59,24 @@ def doctor(args: argparse.Namespace) -> int:
 
 def examine() -> list[Check]:
     """Looks at everything; never raises for what it finds."""
+    libraries = check_libraries()
     checks = [
         Check("python", "ok", f"{platform.python_version()}, {sys.executable}", required=True),
         check_lowshard(),
-    ]
-    libraries = check_libraries()
-    checks += [*libraries, *check_loaded(), check_kernels()]
-    found, mpi = check_mpi()
-    checks += [
-        *found,
+        *libraries,
+        check_kernels(),
+        *check_mpi(),
         check_sharing(),
         *check_machine(),
-        check_calibration(),
-        check_autogroup(mpi),
-        check_fake_hosts(),
         check_cuda(),
     ]
     if any(check.name == "cupy" and check.status == "ok" for check in libraries):
-        checks += check_gpus()
-    else:
-        checks.append(Check("nccl", "missing", "looked for through CuPy", "for GPUs: install CuPy first"))
-        checks.append(Check("gpus", "missing", "looked for through CuPy", "for GPUs: install CuPy first"))
-    return checks
+        return [*checks, *check_gpus()]
+    advice = "for GPUs: install CuPy first"
+    return [
+        *checks,
+        *(Check(name, "missing", "looked for through CuPy", advice) for name in ("nccl", "gpus")),
+    ]
 
 
 def _print_settings(as_json: bool) -> None:
@@ -102,29 +95,10 @@ def _print_settings(as_json: bool) -> None:
 
 
 def print_table(checks: list[Check], works: bool) -> None:
-    """Prints what was found and, below it, what to do: as a table with rich, a line each without."""
-    verdict = "The CPU path works." if works else "The CPU path does NOT work: see the lines marked * above."
-    if any(check.name == "rich" and check.status != "ok" for check in checks):
-        for check in checks:
-            mark = "*" if check.required and check.status != "ok" else " "
-            print(f"{check.status:8}{mark}{check.name:14} {check.detail} {check.advice}".rstrip())
-        print(verdict)
-        return
-    from rich.table import Table
-    from rich.text import Text
-
-    from lowshard.plain_console import make_console
-
-    table = Table(box=None, pad_edge=False)
-    for title in ("", "what", "found"):
-        table.add_column(title, overflow="fold")
+    """Prints what was found and, below it, what to do."""
     for check in checks:
-        mark = " *" if check.required and check.status != "ok" else ""
-        status = Text(check.status + mark, style=_STYLES[check.status])
-        found = Text(check.detail)
+        mark = "*" if check.required and check.status != "ok" else " "
+        print(f"{check.status:8}{mark} {check.name:14} {check.detail}")
         if check.advice:
-            found.append(f"\n-> {check.advice}", style="bold")
-        table.add_row(status, Text(check.name), found)
-    console = make_console(piped_width=_PIPED_WIDTH)
-    console.print(table)
-    console.print(verdict)
+            print(f"{'':25}-> {check.advice}")
+    print("The CPU path works." if works else "The CPU path does NOT work: see the lines marked * above.")

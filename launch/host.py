@@ -51,27 +51,22 @@ class Spread:
     Attributes:
         hosts: the hosts in the order of the ranks; `slots` is the number of ranks on each.
         shell: remote shell to use in place of ssh; "" for the MPI launcher's own choice.
-        iface: network interface of this machine that the hosts can reach; "" for the launcher's own choice.
-        remote_iface: network interface for MPI's traffic on the hosts; "" for MPI's own choice.
-        addresses: addresses of this machine as the hosts see it; () if they are to be found out.
-        one_machine: true where all hosts share the cores of this machine.
+        iface: network interface by which this machine and the hosts reach each other; "" for MPI's own choice.
     """
 
     hosts: tuple[Host, ...]
     shell: str = ""
     iface: str = ""
-    remote_iface: str = ""
-    addresses: tuple[str, ...] = ()
-    one_machine: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "hosts", _checked(self.hosts))
+        for what in ("shell", "iface"):
+            instance(getattr(self, what), str, f"{what} is text", LaunchError)
 
     @property
     def most_ranks(self) -> int:
-        """The largest number of ranks that share one machine."""
-        ranks = [host.slots or 0 for host in self.hosts]
-        return sum(ranks) if self.one_machine else max(ranks)
+        """The largest number of ranks of a host."""
+        return max(host.slots or 0 for host in self.hosts)
 
     def hostfile(self, family: str) -> str:
         """Returns the hosts in the syntax of a family's hostfile: "openmpi" or "mpich"."""
@@ -164,14 +159,12 @@ def assign(hosts: Sequence[Host], n: int) -> tuple[Host, ...]:
 
 
 def spread_over(hosts: Sequence[Host], n: int, *, shell: str = "", iface: str = "") -> Spread:
-    """Returns the spread of n ranks over listed hosts; `iface` is taken for both ends of the network.
+    """Returns the spread of n ranks over listed hosts.
 
     Raises:
         LaunchError: n ranks are more than the hosts have slots.
     """
-    for what, word in (("shell", shell), ("iface", iface)):
-        instance(word, str, f"{what} is text", LaunchError)
-    return Spread(assign(hosts, n), shell=shell, iface=iface, remote_iface=iface)
+    return Spread(assign(hosts, n), shell=shell, iface=iface)
 
 
 def _checked(hosts: object) -> tuple[Host, ...]:

@@ -8,7 +8,6 @@ each process's environment, is also what tells this job's processes from all oth
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import re
 import signal
@@ -31,10 +30,8 @@ from lowshard.launch.host import Spread
 from lowshard.launch.job_dir import HOSTFILE_NAME, TMP_NAME, job_folder, make_job_dir
 from lowshard.launch.leftover import processes_of, signal_group, signal_process, stray_files, sweep_files
 from lowshard.launch.link import Link
-from lowshard.launch.loopback_sockets import move_to_loopback
-from lowshard.launch.mpiexec import MpiInstall, find_mpi, rank_environment, stays_on_host
+from lowshard.launch.mpiexec import MpiInstall, find_mpi, rank_environment
 from lowshard.launch.output import Output
-from lowshard.launch.sink import Sink
 from lowshard.launch.verdict import (
     JobResult,
     failure_text,
@@ -42,7 +39,6 @@ from lowshard.launch.verdict import (
     judge,
     one_each,
     place_in,
-    unread,
     unwritten,
 )
 from lowshard.streams import open_closed_streams
@@ -58,13 +54,11 @@ _MPIEXEC_NOISE = re.compile(rb"^\[[^\]\n]*\] plm:ssh: Warning: setpgid.*\n", re.
 _CHILD = ("-m", "lowshard.launch.child")
 _TICK_S = 0.05
 _MOST_RANKS = 1 << 20
-_START_TICK_S = 0.002  # while mpiexec opens its sockets
 _STACKS_S = 0.7  # for the ranks to print their stacks
 _TERM_S = 2.0  # from SIGTERM to SIGKILL
 _KILL_S = 5.0  # from SIGKILL to giving up on a process that the kernel holds
 _STRAGGLER_S = 0.5  # for what a rank left behind (a resource tracker, say) to end by itself
 _SILENT_TERM_S = 0.5  # the same where a rank cannot be reached, or cannot react: mpiexec would wait for it
-_READER_S = 1.0  # for who reads the output to go on, once the job is to end
 _LAST_WORDS_S = 1.0  # for what ranks on other hosts wrote, and for their keepers, to arrive
 
 
@@ -75,28 +69,20 @@ def python_command(target: str, args: Sequence[str] = (), *, module: bool = Fals
         LaunchError: what is not text, or a text where a sequence of them is expected.
     """
     is_module = truth(module, "module is True or False", LaunchError)
-    words = as_words([target], "target is the path of a script, or the name of a module")
+    words = _as_words([target], "target is the path of a script, or the name of a module")
     return [
         sys.executable, *_CHILD, *(["--module"] if is_module else []), *words,
-        *as_words(args, "args is a sequence of texts"),
+        *_as_words(args, "args is a sequence of texts"),
     ]  # fmt: skip
 
 
-def as_words(given: object, rule: str) -> list[str]:
+def _as_words(given: object, rule: str) -> list[str]:
     """Returns the words of a command line, or raises LaunchError."""
     words = items(given, rule, LaunchError)
     for word in words:
         if not isinstance(word, (str, os.PathLike)):
             raise LaunchError(f"{rule}, got {brief(given)}")
     return [os.fspath(word) for word in words]
-
-
-def checked_size(n: int, timeout_s: float | None) -> tuple[int, float | None]:
-    """Returns the number of ranks of a job and its limit in seconds, or raises LaunchError."""
-    n = whole(n, f"a job has at least 1 rank, and at most {_MOST_RANKS}; n", LaunchError, 1, _MOST_RANKS)
-    if timeout_s is not None:
-        timeout_s = real(timeout_s, "timeout_s must be positive, or None for no limit", LaunchError)
-    return n, timeout_s
 
 
 def run_ranks(
@@ -138,16 +124,18 @@ def run_ranks(
         LaunchError: no ranks can be started as asked.
         DependencyError: mpi4py, an MPI library or mpiexec is missing.
     """
-    n, timeout_s = checked_size(n, timeout_s)
-    program = as_words(command, "a job needs a command to run, a sequence of texts")
+    n = whole(n, f"a job has at least 1 rank, and at most {_MOST_RANKS}; n", LaunchError, 1, _MOST_RANKS)
+    if timeout_s is not None:
+        timeout_s = real(timeout_s, "timeout_s must be positive, or None for no limit", LaunchError)
+    program = _as_words(command, "a job needs a command to run, a sequence of texts")
     if not program:
         raise LaunchError("a job needs a command to run; got an empty one")
     grace_s = finite(grace_s, "grace_s is a number of seconds, 0 or more", LaunchError, 0)
     prefix_output = truth(prefix_output, "prefix_output is True or False", LaunchError)
     cwd = None if cwd is None else check_path(cwd, "cwd is the path of a folder, or None", LaunchError)
-    for name, sink in (("stdout", stdout), ("stderr", stderr)):
-        if sink is not None and not callable(getattr(sink, "write", None)):
-            raise LaunchError(f"{name} is a text file that is open, or None; got {brief(sink)}")
+    for name, file in (("stdout", stdout), ("stderr", stderr)):
+        if file is not None and not callable(getattr(file, "write", None)):
+            raise LaunchError(f"{name} is a text file that is open, or None; got {brief(file)}")
     if mpi is not None:
         instance(mpi, MpiInstall, "mpi is what find_mpi returns, or None", LaunchError)
     if spread is not None:
@@ -168,7 +156,7 @@ def run_ranks(
     if tuple(program[1:3]) != _CHILD:
         program = [sys.executable, *_CHILD, "--exec", *program]
     open_closed_streams()
-    sinks = (sys.stdout if stdout is None else stdout, sys.stderr if stderr is None else stderr)
+    files = (sys.stdout if stdout is None else stdout, sys.stderr if stderr is None else stderr)
     environment = rank_environment(mpi, n, base, spread=spread)
     everywhere = spread is not None or allocated_nodes(base) > 1
     with (
@@ -192,24 +180,19 @@ def run_ranks(
         )
         if spread is not None:
             (Path(folder) / HOSTFILE_NAME).write_text(spread.hostfile(mpi.family), encoding="utf-8")
-        is_local = not everywhere and stays_on_host(mpi, environment)
-        job = _Job(Path(folder), n, sinks, prefix_output, link, is_local)
+        job = _Job(Path(folder), n, files, prefix_output, link)
         return job.run(line, environment, cwd, timeout_s, grace_s)
 
 
 class _Job:
     """One run of mpiexec, from the job directory to the last sweep."""
 
-    def __init__(
-        self, folder: Path, n: int, sinks: tuple[TextIO, TextIO], prefix: bool, link: Link, is_local: bool
-    ) -> None:
+    def __init__(self, folder: Path, n: int, files: tuple[TextIO, TextIO], prefix: bool, link: Link) -> None:
         self._folder = folder
         self._n = n
-        self._output = Output((Sink(sinks[0], self._wait_until), Sink(sinks[1], self._wait_until)), prefix)
+        self._output = Output(files, prefix)
         self._link = link
-        self._is_local = is_local  # nobody on another host has to reach mpiexec
         self._signals: list[int] = []
-        self._limit_s = self._reader_until_s = math.inf  # on the monotonic clock
         self._is_cut_short = False  # the output cannot be written
 
     def run(
@@ -222,7 +205,7 @@ class _Job:
     ) -> JobResult:
         """Runs the job to its end."""
         start_s = time.monotonic()
-        self._limit_s = math.inf if timeout_s is None else start_s + timeout_s
+        limit_s = None if timeout_s is None else start_s + timeout_s
         files_before = stray_files()
         with contextlib.ExitStack() as stack:
             for fd, rank, stream in make_job_dir(self._folder, self._n):
@@ -249,7 +232,7 @@ class _Job:
                 for stream, pipe in enumerate((mpiexec.stdout, mpiexec.stderr)):
                     assert pipe is not None
                     self._output.add(pipe.fileno(), stream, None)
-                timed_out = self._watch(mpiexec, grace_s)
+                timed_out = self._watch(mpiexec, grace_s, limit_s)
             finally:
                 self._end(mpiexec)
                 self._output.close()
@@ -266,8 +249,6 @@ class _Job:
             )
             if self._output.error is not None and (self._is_cut_short or result.cause == "done"):
                 result = unwritten(result, self._output.error)
-            elif self._output.is_cut:
-                result = unread(result)
             if result.cause in ("done", "mpiexec"):  # else we say it better
                 self._output.say(_MPIEXEC_NOISE.sub(b"", self._output.from_mpiexec).decode(errors="replace"))
             self._output.say(failure_text(result))
@@ -303,24 +284,11 @@ class _Job:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def _wait_until(self) -> float:
-        """Returns until when a write may wait for its reader: for ever, but for a moment once the job is to end."""
-        if len(self._signals) > 1:
-            return 0.0
-        now_s = time.monotonic()
-        if self._signals or now_s > self._limit_s:
-            self._reader_until_s = min(self._reader_until_s, now_s + _READER_S)
-        return self._reader_until_s
-
-    def _watch(self, mpiexec: subprocess.Popen[bytes], grace_s: float) -> bool:
+    def _watch(self, mpiexec: subprocess.Popen[bytes], grace_s: float, limit_s: float | None) -> bool:
         """Passes output on until the job has ended or must be ended; returns whether the time ran out."""
         failed_s: float | None = None
-        is_settled = not self._is_local
         while mpiexec.poll() is None and not self._signals:
-            if not is_settled:
-                is_settled = self._link.has_heard()  # mpiexec listens before it starts a rank
-                move_to_loopback(mpiexec.pid)
-            self._pump(_TICK_S if is_settled else _START_TICK_S)
+            self._pump()
             now_s = time.monotonic()
             if self._output.error is not None and not self._signals:
                 self._is_cut_short = True
@@ -332,7 +300,7 @@ class _Job:
                 failed_s = now_s
             if failed_s is not None and (now_s > failed_s + grace_s or len(failures) == self._n > 1):
                 return False
-            if failed_s is None and now_s > self._limit_s:
+            if failed_s is None and limit_s is not None and now_s > limit_s:
                 self._output.keep_stacks()
                 self._link.ask_for_stacks()
                 self._pump_for(_STACKS_S, mpiexec)

@@ -134,11 +134,6 @@ class Link:
         if self._crash is not None:
             raise InternalError(f"the launcher's link to its ranks broke: {self._crash!r}") from self._crash
 
-    def has_heard(self) -> bool:
-        """Says whether any rank has come."""
-        with self._lock:
-            return bool(self._state.peers)
-
     def failures(self) -> list[FailureRecord]:
         """Returns what the keepers have reported, and what this end has noted of ranks that it hears no more."""
         with self._lock:
@@ -348,8 +343,6 @@ def _open_door(folder: Path | None, spread: Spread | None) -> Door:
             return Door.in_folder(folder)
         except OSError:  # a file system that takes no sockets
             return Door.on_network(["127.0.0.1"])
-    if spread is not None and spread.addresses:
-        return Door.on_network(spread.addresses)
     if spread is not None and spread.iface:
         named = interface_addresses().get(spread.iface)
         if named is None:

@@ -18,11 +18,9 @@ from pathlib import Path
 
 from lowshard.argument import choice
 from lowshard.errors import DependencyError, LaunchError
-from lowshard.launch.allocator import allocator_environment
 from lowshard.launch.doctor_finding import last_object
 from lowshard.launch.environment import allocated_nodes
 from lowshard.launch.host import Spread
-from lowshard.launch.loopback_sockets import LOOPBACK_INTERFACE
 from lowshard.settings import INTERFACE, cache_root, environment
 
 __all__ = [
@@ -32,7 +30,6 @@ __all__ = [
     "available_cores",
     "find_mpi",
     "rank_environment",
-    "stays_on_host",
 ]
 
 MPI_CHOICES = ("auto", "openmpi", "mpich")
@@ -42,8 +39,13 @@ _PROBE_LIMIT_S = 60.0
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
 
 # Hydra's own choice of a network, and those of what MPI libraries and NCCL are built on: libfabric, UCX.
-_HYDRA_IFACE = "HYDRA_IFACE"
-_IFACE_VARIABLES = (_HYDRA_IFACE, "FI_TCP_IFACE", "FI_SOCKETS_IFACE", "UCX_NET_DEVICES", "NCCL_SOCKET_IFNAME")
+_IFACE_VARIABLES = (
+    "HYDRA_IFACE",
+    "FI_TCP_IFACE",
+    "FI_SOCKETS_IFACE",
+    "UCX_NET_DEVICES",
+    "NCCL_SOCKET_IFNAME",
+)
 
 # Libraries of one family share a binary interface and a start-up protocol: any hydra starts any of them.
 _FAMILIES = {
@@ -166,14 +168,6 @@ def find_mpi(want: str = "auto") -> MpiInstall:
     )
 
 
-def stays_on_host(mpi: MpiInstall, env: Mapping[str, str]) -> bool:
-    """Says whether mpiexec can do without other addresses than loopback, in an environment of `rank_environment`.
-
-    It can where it starts no daemon, or where the daemon here is told to reach it by loopback.
-    """
-    return mpi.vendor == "Open MPI" or (mpi.vendor == "MPICH" and env.get(_HYDRA_IFACE) == LOOPBACK_INTERFACE)
-
-
 def available_cores() -> int:
     """Returns the number of cores that this process may use."""
     return len(os.sched_getaffinity(0))
@@ -200,12 +194,12 @@ def rank_environment(
     nodes = allocated_nodes(base)
     together = -(-n // nodes) if spread is None else spread.most_ranks
     threads = max(1, cores // together)
-    added = dict.fromkeys(_THREAD_VARIABLES, str(threads)) | allocator_environment(base, together)
-    if spread is not None and spread.remote_iface:
-        added[INTERFACE.name] = spread.remote_iface  # for the ranks' own side channel
+    added = dict.fromkeys(_THREAD_VARIABLES, str(threads))
+    if spread is not None and spread.iface:
+        added[INTERFACE.name] = spread.iface  # for the ranks' own side channel
     alone = spread is None and nodes == 1
     if alone:  # shared memory is all that ranks of one host need: nobody else is to reach them
-        added |= dict.fromkeys(_IFACE_VARIABLES, LOOPBACK_INTERFACE)
+        added |= dict.fromkeys(_IFACE_VARIABLES, "lo")
     if mpi.family == "openmpi":
         if "HOME" not in base:  # as services and containers have none; Open MPI does not start without
             home = os.path.expanduser("~")  # of the user's entry; what it cannot expand it gives back
@@ -216,14 +210,12 @@ def rank_environment(
         # On several hosts the default would put all ranks on the first, however few slots that has.
         by = "slot" if spread is not None or nodes > 1 else ""
         added["PRTE_MCA_rmaps_default_mapping_policy"] = f"{by}:oversubscribe"
-        if together > cores or threads > 1 or (spread is not None and spread.one_machine):
+        if together > cores or threads > 1:
             # Oversubscribed ranks must not be tied to one core; nor may a rank whose threads need several.
             added["PRTE_MCA_hwloc_default_binding_policy"] = "none"
-        if spread is not None and spread.one_machine:
-            added["OMPI_MCA_mpi_yield_when_idle"] = "1"  # it sees hosts that are not full
-        if spread is not None and spread.remote_iface:
-            added["OMPI_MCA_btl_tcp_if_include"] = spread.remote_iface
-        if mpi.from_wheel or (spread is not None and spread.one_machine):
+        if spread is not None and spread.iface:
+            added["OMPI_MCA_btl_tcp_if_include"] = spread.iface
+        if mpi.from_wheel:
             # The wheel's other transports take a second to find out that they have no network to drive. A
             # system's Open MPI keeps its own choice: there may be a fast network.
             added["OMPI_MCA_pml"] = "ob1"

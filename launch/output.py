@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import selectors
 import time
-
-from lowshard.launch.sink import Sink
+from typing import TextIO
 
 __all__ = ["Output"]
 
@@ -24,31 +23,24 @@ class Output:
     mpiexec's own output is kept back until it is known whether it says anything that we do not say better.
 
     Attributes:
+        error: what keeps output from being written, if anything does: `lowshard run ... | head`, or a full disk.
         from_mpiexec: what mpiexec itself has said so far.
         from_afar: the connections of ranks on other hosts that have not ended yet.
         stacks: by rank, what has come on its stderr since it was asked for its stacks.
     """
 
-    def __init__(self, sinks: tuple[Sink, Sink], prefix: bool) -> None:
+    def __init__(self, files: tuple[TextIO, TextIO], prefix: bool) -> None:
+        self.error: OSError | ValueError | None = None
         self.from_mpiexec = b""
         self.from_afar: set[int] = set()
         self.stacks: dict[int, bytes] = {}
         self._keeps_stacks = False
-        self._sinks = sinks
+        self._files = files
+        self._broken: set[int] = set()
         self._prefix = prefix
         self._selector = selectors.DefaultSelector()
         self._source: dict[int, tuple[int, int | None]] = {}
         self._partial: dict[int, bytearray] = {}
-
-    @property
-    def error(self) -> OSError | ValueError | None:
-        """What keeps output from being written, if anything does: `lowshard run ... | head`, or a full disk."""
-        return next((sink.error for sink in self._sinks if sink.error is not None), None)
-
-    @property
-    def is_cut(self) -> bool:
-        """Whether output was given up that nobody has read."""
-        return any(sink.is_cut for sink in self._sinks)
 
     def add(self, fd: int, stream: int, rank: int | None, from_afar: bool = False) -> None:
         """Watches a pipe: stream 0 for stdout, 1 for stderr; rank None for mpiexec's own.
@@ -124,10 +116,22 @@ class Output:
 
     def say(self, text: str) -> None:
         """Writes the launcher's own words to stderr, if anybody is left to read them."""
-        if not isinstance(self.error, BrokenPipeError):
-            self._sinks[1].write_text(text)
+        encoding = getattr(self._files[1], "encoding", None) or "utf-8"
+        self._write(1, text.encode(encoding, "backslashreplace"))
 
     def _write(self, stream: int, data: bytes) -> None:
-        """Writes to a sink; whoever has read enough of one reads no more of the other."""
-        if not isinstance(self.error, BrokenPipeError):
-            self._sinks[stream].write(data)
+        """Writes to a file, in bytes where it takes them; whoever has read enough of one reads no more of the other."""
+        if not data or stream in self._broken or isinstance(self.error, BrokenPipeError):
+            return
+        file = self._files[stream]
+        try:
+            file.flush()
+            buffer = getattr(file, "buffer", None)
+            if buffer is None:
+                file.write(data.decode(errors="replace"))
+            else:
+                buffer.write(data)
+            file.flush()
+        except (OSError, ValueError) as error:  # ValueError: a file that is closed
+            self.error = self.error or error
+            self._broken.add(stream)

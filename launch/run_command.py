@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import signal
 import sys
-import threading
-from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-from lowshard.comm.abort import flush_output
 from lowshard.command_parser import expect_habits
 from lowshard.errors import LaunchError, LowshardError
-from lowshard.launch.fake_hosts import fake_hosts, fake_spread
-from lowshard.launch.host import Spread, parse_hosts, read_hostfile, spread_over
+from lowshard.launch.host import parse_hosts, read_hostfile, spread_over
 from lowshard.launch.job import python_command, run_ranks
 from lowshard.launch.mpiexec import MPI_CHOICES, find_mpi
-from lowshard.launch.template import template_list, template_text
-from lowshard.launch.thread_ranks import READER_S, call_within, run_threads
 from lowshard.nearest import nearest
 from lowshard.streams import drop_stdout
 
@@ -31,9 +23,6 @@ examples:
   lowshard run -n 4 train.py --steps 10             4 ranks of this host
   lowshard run -n 4 -m package.train                a module, as in python -m
   lowshard run -n 8 --hosts a:4,b:4 train.py        ranks 0-3 on a, 4-7 on b, by ssh
-  lowshard run -n 4 --fake-hosts 2 train.py         the same on this machine alone (Linux, root)
-  lowshard run -n 4 --threads train.py              main(comm) of train.py in 4 threads; no MPI needed
-  lowshard run --template slurm_many_nodes.sh > job.sh
 
 output: each line has its rank in front. When a rank fails the others have a moment to say that they noticed; then
 the job is ended, and the text of the rank that failed first comes last. Nothing stays behind: no process, no file in
@@ -52,35 +41,14 @@ environment (what is set already stays as it is):
   LOWSHARD_HEARTBEAT_S  a rank that is stopped, or a host not heard of, for longer has failed (default 10)
   LOWSHARD_START_S      time for all ranks to start (default 120)
   OMP_NUM_THREADS       default: cores of a host / ranks on it; also for OpenBLAS, MKL and Numba
-  LOWSHARD_MALLOC       'keep': ranks keep the memory of freed arrays, up to 1 GiB each (an eighth of the machine's in
-                        all), so that new large arrays are as fast as old ones; sets GLIBC_TUNABLES
   OMPI_MCA_*, PRTE_MCA_*, MPIR_CVAR_*, HYDRA_*
                         settings of the MPI in use. Set by default under Open MPI: leave to run as root, more ranks
                         than cores, ranks not bound to cores when there are too few
 
 inside another launcher (mpirun, srun --mpi=pmix, flux run) start the program itself:
   srun --mpi=pmix python -m lowshard.launch.child train.py
-ends all ranks when one fails. See --template.
+ends all ranks when one fails.
 """
-
-
-class _ShowTemplate(argparse.Action):
-    """Prints a template and ends, as --help does."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: str | Sequence[Any] | None,
-        option_string: str | None = None,
-    ) -> None:
-        """Prints what is asked for."""
-        name = str(values)
-        try:
-            sys.stdout.write(template_list() if name == "list" else template_text(name))
-        except LaunchError as error:
-            parser.error(str(error))
-        parser.exit()
 
 
 def add_run_parser(
@@ -103,12 +71,6 @@ def add_run_parser(
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--hosts", metavar="A:2,B:2", help="hosts, and how many ranks each runs")
     where.add_argument("--hostfile", metavar="FILE", help="the same from a file")
-    where.add_argument(
-        "--fake-hosts", type=int, metavar="K", help="make K hosts on this machine (network namespaces; root)"
-    )
-    where.add_argument(
-        "--threads", action="store_true", help="ranks are threads: main(comm) of the script in each"
-    )
     parser.add_argument(
         "--ssh", metavar="COMMAND", default="", help="remote shell in place of ssh: COMMAND HOST WORDS..."
     )
@@ -122,12 +84,6 @@ def add_run_parser(
         "--timeout", type=float, metavar="S", help="end the job after S seconds, with all stacks"
     )
     parser.add_argument("--no-prefix", action="store_true", help="pass the ranks' output on as it is")
-    parser.add_argument(
-        "--template",
-        action=_ShowTemplate,
-        metavar="NAME",
-        help="print a job script or hostfile; 'list' names them",
-    )
     parser.add_argument(
         "target", nargs=argparse.REMAINDER, metavar="script.py ...", help="what to run, its arguments"
     )
@@ -168,49 +124,21 @@ def _run(args: argparse.Namespace) -> int:
         raise LaunchError(
             f"the script must exist, but there is no {target[0]!r} here ({os.getcwd()}){advice}"
         )
-    if args.threads:
-        return _run_threads(args, target)
     if args.ranks < 1:
         raise LaunchError(f"a job has at least 1 rank; got n={args.ranks}")
     mpi = find_mpi(args.mpi)
-    with _spread_of(args) as spread:
-        result = run_ranks(
-            python_command(target[0], target[1:], module=args.module),
-            args.ranks,
-            timeout_s=args.timeout,
-            prefix_output=not args.no_prefix,
-            mpi=mpi,
-            spread=spread,
-        )
-    if result.exit_code == 128 + signal.SIGPIPE:
-        drop_stdout()
-    return result.exit_code
-
-
-@contextlib.contextmanager
-def _spread_of(args: argparse.Namespace) -> Iterator[Spread | None]:
-    """Yields the spread that the arguments ask for, with fake hosts that live as long as the block."""
-    spread: Spread | None = None
-    with contextlib.ExitStack() as stack:
-        if args.fake_hosts is not None:
-            spread = fake_spread(stack.enter_context(fake_hosts(args.fake_hosts)), args.ranks)
-        elif args.hosts is not None or args.hostfile is not None:
-            hosts = parse_hosts(args.hosts) if args.hosts is not None else read_hostfile(args.hostfile)
-            spread = spread_over(hosts, args.ranks, shell=args.ssh, iface=args.iface)
-        yield spread
-
-
-def _run_threads(args: argparse.Namespace, target: list[str]) -> int:
-    """Runs the ranks as threads of this process."""
-    result = run_threads(
-        target[0],
-        target[1:],
+    spread = None
+    if args.hosts is not None or args.hostfile is not None:
+        hosts = parse_hosts(args.hosts) if args.hosts is not None else read_hostfile(args.hostfile)
+        spread = spread_over(hosts, args.ranks, shell=args.ssh, iface=args.iface)
+    result = run_ranks(
+        python_command(target[0], target[1:], module=args.module),
         args.ranks,
-        module=args.module,
         timeout_s=args.timeout,
         prefix_output=not args.no_prefix,
+        mpi=mpi,
+        spread=spread,
     )
-    if result.exit_code and threading.active_count() > 1:  # a rank may be anywhere, for ever; in a write, too
-        call_within(READER_S, flush_output)
-        os._exit(result.exit_code)
+    if result.cause == "output" or result.exit_code == 128 + signal.SIGPIPE:
+        drop_stdout()
     return result.exit_code

@@ -21,7 +21,6 @@ __all__ = [
     "judge",
     "one_each",
     "place_in",
-    "unread",
     "unwritten",
 ]
 
@@ -207,14 +206,6 @@ def unwritten(result: JobResult, error: OSError | ValueError) -> JobResult:
     reason = getattr(error, "strerror", None) or error
     message = f"what the ranks print cannot be written: {reason}; all ranks have been ended"
     return replace(result, exit_code=1, cause="output", failed_rank=None, message=message)
-
-
-def unread(result: JobResult) -> JobResult:
-    """Returns the result of a job that has ended while its output waited for a reader, which has lost the rest."""
-    if result.cause == "done":
-        message = "all ranks have ended well, but the time limit passed before what they printed was read"
-        result = replace(result, exit_code=TimedOut.exit_code, cause="timeout", message=message)
-    return replace(result, message=f"{result.message}; output that nobody read is lost")
 
 
 def place_in(stacks: bytes) -> str:

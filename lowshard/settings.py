@@ -155,13 +155,6 @@ SHIPPED_CODE = Setting(
     "whether compiled code that came with the package is used",
     KernelError,
 )
-MALLOC = Setting(
-    "LOWSHARD_MALLOC",
-    "system",
-    "system|keep",
-    "whether ranks keep the memory of arrays that are gone",
-    LaunchError,
-)
 # Starting ranks.
 START_S = Setting(
     "LOWSHARD_START_S",
@@ -183,7 +176,7 @@ UPDATE_GOLDENS = Setting("LOWSHARD_UPDATE_GOLDENS", "0", "0|1", "whether tests w
 SETTINGS = (
     CHECK, TIMEOUT_S, WATCH, HEARTBEAT_S, ON_FAILURE, INTERFACE,
     CPU_PATH, CROSS_MEMORY, STREAMS, PIPES, HUGE_PAGES, NODE_SIZE, NCCL, NCCL_REDUCE16, KERNELS,
-    CALIBRATION, SHIPPED_CODE, MALLOC,
+    CALIBRATION, SHIPPED_CODE,
     START_S, BUILD_CODE, UPDATE_GOLDENS,
 )  # fmt: skip
 """What users may set, in the order of the table."""
@@ -206,7 +199,6 @@ LINK = Setting("LOWSHARD_LINK", "", "an address", "where a rank's keeper reaches
 USER_TMPDIR = Setting(
     "LOWSHARD_USER_TMPDIR", "", "a folder", "the user's TMPDIR, since mpiexec has another one"
 )
-FAKE_HOST = Setting("LOWSHARD_FAKE_HOST", "", "a name", "the fake host that this process is on")
 SELFTEST_STEP = Setting(
     "LOWSHARD_SELFTEST_STEP", "", "a mark", "the step of a selftest that this process belongs to"
 )

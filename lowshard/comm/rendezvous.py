@@ -150,7 +150,7 @@ class Rendezvous:
 def reaches(offer: Offer) -> bool:
     """Say whether this process can be expected to reach a rendezvous that is `nearby` rank 0."""
     if offer.network != network_name():
-        return False  # fake hosts share their files, but not their network
+        return False  # containers may share their files, but not their network
     scheme, _, path = offer.addresses[0].partition(":")
     return scheme != "unix" or is_private(Path(path).parent)
 

@@ -21,10 +21,10 @@ from pathlib import Path
 
 import pytest
 from support import mode
+from support.fake_hosts import ENVIRONMENT, FakeHost, cut, fake_hosts, mend, options, spread, why_not
 from support.launching import ENDS_WITHIN_S, LIMIT_S, ROOT, Launcher, wait_until
 
 from lowshard.launch import JobResult, python_command, run_ranks
-from lowshard.launch.fake_hosts import FakeHost, cut, fake_hosts, fake_spread, mend, sweep, why_not
 from lowshard.launch.link import Link
 
 REASON = why_not()
@@ -75,7 +75,7 @@ def test_a_fake_host_has_its_own_name_network_and_shared_memory(nothing_left: No
             assert on(a, "cat /proc/sys/kernel/hostname") == f"{a.name}\n"
             assert on(a, "ls /dev/shm") == ""
             names = {line.partition("=")[0] for line in on(a, "env").splitlines()}
-            assert names - {"PWD", "SHLVL", "_", "OLDPWD"} == {"HOME", "USER", "PATH", "LOWSHARD_FAKE_HOST"}
+            assert names - {"PWD", "SHLVL", "_", "OLDPWD"} == {"HOME", "USER", "PATH", "NCCL_HOSTID"}
             assert on(b, f"ls {tmp_path}") == "seen\n"
             assert on(c, f"ls {tmp_path}") == ""
             with socket.create_server((a.here_address, 0)) as server:
@@ -110,36 +110,23 @@ print("note", world.rank, file=sys.stderr)
 
 
 def test_mpi_sees_two_hosts_with_two_ranks_each(launcher: Launcher) -> None:
-    done = launcher.run(
-        "-n", "4", "--fake-hosts", "2", launcher.script(LAYOUT), "-x", "a b", MY_OWN='it\'s "$1"'
-    )
+    own = {**ENVIRONMENT, "MY_OWN": 'it\'s "$1"'}
+    with fake_hosts(2) as hosts:
+        done = launcher.run("-n", "4", *options(hosts), launcher.script(LAYOUT), "-x", "a b", **own)
     assert done.code == 0, done.err
     assert sorted(done.err.splitlines()) == [f"[{rank}] note {rank}" for rank in range(4)]
     (line,) = done.out.splitlines()
     rows = json.loads(line.removeprefix("[0] "))
     assert [row[0] for row in rows] == [0, 1, 2, 3]
     assert [row[2:4] for row in rows] == [[2, 0], [2, 1], [2, 0], [2, 1]]
-    hosts = [row[1] for row in rows]
-    assert hosts[0] == hosts[1] != hosts[2] == hosts[3]
+    assert [row[1] for row in rows] == [hosts[0].name] * 2 + [hosts[1].name] * 2
     for row in rows:
         assert row[4] == str(ROOT)
         assert row[5] == 'it\'s "$1"'
-        assert row[6] == str(max(1, len(os.sched_getaffinity(0)) // 4))
+        assert row[6] == "1"
         assert row[7] == row[1]
         assert row[8] == ["-x", "a b"]
         assert row[9] == str(launcher.tmp)
-    assert wait_until(lambda: not any(hosts[0] in name for name in traces()), 1.0)
-
-
-def test_a_terminal_that_goes_while_hosts_are_made_leaves_none(launcher: Launcher) -> None:
-    started = launcher.start(
-        "run", "-n", "2", "--fake-hosts", "2", launcher.script("import time\ntime.sleep(60)\n")
-    )
-    mine = f"lowshard-{started.pid}-"
-    assert wait_until(lambda: any(name.startswith(mine) for name in traces()), LIMIT_S)
-    started.send_signal(signal.SIGHUP)
-    assert launcher.finish(started).code == 128 + signal.SIGHUP
-    assert not [name for name in traces() if name.startswith(mine)]
 
 
 WAITING = """
@@ -193,7 +180,7 @@ class Job:
         self._thread.start()
 
     def _run(self, script: str, n: int) -> None:
-        env = {**os.environ, "LOWSHARD_HEARTBEAT_S": str(BEAT_S), "TMPDIR": str(self.folder)}
+        env = {**os.environ, **ENVIRONMENT, "LOWSHARD_HEARTBEAT_S": str(BEAT_S), "TMPDIR": str(self.folder)}
         env["PYTHONPATH"] = str(ROOT)
         self.result = run_ranks(
             python_command(script, [self.phase, str(self.folder)]),
@@ -202,7 +189,7 @@ class Job:
             env=env,
             stdout=self.out,
             stderr=self.err,
-            spread=fake_spread(self.hosts, n),
+            spread=spread(self.hosts, n),
         )
         self.ended_s = time.time()
 
@@ -305,7 +292,7 @@ def test_hosts_that_see_no_file_of_the_launcher_tell_everything_over_the_link(
 def test_a_keeper_that_is_cut_off_ends_its_rank_itself(nothing_left: None, tmp_path: Path) -> None:
     with (
         fake_hosts(1) as (host,),
-        closing(Link(1, {"LOWSHARD_HEARTBEAT_S": "60"}, None, fake_spread([host], 1))) as link,
+        closing(Link(1, {"LOWSHARD_HEARTBEAT_S": "60"}, None, spread([host], 1))) as link,
     ):
         link.start()
         env = f"LOWSHARD_JOB_DIR=/no LOWSHARD_LINK={shlex.quote(str(link.address))} LOWSHARD_HEARTBEAT_S={BEAT_S}"
@@ -322,54 +309,6 @@ def test_a_keeper_that_is_cut_off_ends_its_rank_itself(nothing_left: None, tmp_p
         assert link.failures() == []  # this end has not noticed yet
         for connection, _, _ in link.streams():
             connection.close()
-
-
-OWNER = """
-import subprocess, sys, time
-from lowshard.launch.fake_hosts import fake_hosts
-
-with fake_hosts(1) as (host,):
-    for command in sys.argv[1:]:
-        subprocess.Popen(host.command(command))
-    time.sleep(60)
-"""
-
-
-@pytest.mark.usefixtures("nothing_left")
-def test_processes_of_a_dead_owner_may_finish_their_cleaning_up_before_they_are_killed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A janitor that is killed amid it leaves the folder of its rank behind."""
-    monkeypatch.setattr(sys.modules[fake_hosts.__module__], "_ENDING_S", 2.0)
-    cleans = f"touch {tmp_path}/begun; sleep 0.5; touch {tmp_path}/cleaned"
-    stays = f"echo $$ > {tmp_path}/pid; exec sleep 60"
-    with subprocess.Popen([sys.executable, "-c", OWNER, cleans, stays]) as owner:
-        assert wait_until(lambda: (tmp_path / "begun").exists() and (tmp_path / "pid").exists(), LIMIT_S)
-        owner.kill()
-    assert wait_until(lambda: f"{owner.pid}-0" in sweep(), LIMIT_S)
-    assert (tmp_path / "cleaned").exists()
-    assert not alive(int((tmp_path / "pid").read_text()))
-    assert not [name for name in traces() if f"-{owner.pid}-" in name or f"lsh{owner.pid}" in name]
-
-
-@pytest.mark.full_only
-def test_what_a_killed_launcher_leaves_goes_at_the_next_start(launcher: Launcher) -> None:
-    folder = launcher.folder / "job"
-    folder.mkdir()
-    started = launcher.start(
-        "run", "-n", "2", "--fake-hosts", "2", launcher.script(WAITING), "mpi", str(folder)
-    )
-    pids = launcher.marked(2, folder)
-    label = f"lowshard-{started.pid}-"
-    assert [name for name in traces() if name.startswith(label)]
-    assert not [name for name in sweep() if name.startswith(f"{started.pid}-")]  # its owner lives
-    started.kill()
-    started.communicate(timeout=LIMIT_S)
-    assert wait_until(lambda: not any(alive(pid) for pid in pids), ENDS_WITHIN_S)
-    assert sweep() == [f"{started.pid}-0"]
-    assert not [name for name in traces() if name.startswith((label, f"lsh{started.pid}"))]
-    assert wait_until(lambda: not launcher.living(), ENDS_WITHIN_S)
-    assert wait_until(lambda: not any(launcher.tmp.iterdir()), ENDS_WITHIN_S)
 
 
 COMMUNICATING = """
@@ -390,17 +329,9 @@ comm.barrier()
 
 @pytest.mark.full_only  # compiles for half a minute
 def test_survivors_of_a_frozen_rank_say_where_they_were_and_are_not_the_cause(launcher: Launcher) -> None:
-    done = launcher.run(
-        "-n", "4", "--fake-hosts", "2", launcher.script(COMMUNICATING), LOWSHARD_HEARTBEAT_S=str(BEAT_S)
-    )
+    env = {**ENVIRONMENT, "LOWSHARD_HEARTBEAT_S": str(BEAT_S)}
+    with fake_hosts(2) as hosts:
+        done = launcher.run("-n", "4", *options(hosts), launcher.script(COMMUNICATING), **env)
     assert done.code == 70, done.err
     assert "PeerFailed: rank 3 has been silent" in done.err
     assert "rank 3 failed first: has been stopped (SIGSTOP)" in done.err.strip().splitlines()[-1]
-
-
-def test_wrong_numbers_of_hosts_are_refused() -> None:
-    from lowshard.errors import LaunchError
-
-    for k in (0, 101):
-        with pytest.raises(LaunchError, match="1 to 100"), fake_hosts(k):
-            pass

@@ -8,13 +8,12 @@ import os
 from pathlib import Path
 
 import pytest
-from support import mode
+from support import fake_hosts, mode
 from support.comm_cases import Way, cases_for
 
 from lowshard.launch import python_command, run_ranks
-from lowshard.launch.fake_hosts import fake_hosts, fake_spread, why_not
 
-REASON = why_not()
+REASON = fake_hosts.why_not()
 LIMIT_S = 100.0 * (8 if mode.full() else 1)
 pytestmark = [
     pytest.mark.mpi,
@@ -30,8 +29,9 @@ FEW = ["large_buffers_arrive_whole", "large_reductions_are_exact_where_values_al
 def start(script: str, *args: str) -> str:
     """Runs a script on 4 ranks, 2 a host, and returns what rank 0 prints."""
     out, err = io.StringIO(), io.StringIO()
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (HERE.parent, HERE.parents[1])))}
-    with fake_hosts(2) as hosts:
+    path = os.pathsep.join(map(str, (HERE.parent, HERE.parents[1])))
+    env = {**os.environ, **fake_hosts.ENVIRONMENT, "PYTHONPATH": path}
+    with fake_hosts.fake_hosts(2) as hosts:
         result = run_ranks(
             python_command(str(HERE / script), list(args)),
             4,
@@ -39,7 +39,7 @@ def start(script: str, *args: str) -> str:
             env=env,
             stdout=out,
             stderr=err,
-            spread=fake_spread(hosts, 4),
+            spread=fake_hosts.spread(hosts, 4),
         )
     assert result.exit_code == 0, f"{result.message}\n{out.getvalue()}\n{err.getvalue()}"
     lines = [line.removeprefix("[0] ") for line in out.getvalue().splitlines() if line.startswith("[0] ")]

@@ -5,21 +5,20 @@ A default run tries each way and each place once, in pairs that rotate with the 
 
 from __future__ import annotations
 
-import os
 import re
 import time
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 
 import pytest
 from support import mode
+from support.fake_hosts import ENVIRONMENT, FakeHost, cut, fake_hosts, options, why_not
 from support.launching import ENDS_WITHIN_S, LIMIT_S, Ended, Launcher, wait_until
 
-from lowshard.launch.fake_hosts import FakeHost, cut, why_not
 from lowshard.launch.leftover import stray_files
 
 pytestmark = [pytest.mark.mpi, pytest.mark.time_limit(110)]
@@ -29,7 +28,7 @@ RANKS = 4
 AT_A_TIME = 2
 BEAT_S = 2.0  # the limit of silence in these tests
 SILENT_ENDS_WITHIN_S = BEAT_S + 3.0  # from the moment that a rank falls silent to the end of the others
-LAUNCHER_S = 2.0  # from the end of the ranks to that of the launcher, which may have hosts to remove
+LAUNCHER_S = 2.0  # from the end of the ranks to that of the launcher
 START_S = 60.0  # for a job to come to the fault; then its ranks show their stacks and end
 SLOW = 1.5  # all limits are longer by this factor: other work has the cores too
 
@@ -144,32 +143,26 @@ def lives(pid: int) -> bool:
         return False
 
 
-def host_of(launcher_pid: int, number: int) -> FakeHost:
-    """Returns one of the fake hosts that a launcher has made."""
-    name = f"lowshard-{launcher_pid}-0-{number}"
-    assert (Path("/run/netns") / name).exists(), os.listdir("/run/netns")
-    return FakeHost(name, "", f"lowshard-{launcher_pid}-0-switch", f"port{number}", "", "", "")
-
-
-def hosts_left(launcher_pid: int) -> list[str]:
-    """Returns what is left of the fake hosts of a launcher."""
-    folders = (Path("/run/netns"), Path("/sys/class/net"), Path("/run"))
-    names = chain.from_iterable(os.listdir(folder) for folder in folders if folder.is_dir())
-    return [name for name in names if name.startswith((f"lowshard-{launcher_pid}-", f"lsh{launcher_pid}0"))]
-
-
 def run(cell: Cell, folder: Path) -> Over:
     """Runs the job of a cell."""
     folder.mkdir()
     notes = folder / "notes"
     notes.mkdir()
     launcher = Launcher(folder, uuid.uuid4().hex, stray_files())
-    apart = ["--fake-hosts", "2"] if cell.fault == "cut off" else []
+    with ExitStack() as stack:
+        hosts = stack.enter_context(fake_hosts(2)) if cell.fault == "cut off" else []
+        return run_on(cell, notes, launcher, hosts)
+
+
+def run_on(cell: Cell, notes: Path, launcher: Launcher, hosts: list[FakeHost]) -> Over:
+    """Runs the job of a cell on fake hosts, or on this host where there are none."""
+    apart, env = (options(hosts), ENVIRONMENT) if hosts else ([], {})
     started = launcher.start(
         "run",
         *("-n", str(RANKS), *apart, "--timeout", str(START_S), PROGRAM, cell.fault, cell.place),
         *(",".join(map(str, cell.victims)), str(notes)),
         LOWSHARD_HEARTBEAT_S=str(BEAT_S),
+        **env,
     )
     failed = [notes / f"failed-{rank}" for rank in cell.victims]
     wait_until(lambda: all(path.exists() for path in failed) or started.poll() is not None, START_S)
@@ -177,17 +170,15 @@ def run(cell: Cell, folder: Path) -> Over:
         ended = launcher.finish(started)
         raise AssertionError(f"{cell}: the job ended before the fault\n{ended.out}\n{ended.err}")
     host, failed_s = "", min(float(path.read_text()) for path in failed)
-    if cell.fault == "cut off":
-        to_cut = host_of(started.pid, cell.victim)
+    if hosts:
         failed_s = time.time()
-        cut(to_cut)
-        host = to_cut.name
+        cut(hosts[cell.victim])
+        host = hosts[cell.victim].name
     pids = [int((notes / f"pid-{rank}").read_text()) for rank in cell.survivors]
     wait_until(lambda: not any(lives(pid) for pid in pids), LIMIT_S)
     survivors_s = time.time()
     ended = launcher.finish(started)
     said = {int(path.name.rpartition("-")[2]): path.read_text() for path in notes.glob("said-*")}
-    assert not hosts_left(started.pid)
     return Over(ended, failed_s, survivors_s, said, host, launcher)
 
 

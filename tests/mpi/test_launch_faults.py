@@ -213,7 +213,6 @@ def test_this_host_may_be_named_like_any_other(launcher: Launcher) -> None:
             ["-n", "1", "--hostfile", "/no/such/file", __file__],
             "/no/such/file is not a valid hostfile",
         ),
-        (["-n", "1", "--fake-hosts", "0", __file__], "fake hosts"),
     ],
 )
 def test_hosts_that_cannot_be_are_wrong_usage(

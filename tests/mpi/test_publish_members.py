@@ -17,10 +17,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support import hostile, mode
+from support.fake_hosts import FakeHost, cut, fake_hosts, mend, why_not
 from support.launching import wait_until
 from support.listening import public_doors
-
-from lowshard.launch.fake_hosts import FakeHost, cut, fake_hosts, mend, why_not
 
 HERE = Path(__file__).parent
 pytestmark = [pytest.mark.mpi, pytest.mark.time_limit(120)]

@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import mode
+from support import fake_hosts, mode
 
 from lowshard.launch import python_command, run_ranks
-from lowshard.launch.fake_hosts import fake_hosts, fake_spread, why_not
 
-REASON = why_not()
+REASON = fake_hosts.why_not()
 JOB_S = 60.0
 pytestmark = [
     pytest.mark.mpi,
@@ -31,10 +30,11 @@ def start(folder: Path, victim: int, step: int, delta: str) -> tuple[dict[str, A
     """Run one job; return what its ranks noted, its exit code and what it said."""
     folder.mkdir()
     out, err = io.StringIO(), io.StringIO()
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (HERE, HERE.parent, HERE.parents[1])))}
+    path = os.pathsep.join(map(str, (HERE, HERE.parent, HERE.parents[1])))
+    env = {**os.environ, **fake_hosts.ENVIRONMENT, "PYTHONPATH": path}
     command = python_command(str(HERE / "run_refit_hosts.py"), [str(folder), str(victim), str(step), delta])
-    with fake_hosts(2) as hosts:
-        spread = fake_spread(hosts, RANKS)
+    with fake_hosts.fake_hosts(2) as hosts:
+        spread = fake_hosts.spread(hosts, RANKS)
         result = run_ranks(command, RANKS, timeout_s=JOB_S, env=env, stdout=out, stderr=err, spread=spread)
     notes = {path.name: json.loads(path.read_text()) for path in folder.iterdir() if "draft" not in path.name}
     return notes, result.exit_code, f"{result.message}\n{out.getvalue()}\n{err.getvalue()}"

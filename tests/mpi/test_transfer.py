@@ -7,17 +7,16 @@ import os
 from pathlib import Path
 
 import pytest
-from support import mode
+from support import fake_hosts, mode
 from support.starting import start_ranks
 
 from lowshard.launch import python_command, run_ranks
-from lowshard.launch.fake_hosts import fake_hosts, fake_spread, why_not
 
 pytestmark = [pytest.mark.mpi, pytest.mark.time_limit(130)]
 
 HERE = Path(__file__).parent
 SCRIPT = HERE / "run_transfer.py"
-REASON = why_not()
+REASON = fake_hosts.why_not()
 CHECKS = [
     "execute_goes_by_memory_within_a_node",
     "terms_are_folded_within_and_between_nodes",
@@ -36,11 +35,12 @@ def test_ranks_of_a_node_exchange_through_memory(tmp_path: Path, cross: str) -> 
 @pytest.mark.skipif(REASON is not None, reason=str(REASON))
 def test_and_so_do_those_of_two_hosts(tmp_path: Path) -> None:
     out, err = io.StringIO(), io.StringIO()
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (HERE.parent, HERE.parents[1])))}
+    path = os.pathsep.join(map(str, (HERE.parent, HERE.parents[1])))
+    env = {**os.environ, **fake_hosts.ENVIRONMENT, "PYTHONPATH": path}
     command = python_command(str(SCRIPT), [str(tmp_path)])
-    with fake_hosts(2) as hosts:
+    with fake_hosts.fake_hosts(2) as hosts:
         result = run_ranks(
-            command, 4, timeout_s=100, env=env, stdout=out, stderr=err, spread=fake_spread(hosts, 4)
+            command, 4, timeout_s=100, env=env, stdout=out, stderr=err, spread=fake_hosts.spread(hosts, 4)
         )
     assert result.exit_code == 0, f"{result.message}\n{out.getvalue()}\n{err.getvalue()}"
     assert [line.removeprefix("[0] ") for line in out.getvalue().splitlines()] == CHECKS

@@ -15,7 +15,6 @@ import pytest
 from lowshard import calibration as module
 from lowshard.calibration import NEVER, SCHEMA, Calibration, calibration, kept, machine, save, setting_fault
 from lowshard.errors import ProfileError
-from lowshard.launch.check_machine import check_calibration
 from lowshard.warmup import machine_measure
 from lowshard.warmup.machine_measure import STEPS, best_threshold, measure
 
@@ -90,7 +89,6 @@ def test_a_damaged_file_is_left_aside_said_once_and_replaced_by_the_next(
     assert said.count("lowshard:") == 1
     assert str(path) in said
     assert "lowshard warmup" in said
-    assert check_calibration().status == "warning"
     save(FOUND, "now")
     calibration.cache_clear()
     assert calibration() == FOUND
@@ -127,11 +125,6 @@ def test_the_setting_stands_above_what_was_measured(monkeypatch: pytest.MonkeyPa
     save(FOUND, "now")
     monkeypatch.setenv("LOWSHARD_CALIBRATION", "stream_from_bytes=8388608, last_cache_bytes=never")
     assert asdict(calibration()) == asdict(FOUND) | {"stream_from_bytes": 8 << 20, "last_cache_bytes": NEVER}
-    told = check_calibration().detail
-    assert "measured now" in told
-    assert "stream_from_bytes 8 MiB (default 4 MiB; LOWSHARD_CALIBRATION)" in told
-    assert "pipes_from_bytes never (default 16 KiB)" in told
-    assert "share_past_from_bytes 64 KiB," in told
     monkeypatch.setenv("LOWSHARD_CALIBRATION", "off")
     calibration.cache_clear()
     assert calibration() == Calibration()
@@ -146,7 +139,6 @@ def test_a_wrong_setting_is_an_error_that_names_it(text: str, monkeypatch: pytes
     with pytest.raises(ProfileError, match="LOWSHARD_CALIBRATION") as caught:
         calibration()
     assert setting_fault() == str(caught.value)
-    assert check_calibration().status == "broken"
 
 
 # ---- how it is found

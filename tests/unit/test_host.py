@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from lowshard.errors import LaunchError
-from lowshard.launch.host import Host, Spread, assign, parse_hosts, read_hostfile, spread_over
-from lowshard.launch.template import template_text
+from lowshard.launch.host import Host, assign, parse_hosts, read_hostfile, spread_over
 
 
 def placed(hosts: str, n: int) -> str:
@@ -105,17 +104,3 @@ def test_the_hostfile_written_for_an_mpi_reads_back_the_same(tmp_path: Path, fam
     path.write_text(spread.hostfile(family))
     assert read_hostfile(path) == spread.hosts
     assert ("slots=" in path.read_text()) == (family == "openmpi")
-
-
-def test_the_hostfile_templates_name_the_same_hosts(tmp_path: Path) -> None:
-    found = []
-    for name in ("hostfile_openmpi", "hostfile_mpich"):
-        (tmp_path / name).write_text(template_text(name))
-        found.append(read_hostfile(tmp_path / name))
-    assert found[0] == found[1] == (Host("node1", 4), Host("node2", 2), Host("192.0.2.7", 2))
-
-
-def test_ranks_that_share_a_machine_are_counted_together() -> None:
-    hosts = (Host("a", 3), Host("b", 2))
-    assert Spread(hosts).most_ranks == 3
-    assert Spread(hosts, one_machine=True).most_ranks == 5

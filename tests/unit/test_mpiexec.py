@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import pwd
 
 import pytest
 
 from lowshard.launch.host import Host, Spread
-from lowshard.launch.mpiexec import MpiInstall, rank_environment, stays_on_host
+from lowshard.launch.mpiexec import MpiInstall, rank_environment
 from lowshard.settings import cache_root
 
 MAPPING = "PRTE_MCA_rmaps_default_mapping_policy"
 BINDING = "PRTE_MCA_hwloc_default_binding_policy"
 TWO = Spread((Host("a", 3), Host("b", 2)))
-SHELL = Spread((Host("a", 1),), shell="/bin/sh-to", iface="br0", remote_iface="eth0", one_machine=True)
+SHELL = Spread((Host("a", 1),), shell="/bin/sh-to", iface="br0")
 
 
 def install(family: str, from_wheel: bool) -> MpiInstall:
@@ -69,17 +68,6 @@ def test_the_ranks_of_one_host_have_no_network_and_those_of_several_have() -> No
         assert name not in rank_environment(install("mpich", True), 5, {}, cores=2, spread=TWO)
 
 
-@pytest.mark.parametrize(
-    ("vendor", "iface", "stays"),
-    [("Open MPI", "lo", True), ("MPICH", "lo", True), ("MPICH", "eth0", False), ("Intel MPI", "lo", False)],
-)
-def test_an_mpiexec_whose_daemon_comes_by_another_address_is_left_alone(
-    vendor: str, iface: str, stays: bool
-) -> None:
-    mpi = dataclasses.replace(install("mpich", True), vendor=vendor)
-    assert stays_on_host(mpi, {"HYDRA_IFACE": iface}) == stays
-
-
 def test_threads_are_counted_by_the_fullest_host_and_hosts_are_filled_one_by_one() -> None:
     env = rank_environment(install("openmpi", True), 5, {}, cores=12, spread=TWO)
     assert env["OMP_NUM_THREADS"] == "4"
@@ -89,16 +77,11 @@ def test_threads_are_counted_by_the_fullest_host_and_hosts_are_filled_one_by_one
     assert rank_environment(install("openmpi", True), 5, {}, cores=2, spread=TWO)[BINDING] == "none"
 
 
-def test_fake_hosts_share_the_cores_and_open_mpi_must_be_told() -> None:
-    shared = Spread(TWO.hosts, remote_iface="eth0", one_machine=True)
-    env = rank_environment(install("openmpi", False), 5, {}, cores=10, spread=shared)
-    assert env["OMP_NUM_THREADS"] == "2"
-    assert env["OMPI_MCA_mpi_yield_when_idle"] == "1"
-    assert env["OMPI_MCA_btl_tcp_if_include"] == "eth0"
-    assert env["OMPI_MCA_pml"] == "ob1"
-    assert env[BINDING] == "none"
-    assert env["LOWSHARD_INTERFACE"] == "eth0"
-    mpich = rank_environment(install("mpich", True), 5, {}, cores=10, spread=shared)
+def test_the_hosts_use_the_interface_that_is_named() -> None:
+    env = rank_environment(install("openmpi", False), 1, {}, spread=SHELL)
+    assert env["OMPI_MCA_btl_tcp_if_include"] == env["LOWSHARD_INTERFACE"] == "br0"
+    mpich = rank_environment(install("mpich", True), 1, {}, spread=SHELL)
+    assert mpich["LOWSHARD_INTERFACE"] == "br0"
     assert not any(name.startswith(("OMPI", "PRTE")) for name in mpich)
 
 

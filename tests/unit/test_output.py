@@ -1,14 +1,10 @@
-"""What ranks print goes out whole, and no reader, however slow, keeps the launcher from ending."""
+"""What ranks print goes out whole, with its rank in front; why it cannot be written is kept."""
 
 from __future__ import annotations
 
 import errno
 import io
-import math
 import os
-import socket
-import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,7 +13,6 @@ from typing import TextIO
 import pytest
 
 from lowshard.launch.output import Output
-from lowshard.launch.sink import Sink
 
 MIB = 1 << 20
 
@@ -29,125 +24,56 @@ def opened() -> Iterator[ExitStack]:
         yield stack
 
 
-def pipe_ends() -> tuple[int, int]:
-    return os.pipe()
+def said(file: TextIO, text: str) -> BaseException | None:
+    """Writes a text to a file as the launcher's own words; returns what the file has raised."""
+    output = Output((io.StringIO(), file), prefix=True)
+    output.say(text)
+    output.say(text)
+    output.close()
+    return output.error
 
 
-def socket_ends() -> tuple[int, int]:
-    there, here = socket.socketpair()
-    return there.detach(), here.detach()
-
-
-def terminal_ends() -> tuple[int, int]:
-    return os.openpty()
-
-
-def fifo_ends() -> tuple[int, int]:
-    """A pipe whose writing end does not wait, as another process may have set it."""
-    there, here = os.pipe()
-    os.set_blocking(here, False)
-    return there, here
-
-
-WAYS = [pipe_ends, socket_ends, terminal_ends, fifo_ends]
-
-
-def file_at(fd: int, opened: ExitStack) -> TextIO:
-    return opened.enter_context(os.fdopen(fd, "w", encoding="utf-8"))
-
-
-@pytest.mark.parametrize("ends", WAYS)
-def test_a_reader_that_has_stopped_is_given_up_once_the_job_is_to_end(
-    ends: Callable[[], tuple[int, int]], opened: ExitStack
-) -> None:
-    there, here = ends()
-    opened.callback(os.close, there)
-    end_s = time.monotonic() + 0.3
-    sink = Sink(file_at(here, opened), lambda: end_s)
-    was_blocking = os.get_blocking(here)
-    sink.write(b"x" * (4 * MIB))  # in a thread of its own it would never come back
-    assert sink.is_cut
-    assert sink.error is None
-    assert 0 <= time.monotonic() - end_s < 5
-    assert os.get_blocking(here) == was_blocking  # others have the same file
-    sink.write(b"more")
-    sink.write_text("more")
-
-
-@pytest.mark.parametrize("ends", WAYS)
-def test_a_reader_that_is_slow_gets_all(ends: Callable[[], tuple[int, int]], opened: ExitStack) -> None:
-    there, here = ends()
-    opened.callback(os.close, there)
-    sink = Sink(file_at(here, opened), lambda: math.inf)
-    data = bytes(range(65, 91)) * (MIB // 26)
-    writer = threading.Thread(target=sink.write, args=(data,), daemon=True)
-    writer.start()
-    time.sleep(0.2)
-    read = b""
-    while len(read) < len(data):
-        read += os.read(there, 1 << 16)
-    writer.join(20)
-    assert read == data
-    assert not sink.is_cut
-    assert sink.error is None
-
-
-def test_why_a_file_takes_no_more_is_kept(opened: ExitStack, tmp_path: Path) -> None:
-    full = Sink(file_at(os.open("/dev/full", os.O_WRONLY), opened), lambda: math.inf)
-    full.write(b"text\n")
-    assert isinstance(full.error, OSError)
-    assert full.error.errno == errno.ENOSPC
-
+def test_why_a_file_takes_no_more_is_kept(tmp_path: Path) -> None:
+    full = open("/dev/full", "w")  # noqa: SIM115  it raises again when it is closed
+    error = said(full, "text\n")
+    assert isinstance(error, OSError)
+    assert error.errno == errno.ENOSPC
     there, here = os.pipe()
     os.close(there)
-    unread = Sink(file_at(here, opened), lambda: math.inf)
-    unread.write(b"text\n")
-    assert isinstance(unread.error, BrokenPipeError)
-
-    closed = Sink((tmp_path / "closed").open("w"), lambda: math.inf)
-    closed._file.close()
-    closed.write(b"text\n")
-    assert isinstance(closed.error, ValueError)
+    unread = os.fdopen(here, "w")
+    assert isinstance(said(unread, "text\n"), BrokenPipeError)
+    for file in (full, unread):
+        with pytest.raises(OSError, match=r"No space|Broken pipe"):
+            file.close()
+    closed = (tmp_path / "closed").open("w")
+    closed.close()
+    assert isinstance(said(closed, "text\n"), ValueError)
 
 
 def test_files_of_all_kinds_get_the_bytes(opened: ExitStack, tmp_path: Path) -> None:
-    data = "grün\n".encode()
     read_back = opened.enter_context((tmp_path / "a").open("w+", encoding="utf-8"))
     read_back.write("before ")
-    sink = Sink(read_back, lambda: math.inf)
-    sink.write(data)
-    sink.write_text("ü")
+    assert said(read_back, "ü") is None
     read_back.seek(0)
-    assert read_back.read() == "before grün\nü"
-
-    unbuffered = io.TextIOWrapper(io.FileIO(tmp_path / "b", "w"), encoding="latin-1", write_through=True)
-    sink = Sink(opened.enter_context(unbuffered), lambda: math.inf)
-    sink.write(data)
-    sink.write_text("ü\u4f60")
-    assert (tmp_path / "b").read_bytes() == data + b"\xfc\\u4f60"
-
-    text, packed = io.StringIO(), io.BytesIO()
-    for file in (text, io.TextIOWrapper(packed, encoding="utf-8")):
-        sink = Sink(file, lambda: math.inf)
-        sink.write(data)
-        sink.write_text("ü")
-        assert sink.error is None
-        if file is text:
-            assert text.getvalue() == "grün\nü"
-        else:
-            assert packed.getvalue() == data + "ü".encode()
+    assert read_back.read() == "before üü"
+    latin = opened.enter_context((tmp_path / "b").open("w", encoding="latin-1"))
+    assert said(latin, "ü\u4f60") is None
+    assert (tmp_path / "b").read_bytes() == b"\xfc\\u4f60" * 2
+    text = io.StringIO()
+    assert said(text, "ü") is None
+    assert text.getvalue() == "üü"
 
 
-class Kept(Sink):
-    """A sink that keeps what it is given."""
+class Kept(io.StringIO):
+    """A text file that keeps the pieces that it is given."""
 
     def __init__(self) -> None:
-        super().__init__(io.StringIO(), lambda: math.inf)
+        super().__init__()
         self.written: list[bytes] = []
 
-    def write(self, data: bytes) -> None:
-        if data:
-            self.written.append(data)
+    def write(self, text: str) -> int:
+        self.written.append(text.encode())
+        return len(text)
 
 
 @pytest.fixture
@@ -156,7 +82,7 @@ def writes(opened: ExitStack) -> Callable[[bool], tuple[Output, Kept, Callable[[
 
     def made(prefix: bool) -> tuple[Output, Kept, Callable[[bytes], None]]:
         out = Kept()
-        output = Output((out, Kept()), prefix)
+        output = Output((out, io.StringIO()), prefix)
         there, here = os.pipe()
         opened.callback(os.close, there)
         output.add(there, 0, 3)

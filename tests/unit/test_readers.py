@@ -67,7 +67,6 @@ ELSEWHERE = {
     "lowshard/selftest/comparisons.py": "what our own ranks found",
     "lowshard/selftest/step_setting.py": "settings for our own ranks",
     "launch/doctor_finding.py": "output of our own children",
-    "launch/fake_hosts.py": "output of the system's `ip`",
     "launch/uplink.py": "the launcher, which knows the token",
     "bench/bench_fsdp.py": "what our own ranks found",
     "bench/bench_publish.py": "what our own processes answer",

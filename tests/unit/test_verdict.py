@@ -15,7 +15,6 @@ from lowshard.launch.verdict import (
     judge,
     one_each,
     place_in,
-    unread,
     unwritten,
 )
 
@@ -112,11 +111,6 @@ def test_output_that_is_lost_is_told_and_is_no_success() -> None:
     assert "closed file" in unwritten(done, ValueError("I/O operation on closed file")).message
     gone = unwritten(done, BrokenPipeError(32, "Broken pipe"))
     assert (gone.exit_code, gone.cause) == (141, "interrupt")
-    late = unread(done)
-    assert (late.exit_code, late.cause) == (71, "timeout")
-    ended = unread(judge((), 2, 1.0, status=1, ended_by=15))
-    assert (ended.exit_code, ended.cause) == (143, "interrupt")
-    assert ended.message.endswith("; output that nobody read is lost")
 
 
 def test_a_kill_that_nobody_did_hints_at_the_memory() -> None:

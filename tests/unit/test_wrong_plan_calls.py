@@ -31,10 +31,8 @@ from lowshard.kernels import (
     unpack_dequantize,
 )
 from lowshard.launch import (
-    FakeHost,
     Host,
     Spread,
-    fake_spread,
     find_mpi,
     find_rank,
     parse_hosts,
@@ -635,9 +633,6 @@ LAUNCH: dict[str, Prepare] = {
     "parse_hosts": lambda: (parse_hosts, {"text": "a:2,b:2"}),
     "read_hostfile": lambda: read_as(read_hostfile, "a slots=2\n"),
     "spread_over": lambda: (spread_over, {"hosts": HOSTS, "n": 3, "shell": "ssh", "iface": "eth0"}),
-    "fake_spread": lambda: (
-        fake_spread, {"hosts": [FakeHost("a", "10.0.0.1", "s", "p", "sh", "eth0", "10.0.0.9")], "n": 2},
-    ),
     "Spread": lambda: (Spread, {"hosts": HOSTS}),
     "find_mpi": lambda: (find_mpi, {"want": "auto"}),
     "find_rank": lambda: (find_rank, {"env": {}}),
