@@ -46,12 +46,6 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
             "",
         ),
     ),
-    "lowshard rules memory": (
-        (
-            "lowshard rules memory --rules ep-as-cp --devices 8 --ici expert=2 --checkpoint model.safetensors",
-            "",
-        ),
-    ),
     "lowshard rules show": (
         (
             "lowshard rules show q_proj --rules ep-as-cp --devices 8 --ici expert=2 --checkpoint model.safetensors",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any, Literal
 
 from lowshard import dtypes
@@ -35,16 +34,6 @@ class LogicalTensor:
     """A logical name or None for each dim."""
     shape: tuple[int, ...]
     dtype: str = "float32"
-
-    @property
-    def size_elems(self) -> int:
-        """Elements of the whole tensor."""
-        return prod(self.shape)
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of the whole tensor."""
-        return self.size_elems * dtypes.get(self.dtype).itemsize_bytes
 
     @property
     def role(self) -> Role:

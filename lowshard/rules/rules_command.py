@@ -1,4 +1,4 @@
-"""`lowshard rules`: dump, compare, explain, check, memory, show, example."""
+"""`lowshard rules`: dump, compare, explain, check, show, example."""
 
 from __future__ import annotations
 
@@ -43,7 +43,6 @@ examples:
   lowshard rules example                  # writes the files that the other lines name
   lowshard rules check   --rules my.yml --devices 16 --ici fsdp=-1,expert=4 --logical logical_shardings.json
   lowshard rules explain moe/wi_0 --rules default --logical logical_shardings.json
-  lowshard rules memory  --rules ep-as-cp --devices 8 --ici expert=2 --checkpoint model.safetensors
   lowshard rules show    q_proj --rules ep-as-cp --devices 8 --ici expert=2 --checkpoint model.safetensors
   lowshard rules dump    --rules ep-as-cp --devices 8 --ici expert=2 --logical logical_shardings.json -o -
   lowshard rules compare golden/ --rules ep-as-cp --devices 8 --ici expert=2
@@ -69,9 +68,6 @@ Reports everything that is odd or wrong about a rule file, the sizes and the ten
 can never win or are blocked, axes the mesh lacks, sizes for absent axes, dims that are not divided (with the largest
 size that fits), context_sharding at odds with the rules, a flat data_sharding, the memory budget.
 """
-_MEMORY = """\
-Adds up bytes a device by group: parameters, gradients, moments; says what is replicated and what that costs.
-"""
 _SHOW = """\
 Shows which rank holds which part of a tensor: any two dims, as coloured text and as a picture; axes of size 1 hidden.
 """
@@ -87,7 +83,7 @@ def add_rules_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentPar
     """Add the subcommand and the commands below it."""
     parser = subparsers.add_parser(
         "rules",
-        help="mesh-and-rule files: dump, compare, explain, check, memory, show, example",
+        help="mesh-and-rule files: dump, compare, explain, check, show, example",
         description=DESCRIPTION,
         epilog=f"{EXAMPLES}{FILES}{_EXITS}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -160,31 +156,6 @@ def add_rules_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentPar
     add_tensor_arguments(check, activations="check the logical names of this activation file too")
     check.add_argument("--werror", action="store_true", help="warnings fail too")
     add_json_argument(check)
-
-    memory = add(
-        "memory",
-        "bytes a device, and what replication costs",
-        _MEMORY,
-        run_memory,
-    )
-    add_rules_arguments(memory, devices=True)
-    add_tensor_arguments(memory)
-    memory.add_argument("--gradient-dtype", metavar="DTYPE", help="default: as the parameter")
-    memory.add_argument("--moment-dtype", metavar="DTYPE", help="default: as the parameter")
-    memory.add_argument(
-        "--moments",
-        type=int,
-        default=2,
-        metavar="N",
-        help="moments of the optimizer, where the file has none (default 2)",
-    )
-    memory.add_argument(
-        "--budget",
-        type=float,
-        metavar="BYTES",
-        help="bytes a device may use, such as 80e9; beyond it the exit code is 1",
-    )
-    add_json_argument(memory)
 
     example = add("example", "write small files to try these commands on", _EXAMPLE, run_example)
     example.add_argument(
@@ -334,32 +305,6 @@ def run_example(args: argparse.Namespace) -> int:
     rules, logical = (shlex.quote(str(args.folder / name)) for name in ("my.yml", "logical_shardings.json"))
     print(f"Try: lowshard rules check --rules {rules} --devices 16 --logical {logical}")
     return 0
-
-
-def run_memory(args: argparse.Namespace) -> int:
-    """Print bytes a device and return 0, or 1 beyond the budget."""
-    from dataclasses import replace
-
-    from lowshard.rules.rules_text import print_memory
-
-    rules = load(args)
-    if args.budget is not None:
-        if not args.budget > 0:
-            raise RulesError(f"--budget is a number of bytes > 0, got {args.budget:g}")
-        extension = replace(rules.extension, memory_budget_bytes_per_device=args.budget)
-        rules = replace(rules, extension=extension)
-    bound, mesh = bind(rules, args)
-    tensors, _ = read_tensors(bound, args)
-    with busy("rules", "adding up"):
-        report = bound.memory(
-            mesh, tensors, dtype=args.dtype, gradient_dtype=args.gradient_dtype, moment_dtype=args.moment_dtype,
-            moments=args.moments,
-        )  # fmt: skip
-    if args.json:
-        print(json.dumps(report.to_json(), indent=2))
-    else:
-        print_memory(report, make_console())
-    return 0 if report.within_budget else 1
 
 
 def run_show(args: argparse.Namespace) -> int:

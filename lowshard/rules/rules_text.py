@@ -9,14 +9,12 @@ from lowshard.rules.comparison import Comparison
 from lowshard.rules.explanation import Explanation
 from lowshard.rules.finding import CheckReport, Finding
 from lowshard.rules.holding import Holding, holding_table
-from lowshard.rules.memory_report import MemoryReport
 from lowshard.rules.resolution import entry_axes
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 _STYLES = {"error": "bold red", "warning": "yellow", "note": "dim"}
-_MOST_GROUPS = 30
 
 
 def print_check(report: CheckReport, console: Console) -> None:
@@ -76,62 +74,6 @@ def print_explanation(explanation: Explanation, others: Sequence[str], console: 
         console.print(Text(f"  the same: {shown}", style="dim"), soft_wrap=True)
 
 
-def print_memory(report: MemoryReport, console: Console) -> None:
-    """Print bytes a device by group, what is replicated, and the sums."""
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("parameters", overflow="fold")
-    for name in (
-        "tensors",
-        "elements",
-        "shards",
-        "parameter MB",
-        "gradient MB",
-        "moment MB",
-        "replication MB",
-    ):
-        table.add_column(name, justify="right", no_wrap=True)
-    for group in report.groups[:_MOST_GROUPS]:
-        replicated = group.shards < report.mesh.size
-        table.add_row(
-            group.name, str(group.tensors), f"{group.elems:,}", str(group.shards), _mb(group.parameter_bytes),
-            _mb(group.gradient_bytes), _mb(group.moment_bytes),
-            _mb(group.replication_bytes) if group.replication_bytes else "-",
-            style="yellow" if replicated and group.replication_bytes else None,
-        )  # fmt: skip
-    rest = report.groups[_MOST_GROUPS:]
-    if rest:
-        table.add_row(
-            f"{len(rest)} more", str(sum(g.tensors for g in rest)), f"{sum(g.elems for g in rest):,}", "",
-            _mb(sum(g.parameter_bytes for g in rest)), _mb(sum(g.gradient_bytes for g in rest)),
-            _mb(sum(g.moment_bytes for g in rest)), _mb(sum(g.replication_bytes for g in rest)),
-        )  # fmt: skip
-    sizes = [f"{a}={n}" for a, n in zip(report.mesh.axis_names, report.mesh.shape, strict=True) if n > 1]
-    console.print(
-        f"bytes a device on {report.mesh.size} devices ({' '.join(sizes) or 'one device'})", style="bold"
-    )
-    console.print(table)
-    console.print(f"parameters   {report.parameter_bytes:>20,} bytes")
-    console.print(f"gradients    {report.gradient_bytes:>20,} bytes")
-    console.print(f"moments      {report.moment_bytes:>20,} bytes")
-    console.print(f"counters     {report.count_bytes:>20,} bytes")
-    console.print(f"train state  {report.state_bytes:>20,} bytes (parameters, moments, counters)")
-    console.print(f"with grads   {report.total_bytes:>20,} bytes", style="bold")
-    console.print(
-        f"{report.partly_replicated_share:.2%} of the parameters' elements ({_mb(report.partly_replicated_bytes)} MB a "
-        f"device) are cut into fewer pieces than there are devices; that costs {_mb(report.replication_bytes)} MB a "
-        "device in parameters and moments"
-    )
-    if report.budget_bytes is not None:
-        verdict = "within" if report.within_budget else "BEYOND"
-        console.print(
-            f"{verdict} the budget of {report.budget_bytes:,.0f} bytes a device",
-            style="bold green" if report.within_budget else "bold red",
-        )
-
-
 def print_holding(holding: Holding, console: Console, most: int) -> None:
     """Print who holds what: the header lines, then the grid."""
     from rich.text import Text
@@ -152,7 +94,3 @@ def print_holding(holding: Holding, console: Console, most: int) -> None:
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'s' * (number != 1)}"
-
-
-def _mb(size_bytes: int) -> str:
-    return f"{size_bytes / 1e6:,.3f}"

@@ -15,7 +15,6 @@ import pytest
 from lowshard import cli
 from lowshard.rules import load_rules
 from lowshard.rules.checkpoint_rules import tensor_layouts
-from lowshard.rules.golden import read_dump
 from lowshard.rules.rules_command import EXAMPLES
 
 HERE = Path(__file__).resolve().parents[1] / "data" / "goldens"
@@ -37,7 +36,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Any:
     return run_command
 
 
-COMMANDS = ("dump", "compare", "explain", "check", "memory", "show")
+COMMANDS = ("dump", "compare", "explain", "check", "show")
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -202,34 +201,6 @@ def test_check_reports_everything_and_by_exit_code(run: Any, tmp_path: Path) -> 
     run("check", "--rules", str(path), code=2)
 
 
-def test_memory_prints_a_table_and_keeps_a_budget(run: Any) -> None:
-    text = run("memory", *RULES, "--logical", LOGICAL)
-    assert "bytes a device on 8 devices (fsdp=4 expert=2)" in text
-    assert "decoder/layers/moe/wi" in text
-    data = json.loads(run("memory", *RULES, "--logical", LOGICAL, "--json", "--dtype", "bfloat16"))
-    assert data["state_bytes"] == data["parameter_bytes"] * 3 + 12
-    assert data["total_bytes"] == sum(g["total_bytes"] for g in data["groups"]) + 12
-    assert (
-        data["parameter_bytes"]
-        == load_rules("ep-as-cp")
-        .memory(load_rules("ep-as-cp").mesh(8, ici={"expert": 2}), read_dump(LOGICAL).tensors("bfloat16"))
-        .parameter_bytes
-    )
-    assert "within the budget" in run("memory", *RULES, "--logical", LOGICAL, "--budget", "1e9")
-    assert "BEYOND the budget" in run("memory", *RULES, "--logical", LOGICAL, "--budget", "1e5", code=1)
-    run("memory", *RULES, "--logical", LOGICAL, "--budget", "-1", code=2)
-    run("memory", *RULES, "--logical", LOGICAL, "--dtype", "float7", code=2)
-    run("memory", *RULES, "--logical", LOGICAL, "--moments", "-1", code=2)
-
-
-def test_memory_prints_names_with_brackets_and_colons_as_they_stand(run: Any, tmp_path: Path) -> None:
-    path = tmp_path / "logical.json"
-    names = ("experts[gate].w", "experts[/gate].w:fire:")
-    path.write_text(json.dumps({n: {"partition_spec": ["embed"], "shape": [64]} for n in names}))
-    shown = run("memory", *RULES, "--logical", str(path))
-    assert all(name in shown for name in names), shown
-
-
 def test_show_prints_a_grid_and_draws_it(run: Any, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="pictures need the plot extra")
     picture = tmp_path / "w.svg"
@@ -326,7 +297,6 @@ def test_resolving_makes_no_array(monkeypatch: pytest.MonkeyPatch) -> None:
     mesh = rules.mesh(16_384, slices=4, ici={"fsdp": -1, "tensor": 8})
     assert tensor_layouts(rules, mesh, tensors)["w"].local_shape(16_383) == ((1 << 40) // 512, (1 << 40) // 8)
     assert rules.check(tensors, mesh=mesh).ok
-    assert rules.memory(mesh, tensors).parameter_elems == 1 << 80
 
 
 # ---- the examples

@@ -1,4 +1,4 @@
-"""What is said about a configuration: explain, check, memory, compare, show; and checkpoints by name patterns."""
+"""What is said about a configuration: explain, check, compare, show; and checkpoints by name patterns."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from lowshard.rules.checkpoint_rules import (
 from lowshard.rules.comparison import compare_dumps
 from lowshard.rules.golden import dump_text, named_shardings, parse_dump
 from lowshard.rules.holding import find_holding, ranks_text
-from lowshard.rules.logical_tensor import as_tensors, group_name, short_name
+from lowshard.rules.logical_tensor import group_name, short_name
 
 RULES = """
 mesh_axes: [data, fsdp, tensor]
@@ -199,6 +199,12 @@ def test_sizes_and_the_budget_are_in_the_report() -> None:
     assert codes(found, "error") == ["memory-budget"]
     assert "a device needs 0.000 GB" in found.errors[0].text
     assert report(budget.replace("2000", "2048"), tensors, devices=8).ok
+    moments = {f".opt_state/[0]/.{m}/['params']/['w']": (("embed",), (1024,)) for m in ("mu", "nu")}
+    for state, bytes_ in ((tensors | moments, 2048), (tensors | moments | {".step": ((), ())}, 2052)):
+        assert report(budget.replace("2000", str(bytes_)), state, devices=8).ok
+        assert codes(report(budget.replace("2000", str(bytes_ - 1)), state, devices=8), "error") == [
+            "memory-budget"
+        ]
 
 
 def test_a_check_of_no_tensors_and_of_odd_ones() -> None:
@@ -256,49 +262,6 @@ def test_uneven_dims_activations_and_short_names() -> None:
     with pytest.raises(RulesError, match="has no axis 'tensor'") as found:
         rules.layout(DeviceMesh((2,), ("fsdp",)), ("mlp",), (8,))
     assert (found.value.axis, found.value.line) == ("tensor", 5)
-
-
-# ---- memory
-
-
-def test_memory_agrees_with_the_layouts_of_every_rank() -> None:
-    rules = parse_rules(RULES)
-    mesh = rules.mesh(8, ici={"data": 2, "fsdp": 2, "tensor": 2})
-    tensors = as_tensors(
-        {
-            "a.0": (("embed", "mlp"), (7, 9)),
-            "a.1": (("embed", "mlp"), (7, 9)),
-            "b": (("vocab",), (5,)),
-            "s": ((), ()),
-        },
-        "bfloat16",
-    )
-    layouts = tensor_layouts(rules, mesh, tensors, uneven=True)
-    found = rules.memory(mesh, tensors, gradient_dtype="float32", moment_dtype="float32", moments=1)
-    largest = sum(max(layout.local_elems(r) for r in range(8)) for layout in layouts.values())
-    assert found.parameter_bytes == 2 * largest
-    assert found.gradient_bytes == found.moment_bytes == 4 * largest
-    assert found.parameter_elems == 63 + 63 + 5 + 1
-    assert found.partly_replicated_elems == 6
-    assert {g.name: (g.tensors, g.shards) for g in found.groups} == {"a.*": (2, 8), "b": (1, 1), "s": (1, 1)}
-    assert sum(g.total_bytes for g in found.groups) == found.total_bytes
-    assert found.replication_bytes == (5 - 1) * 2 + (5 - 1) * 4
-    json.dumps(found.to_json())
-
-
-def test_memory_refuses_what_a_layout_refuses() -> None:
-    rules = load_rules("pure-fsdp")
-    mesh, names, shape = rules.mesh(8), ("embed", "mlp"), (8,)
-    with pytest.raises(RulesError, match=r"1 dims, .*2 logical names"):
-        rules.layout(mesh, names, shape)
-    with pytest.raises(RulesError, match=r"'a' has 1 dims, .*2 logical names"):
-        rules.memory(mesh, {"a": (names, shape)})
-
-
-def test_memory_of_a_big_model_builds_nothing() -> None:
-    rules = load_rules("default")
-    found = rules.memory(rules.mesh(16), {"w": (("embed", "mlp"), (10**9, 10**9))})
-    assert found.parameter_bytes == 10**18 // 16 * 4
 
 
 # ---- compare
