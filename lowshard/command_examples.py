@@ -46,12 +46,6 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
             "",
         ),
     ),
-    "lowshard rules show": (
-        (
-            "lowshard rules show q_proj --rules ep-as-cp --devices 8 --ici expert=2 --checkpoint model.safetensors",
-            "",
-        ),
-    ),
     "lowshard rules example": (("lowshard rules example tryout", "files to try the other commands on"),),
     "lowshard solve": (
         ("lowshard solve mlp --mesh dp=2,tp=4 --budget 20MB --run", "an example, run on random shards"),

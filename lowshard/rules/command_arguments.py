@@ -97,26 +97,6 @@ def parse_sizes(text: str) -> dict[str, int]:
     return sizes
 
 
-def parse_places(text: str) -> dict[int, int]:
-    """Return index by dim of `dim=index` with commas.
-
-    Raises:
-        RulesError: another form.
-    """
-    try:
-        return {int(dim): index for dim, index in parse_sizes(text).items()}
-    except (ValueError, argparse.ArgumentTypeError):
-        raise RulesError(f"--at takes dim=index with commas, such as 1=0,3=7; got {text!r}") from None
-
-
-def parse_integers(option: str, text: str) -> tuple[int, ...]:
-    """Return whole numbers with commas."""
-    try:
-        return tuple(int(p) for p in text.split(","))
-    except ValueError:
-        raise RulesError(f"{option} takes whole numbers with commas, got {text!r}") from None
-
-
 def load(args: argparse.Namespace) -> RuleSet:
     """Return the rules that are asked for."""
     from lowshard.rules.loading import load_rules

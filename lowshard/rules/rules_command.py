@@ -1,4 +1,4 @@
-"""`lowshard rules`: dump, compare, explain, check, show, example."""
+"""`lowshard rules`: dump, compare, explain, check, example."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lowshard.errors import RulesError
-from lowshard.flag_value import file_of, folder_of, made_target_of
+from lowshard.flag_value import folder_of, made_target_of
 from lowshard.plain_console import busy, make_console
 from lowshard.rules.command_arguments import (
     FILES,
@@ -23,8 +23,6 @@ from lowshard.rules.command_arguments import (
     dump_pairs,
     joined,
     load,
-    parse_integers,
-    parse_places,
     read_tensors,
     sizes_of,
 )
@@ -43,7 +41,6 @@ examples:
   lowshard rules example                  # writes the files that the other lines name
   lowshard rules check   --rules my.yml --devices 16 --ici fsdp=-1,expert=4 --logical logical_shardings.json
   lowshard rules explain moe/wi_0 --rules default --logical logical_shardings.json
-  lowshard rules show    q_proj --rules ep-as-cp --devices 8 --ici expert=2 --checkpoint model.safetensors
   lowshard rules dump    --rules ep-as-cp --devices 8 --ici expert=2 --logical logical_shardings.json -o -
   lowshard rules compare golden/ --rules ep-as-cp --devices 8 --ici expert=2
 """
@@ -68,9 +65,6 @@ Reports everything that is odd or wrong about a rule file, the sizes and the ten
 can never win or are blocked, axes the mesh lacks, sizes for absent axes, dims that are not divided (with the largest
 size that fits), context_sharding at odds with the rules, a flat data_sharding, the memory budget.
 """
-_SHOW = """\
-Shows which rank holds which part of a tensor: any two dims, as coloured text and as a picture; axes of size 1 hidden.
-"""
 _EXAMPLE = """\
 Writes small files to try the other commands on, into DIR (default: here): my.yml, a rule file; logical_shardings.json,
 a mixture of experts as MaxText dumps it; model.safetensors, one of Hugging Face's names (zeros); golden/, what the
@@ -83,7 +77,7 @@ def add_rules_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentPar
     """Add the subcommand and the commands below it."""
     parser = subparsers.add_parser(
         "rules",
-        help="mesh-and-rule files: dump, compare, explain, check, show, example",
+        help="mesh-and-rule files: dump, compare, explain, check, example",
         description=DESCRIPTION,
         epilog=f"{EXAMPLES}{FILES}{_EXITS}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -161,30 +155,6 @@ def add_rules_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentPar
     example.add_argument(
         "folder", type=folder_of, metavar="DIR", nargs="?", default=".", help="where to (default: here)"
     )
-
-    show = add(
-        "show",
-        "which rank holds which part",
-        _SHOW,
-        run_show,
-    )
-    show.add_argument("tensor", metavar="TENSOR", help="a tensor's name, a part of it, or a pattern with *")
-    add_rules_arguments(show, devices=True)
-    add_tensor_arguments(show)
-    show.add_argument(
-        "--dims", metavar="D,D", help="the dims that run down and across (default: the two cut most)"
-    )
-    show.add_argument("--at", metavar="D=I,...", help="index of the dims that stand still (default 0)")
-    show.add_argument("--rank", type=int, metavar="R", help="show the slice that rank R holds")
-    show.add_argument(
-        "--most",
-        type=int,
-        default=24,
-        metavar="N",
-        help="rows and columns beyond which the middle is left out (default 24)",
-    )
-    show.add_argument("--picture", type=file_of, metavar="FILE", help="draw it too, into a .png or .svg")
-    add_json_argument(show)
 
 
 def run_dump(args: argparse.Namespace) -> int:
@@ -304,40 +274,6 @@ def run_example(args: argparse.Namespace) -> int:
         print(path)
     rules, logical = (shlex.quote(str(args.folder / name)) for name in ("my.yml", "logical_shardings.json"))
     print(f"Try: lowshard rules check --rules {rules} --devices 16 --logical {logical}")
-    return 0
-
-
-def run_show(args: argparse.Namespace) -> int:
-    """Print who holds what of one tensor and return the exit code."""
-    from lowshard.layout import Layout
-    from lowshard.rules.holding import find_holding
-    from lowshard.rules.logical_tensor import short_name
-    from lowshard.rules.rules_text import print_holding
-
-    bound, mesh = bind(load(args), args)
-    tensor = chosen_tensors(bound, args)[0]
-    found = bound.bound_spec(mesh, tensor.names, tensor.shape, parameter=tensor.name, uneven=True)
-    layout = Layout.from_spec(mesh, tensor.shape, tensor.dtype, found.spec)
-    dims = None
-    if args.dims is not None:
-        pair = parse_integers("--dims", args.dims)
-        if len(pair) != 2:
-            raise RulesError(f"--dims takes two dims such as 0,2, got {args.dims!r}")
-        dims = (pair[0], pair[1])
-    at = parse_places(args.at) if args.at else None
-    holding = find_holding(layout, short_name(tensor.name), dims, at, args.rank)
-    if args.picture is not None:
-        from lowshard.rules.holding_picture import draw_holding
-
-        draw_holding(holding, args.picture)
-    if args.json:
-        print(json.dumps(holding.to_json(), indent=2))
-        return 0
-    if args.most < 2:
-        raise RulesError(f"--most is at least 2, got {args.most}")
-    print_holding(holding, make_console(), args.most)
-    if args.picture is not None:
-        print(f"written: {args.picture}")
     return 0
 
 

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 from lowshard.rules.comparison import Comparison
 from lowshard.rules.explanation import Explanation
 from lowshard.rules.finding import CheckReport, Finding
-from lowshard.rules.holding import Holding, holding_table
-from lowshard.rules.resolution import entry_axes
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -72,24 +70,6 @@ def print_explanation(explanation: Explanation, others: Sequence[str], console: 
     if others:
         shown = ", ".join(others[:4]) + (f" and {len(others) - 4} more" if len(others) > 4 else "")
         console.print(Text(f"  the same: {shown}", style="dim"), soft_wrap=True)
-
-
-def print_holding(holding: Holding, console: Console, most: int) -> None:
-    """Print who holds what: the header lines, then the grid."""
-    from rich.text import Text
-
-    for place, line in enumerate(holding.header()):
-        console.print(Text(line, style="bold" if place == 0 else ""))
-    console.print(holding_table(holding, most))
-    ranks = {len(c) for row in holding.cells for c in row}
-    idle = holding.layout.mesh.size - sum(len(c) for row in holding.cells for c in row)
-    copies = f"{min(ranks)}" if len(ranks) == 1 else f"{min(ranks)} to {max(ranks)}"
-    elsewhere = f"; {idle} ranks hold other parts" if idle else ""
-    cut = sum(bool(entry_axes(e)) for e in holding.layout.spec)
-    console.print(
-        f"each cell lies on {copies} rank(s){elsewhere}; {cut} of {holding.layout.ndim} dims name axes",
-        style="dim",
-    )
 
 
 def _count(number: int, noun: str) -> str:

@@ -36,7 +36,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Any:
     return run_command
 
 
-COMMANDS = ("dump", "compare", "explain", "check", "show")
+COMMANDS = ("dump", "compare", "explain", "check")
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -60,7 +60,7 @@ def test_the_overview_lists_every_command(capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize(
     "argv",
     [
-        [], ["dump"], ["dump", "--rules", "default", "-o", "x"], ["check"], ["show", "x", "--rules", "default"],
+        [], ["dump"], ["dump", "--rules", "default", "-o", "x"], ["check"],
         ["check", "--rules", "default", "--ici", "fsdp"], ["check", "--rules", "default", "--ici", "fsdp=2,fsdp=4"],
         ["check", "--rules", "default", "--mode", "lenient"],
         ["dump", *RULES, "--logical", "a", "--checkpoint", "b", "-o", "x"],
@@ -199,37 +199,6 @@ def test_check_reports_everything_and_by_exit_code(run: Any, tmp_path: Path) -> 
     )
     path.write_text("a: [")
     run("check", "--rules", str(path), code=2)
-
-
-def test_show_prints_a_grid_and_draws_it(run: Any, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="pictures need the plot extra")
-    picture = tmp_path / "w.svg"
-    text = run("show", "moe*wi", *RULES, "--logical", LOGICAL, "--picture", str(picture))
-    assert "down: dim 0 of 16: cut by expert=2" in text
-    assert "across: dim 2 of 64: cut by fsdp=4" in text
-    assert [line.split() for line in text.splitlines() if line.startswith(("0:8", "8:16"))] == [
-        ["0:8", "0", "2", "4", "6"], ["8:16", "1", "3", "5", "7"],
-    ]  # fmt: skip
-    assert "<svg" in picture.read_text()
-    data = json.loads(
-        run("show", "moe/wi", *RULES, "--logical", LOGICAL, "--dims", "3,2", "--at", "0=9", "--json")
-    )
-    assert (data["rows_dim"], data["columns_dim"], data["at"]) == (3, 2, {"0": 9, "1": 0})
-    assert data["cells"] == [[[1], [3], [5], [7]]]
-    assert "..." in run(
-        "show", "moe/wi", "--rules", "pure-fsdp", "--devices", "64", "--logical", LOGICAL, "--most", "4"
-    )
-    for bad in (
-        ["--dims", "0"],
-        ["--dims", "a,b"],
-        ["--dims", "0,9"],
-        ["--most", "1"],
-        ["--rank", "99"],
-        ["--at", "9=1"],
-        ["--at", "x"],
-        ["--at", "x=1"],
-    ):
-        run("show", "moe/wi", *RULES, "--logical", LOGICAL, *bad, code=2)
 
 
 def test_a_checkpoint_s_header_is_enough(run: Any, tmp_path: Path) -> None:

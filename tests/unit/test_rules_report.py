@@ -1,4 +1,4 @@
-"""What is said about a configuration: explain, check, compare, show; and checkpoints by name patterns."""
+"""What is said about a configuration: explain, check, compare; and checkpoints by name patterns."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lowshard import DeviceMesh, Layout
+from lowshard import DeviceMesh
 from lowshard.errors import CheckpointError
-from lowshard.rules import CheckReport, LogicalTensor, RulesError, load_rules, make_rules, parse_rules
+from lowshard.rules import CheckReport, LogicalTensor, RulesError, load_rules, parse_rules
 from lowshard.rules.binding import largest_divisor
 from lowshard.rules.checkpoint_names import checkpoint_tensors
 from lowshard.rules.checkpoint_rules import (
@@ -23,7 +23,6 @@ from lowshard.rules.checkpoint_rules import (
 )
 from lowshard.rules.comparison import compare_dumps
 from lowshard.rules.golden import dump_text, named_shardings, parse_dump
-from lowshard.rules.holding import find_holding, ranks_text
 from lowshard.rules.logical_tensor import group_name, short_name
 
 RULES = """
@@ -347,73 +346,6 @@ def test_activation_files_are_told_apart_in_full() -> None:
 def test_keys_of_all_layers_and_moments_share_a_name(key: str, short: str, group: str) -> None:
     assert short_name(key) == short
     assert group_name(key) == group
-
-
-# ---- show
-
-
-def test_a_grid_says_who_holds_what() -> None:
-    rules = make_rules(["one", "x", "y", "z"], [("a", ["y", "one", "x"]), ("b", "z")])
-    mesh = rules.mesh(12, ici={"one": 1, "x": 2, "y": 3, "z": 2})
-    layout = rules.layout(mesh, ("b", None, "a"), (4, 5, 12))
-    found = find_holding(layout, "w")
-    assert (found.rows, found.columns, found.at) == (0, 2, ((1, 0),))
-    assert found.column_spans == tuple((i, i + 2) for i in range(0, 12, 2))
-    for i, row in enumerate(found.cells):
-        for j, ranks in enumerate(row):
-            assert ranks == tuple(
-                r
-                for r in range(12)
-                if layout.box(r)[0] == found.row_spans[i] and layout.box(r)[2] == found.column_spans[j]
-            )
-    assert found.header()[1] == "mesh x=2 y=3 z=2; float32[4, 5, 12]"
-    assert found.header()[3] == "across: dim 2 of 12: cut by y=3 x x=2"  # the axis of size 1 is hidden
-    json.dumps(found.to_json())
-
-
-def test_any_two_dims_at_any_place_for_any_rank() -> None:
-    mesh = DeviceMesh((2, 2), ("x", "y"))
-    layout = Layout.from_spec(mesh, (4, 6, 8), "float32", ("x", None, "y"))
-    first = find_holding(layout, dims=(1, 2))
-    assert first.cells == (((0,), (1,)),)
-    assert find_holding(layout, dims=(1, 2), at={0: 3}).cells == (((2,), (3,)),)
-    assert find_holding(layout, dims=(2, 1), rank=3).at == ((0, 2),)
-    assert find_holding(layout, dims=(-3, -1)).cells == (((0,), (1,)), ((2,), (3,)))
-    assert find_holding(Layout.from_spec(mesh, (4,), "float32", ("x",))).cells == (((0, 1), (2, 3)),)
-    assert find_holding(Layout.from_spec(mesh, (), "float32", ())).cells == (((0, 1, 2, 3),),)
-    for bad in (
-        {"dims": (0, 0)},
-        {"dims": (0, 3)},
-        {"dims": (0, 1), "at": {0: 0}},
-        {"dims": (0, 1), "at": {2: 8}},
-    ):
-        with pytest.raises(RulesError):
-            find_holding(layout, **bad)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("ranks", "text"),
-    [((), "-"), ((3,), "3"), ((0, 1), "0-1"), ((0, 1, 2), "0-2"), ((0, 4, 8), "0-8:4"), ((0, 1, 4, 5), "0-1,4-5"),
-     ((0, 2), "0,2"), (tuple(n * n for n in range(9)), "0-1,4,9,16,25,36,... (9)")],
-)  # fmt: skip
-def test_ranks_are_written_short(ranks: tuple[int, ...], text: str) -> None:
-    assert ranks_text(ranks) == text
-
-
-def test_a_picture_is_a_png_or_an_svg(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="pictures need the plot extra")
-    from lowshard.rules.holding_picture import draw_holding
-
-    layout = Layout.from_spec(DeviceMesh((2, 2), ("x", "y")), (4, 6, 5), "float32", ("x", "y"))
-    draw_holding(find_holding(layout, "w"), tmp_path / "a.png")
-    draw_holding(find_holding(layout, "w"), tmp_path / "a.svg")
-    assert (tmp_path / "a.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    assert "<svg" in (tmp_path / "a.svg").read_text()
-    draw_holding(
-        find_holding(Layout.from_spec(DeviceMesh((2,), ("x",)), (0,), "float32", ("x",))), tmp_path / "b.png"
-    )
-    with pytest.raises(RulesError, match=r"a \.png or an \.svg"):
-        draw_holding(find_holding(layout), tmp_path / "a.pdf")
 
 
 # ---- checkpoints
