@@ -1,17 +1,16 @@
-"""`lowshard rules`: dump, compare, explain, check, example."""
+"""`lowshard rules`: dump, compare, explain, check."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lowshard.errors import RulesError
-from lowshard.flag_value import folder_of, made_target_of
+from lowshard.flag_value import made_target_of
 from lowshard.plain_console import busy, make_console
 from lowshard.rules.command_arguments import (
     FILES,
@@ -38,9 +37,8 @@ data_sharding, logical_axis_rules) and are resolved as MaxText resolves them; no
 """
 EXAMPLES = """\
 examples:
-  lowshard rules example                  # writes the files that the other lines name
   lowshard rules check   --rules my.yml --devices 16 --ici fsdp=-1,expert=4 --logical logical_shardings.json
-  lowshard rules explain moe/wi_0 --rules default --logical logical_shardings.json
+  lowshard rules explain moe/wi --rules default --logical logical_shardings.json
   lowshard rules dump    --rules ep-as-cp --devices 8 --ici expert=2 --logical logical_shardings.json -o -
   lowshard rules compare golden/ --rules ep-as-cp --devices 8 --ici expert=2
 """
@@ -65,11 +63,6 @@ Reports everything that is odd or wrong about a rule file, the sizes and the ten
 can never win or are blocked, axes the mesh lacks, sizes for absent axes, dims that are not divided (with the largest
 size that fits), context_sharding at odds with the rules, a flat data_sharding, the memory budget.
 """
-_EXAMPLE = """\
-Writes small files to try the other commands on, into DIR (default: here): my.yml, a rule file; logical_shardings.json,
-a mixture of experts as MaxText dumps it; model.safetensors, one of Hugging Face's names (zeros); golden/, what the
-ready-made rules ep-as-cp give for 8 devices. Nothing is overwritten.
-"""
 _EXITS = "Exit codes: 0 done, 1 failed, 2 wrong usage or a file that cannot be used."
 
 
@@ -77,7 +70,7 @@ def add_rules_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentPar
     """Add the subcommand and the commands below it."""
     parser = subparsers.add_parser(
         "rules",
-        help="mesh-and-rule files: dump, compare, explain, check, example",
+        help="mesh-and-rule files: dump, compare, explain, check",
         description=DESCRIPTION,
         epilog=f"{EXAMPLES}{FILES}{_EXITS}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -150,11 +143,6 @@ def add_rules_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentPar
     add_tensor_arguments(check, activations="check the logical names of this activation file too")
     check.add_argument("--werror", action="store_true", help="warnings fail too")
     add_json_argument(check)
-
-    example = add("example", "write small files to try these commands on", _EXAMPLE, run_example)
-    example.add_argument(
-        "folder", type=folder_of, metavar="DIR", nargs="?", default=".", help="where to (default: here)"
-    )
 
 
 def run_dump(args: argparse.Namespace) -> int:
@@ -264,17 +252,6 @@ def run_check(args: argparse.Namespace) -> int:
     else:
         print_check(report, make_console())
     return 1 if report.errors or (args.werror and report.warnings) else 0
-
-
-def run_example(args: argparse.Namespace) -> int:
-    """Write the example files and return the exit code."""
-    from lowshard.rules.example_files import write_examples
-
-    for path in write_examples(args.folder):
-        print(path)
-    rules, logical = (shlex.quote(str(args.folder / name)) for name in ("my.yml", "logical_shardings.json"))
-    print(f"Try: lowshard rules check --rules {rules} --devices 16 --logical {logical}")
-    return 0
 
 
 def _against_rules(args: argparse.Namespace) -> list[Comparison]:
