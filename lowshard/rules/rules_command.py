@@ -257,16 +257,29 @@ def run_check(args: argparse.Namespace) -> int:
 def _against_rules(args: argparse.Namespace) -> list[Comparison]:
     """Compare golden files with what the rules give now."""
     from lowshard.rules.comparison import compare_dumps
-    from lowshard.rules.golden import parse_dump, read_dump
-    from lowshard.rules.testing import made_goldens
+    from lowshard.rules.golden import (
+        FILE_NAMES,
+        activation_shardings,
+        dump_text,
+        named_shardings,
+        parse_dump,
+        read_dump,
+    )
 
     if args.devices is None:
         raise RulesError("compare with --rules takes --devices too")
     bound, mesh = bind(load(args), args)
+    given = Path(args.a)
+    folder = given if given.is_dir() else given.parent
+    tensors = read_dump(folder / FILE_NAMES["logical"]).tensors()
+    made = {folder / FILE_NAMES["named"] if given.is_dir() else given: named_shardings(bound, mesh, tensors)}
+    traced = folder / FILE_NAMES["activations"]
+    if given.is_dir() and traced.exists():
+        made[traced] = activation_shardings(bound, mesh, read_dump(traced).activations())
     now = f"{args.rules} on {args.devices} devices"
     return [
-        compare_dumps(read_dump(path), parse_dump(text, now), dtype=args.dtype)
-        for path, text in made_goldens(bound, mesh, args.a).items()
+        compare_dumps(read_dump(path), parse_dump(dump_text(data), now), dtype=args.dtype)
+        for path, data in made.items()
     ]
 
 
