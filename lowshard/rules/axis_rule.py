@@ -57,11 +57,6 @@ class Rule:
         """The spec entry it gives: None, one name, or names (outer first)."""
         return self.axes if len(self.axes) > 1 else self.axes[0] if self.axes else None
 
-    def to_json(self) -> dict[str, object]:
-        """Return plain data: name, axes, and the place as text."""
-        where = None if self.where is None else str(self.where)
-        return {"name": self.name, "axes": list(self.axes), "where": where}
-
     def __str__(self) -> str:
         more = f", ... {len(self.axes)} axes" if len(self.axes) > 16 else ""
         return f"[{self.name}, [{', '.join(self.axes[:16])}{more}]]"

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from lowshard.bounded import bounded_cache
 from lowshard.errors import RulesError
 from lowshard.mesh import DeviceMesh
 from lowshard.nearest import nearest
 from lowshard.rules.axis_rule import Rule, rules_error
-from lowshard.rules.resolution import Resolution, Resolver, Spec, entry_axes
+from lowshard.rules.resolution import Resolution, Resolver
 
 
 def check_bound(rule: Rule, mesh: DeviceMesh, parameter: str | None = None) -> None:
@@ -98,14 +96,3 @@ def largest_divisor(extent: int, at_most: int) -> int:
             best = max(best, low, extent // low if extent // low <= at_most else 1)
         low += 1
     return best
-
-
-def spec_shards(spec: Spec, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """Return into how many parts a spec cuts each dim, for axis sizes by name."""
-    out = []
-    for entry in spec:
-        parts = 1
-        for axis in entry_axes(entry):
-            parts *= sizes[axis]
-        out.append(parts)
-    return tuple(out)

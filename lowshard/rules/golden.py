@@ -210,11 +210,6 @@ def parse_dump(text: str, path: str = "<text>") -> Dump:
     return Dump(path, kind or "logical", data)
 
 
-def mesh_sizes(entry: Mapping[str, Any]) -> dict[str, int]:
-    """Return the mesh of an entry of a named file: size by axis."""
-    return dict(entry["mesh"]["shape"])
-
-
 def _check_entry(key: str, entry: dict[str, Any], kind: DumpKind, path: str) -> None:
     checked_shape(entry["shape"], key)
     spec = entry["partition_spec"]

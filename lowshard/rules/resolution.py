@@ -52,11 +52,6 @@ class Resolution:
     attempts: tuple[Attempt, ...] = ()
     """Every rule of these names in file order, where a trace was asked for."""
 
-    def axes(self, dim: int) -> tuple[str, ...]:
-        """Return the mesh axes that cut a dim, outer first."""
-        winner = self.winners[dim]
-        return () if winner is None else winner.axes
-
 
 @dataclass(frozen=True, eq=False)
 class Resolver:

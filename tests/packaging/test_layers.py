@@ -56,7 +56,6 @@ FLOORS: dict[str, str] = {
     "lowshard.step_search": "3",
     "lowshard.rules": "2",
     "lowshard.rules.checkpoint_names": "5",
-    "lowshard.rules.command_arguments": "7",
     "lowshard.rules.rules_command": "7",
     "lowshard.redistribute_plan": "3",
     "lowshard.solver": "3",
