@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.recorded import GOLDENS
 
 from lowshard import cli
 from lowshard.rules import load_rules
@@ -19,8 +20,7 @@ from lowshard.rules.checkpoint_rules import tensor_layouts
 from lowshard.rules.loading import ready_made_text
 from lowshard.rules.rules_command import EXAMPLES
 
-HERE = Path(__file__).resolve().parents[1] / "data" / "goldens"
-LOGICAL = str(HERE / "ep-as-cp-8" / "logical_shardings.json")
+LOGICAL = str(GOLDENS / "ep-as-cp-8" / "logical_shardings.json")
 RULES = ["--rules", "ep-as-cp", "--devices", "8", "--ici", "fsdp=-1,expert=2"]
 
 
@@ -77,7 +77,7 @@ def test_wrong_usage_is_exit_code_2(argv: list[str]) -> None:
 def test_dump_writes_a_golden_and_fails_loudly(run: Any, tmp_path: Path) -> None:
     out = tmp_path / "deep" / "named.json"
     run("dump", *RULES, "--logical", LOGICAL, "-o", str(out))
-    assert out.read_bytes() == (HERE / "ep-as-cp-8" / "named_shardings.json").read_bytes()
+    assert out.read_bytes() == (GOLDENS / "ep-as-cp-8" / "named_shardings.json").read_bytes()
     assert run("dump", *RULES, "--logical", LOGICAL, "-o", "-", "--mode", "maxtext") == out.read_text()
     before = out.read_bytes()
     for extra, message in (
@@ -124,14 +124,16 @@ def test_strict_warns_on_stderr_and_maxtext_is_silent(
 
 
 def test_dump_of_activations(run: Any, tmp_path: Path) -> None:
-    golden = HERE / "ep-as-cp-8" / "input_shardings.json"
-    other = HERE / "default-16" / "input_shardings.json"
+    golden = GOLDENS / "ep-as-cp-8" / "input_shardings.json"
+    other = GOLDENS / "cp-as-ep-32-two-slices" / "input_shardings.json"
     for source in (golden, other):  # what specs stand in the source does not matter
         assert run("dump", *RULES, "--activations", str(source), "-o", "-") == golden.read_text()
 
 
 def test_compare_says_what_differs_and_by_exit_code(run: Any, tmp_path: Path) -> None:
-    a, b = HERE / "ep-as-cp-8", HERE / "default-16"
+    a, b = GOLDENS / "ep-as-cp-8", tmp_path / "b"
+    shutil.copytree(GOLDENS / "cp-as-ep-32-two-slices", b)
+    shutil.copy(LOGICAL, b)
     same = run("compare", str(a), str(a))
     assert same.count("the same: ") == 3
     text = run("compare", str(a), str(b), code=1)
@@ -154,7 +156,7 @@ def test_compare_says_what_differs_and_by_exit_code(run: Any, tmp_path: Path) ->
 
 
 def test_compare_with_the_rules_finds_a_stale_golden(run: Any) -> None:
-    golden = str(HERE / "ep-as-cp-8")
+    golden = str(GOLDENS / "ep-as-cp-8")
     assert run("compare", golden, *RULES).count("the same: ") == 2
     assert run("compare", f"{golden}/named_shardings.json", *RULES).count("the same: ") == 1
     assert "partition_spec of decoder/layers/moe/wi (3 entries)" in run(
@@ -193,7 +195,7 @@ def test_check_reports_everything_and_by_exit_code(run: Any, tmp_path: Path) -> 
         assert f"[{code}]" in text
     data = json.loads(run("check", "--rules", str(path), "--json", code=1))
     assert {f["line"] for f in data["findings"] if f["severity"] == "error"} >= {1, 3, 4, 5}
-    activations = str(HERE / "ep-as-cp-8" / "input_shardings.json")
+    activations = str(GOLDENS / "ep-as-cp-8" / "input_shardings.json")
     assert "activation_kv_head_dim" in run("check", "--rules", "pure-fsdp", "--activations", activations)
     assert "give devices too" in run("check", "--rules", "default", "--ici", "fsdp=4", code=2)
     assert "give --devices too" in run(
@@ -281,7 +283,7 @@ def test_every_example_of_the_help_and_every_line_of_the_readme_runs_as_written(
     assert len(lines) >= len(COMMANDS)
     monkeypatch.chdir(tmp_path)
     shutil.copy(LOGICAL, "logical_shardings.json")
-    shutil.copytree(HERE / "ep-as-cp-8", "golden")
+    shutil.copytree(GOLDENS / "ep-as-cp-8", "golden")
     Path("my.yml").write_text(ready_made_text("ep-as-cp"))
     for line in lines:
         run(*shlex.split(line.partition("#")[0]))

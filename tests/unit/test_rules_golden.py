@@ -1,92 +1,100 @@
-"""Golden files, byte for byte: MaxText's own in tests/data/maxtext, and ours in tests/data/goldens."""
+"""Golden files, byte for byte: MaxText's own and ours, by the digests in tests/data/goldens/index.json."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
-from support.recorded import DATA, MAXTEXT
+from support.recorded import MAXTEXT, Golden, goldens
 
 from lowshard import DeviceMesh, cli
 from lowshard.rules import RulesError, RuleSet, load_rules, make_rules
-from lowshard.rules.golden import activation_shardings, dump_text, named_shardings, parse_dump, read_dump
+from lowshard.rules.golden import (
+    FILE_NAMES,
+    activation_shardings,
+    dump_text,
+    named_shardings,
+    parse_dump,
+    read_dump,
+)
 
-HERE = DATA / "goldens"
-THEIRS: list[dict[str, Any]] = json.loads((MAXTEXT / "index.json").read_text())["cases"]
-OURS: list[dict[str, Any]] = json.loads((HERE / "index.json").read_text())
-
-
-def their_cases() -> list[Any]:
-    return [pytest.param(c, id=c["dir"].removeprefix("goldens/")) for c in THEIRS]
-
-
-def arguments(case: dict[str, Any]) -> dict[str, Any]:
-    slices = case["slices"]
-    return {
-        "devices": case["devices_per_slice"] * slices,
-        "slices": slices,
-        "ici": case["ici"],
-        "dcn": case["dcn"],
-    }
+THEIRS, OURS = goldens("maxtext"), goldens("ours")
+their_cases = pytest.mark.parametrize("case", THEIRS, ids=[case.id for case in THEIRS])
 
 
-def sizes_text(sizes: dict[str, int]) -> str:
-    return ",".join(f"{a}={n}" for a, n in sizes.items())
+def check(case: Golden, kind: str, text: str) -> None:
+    """Check that a text is a golden file, by its digest."""
+    if case.whole is not None and (case.whole / FILE_NAMES[kind]).exists():  # type: ignore[index]
+        assert text == (case.whole / FILE_NAMES[kind]).read_text(encoding="utf-8")  # type: ignore[index]
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    assert digest == case.sha256[kind], (
+        f"{case.id}: the {kind} file has the digest {digest}, the golden {case.sha256[kind]}. See what differs by "
+        f"`lowshard rules dump --rules {case.rules}` for {case.sizes}, at a commit that passes and now, and `lowshard "
+        "rules compare` of the two. If the change is meant (ours only), write the digest into goldens/index.json."
+    )
 
 
-def check(rules: RuleSet, folder: Path, sizes: dict[str, Any]) -> None:
-    """Check that rules give the named and the activation file of a folder, byte for byte."""
-    rules, mesh = rules.bind(**sizes)
-    named = named_shardings(rules, mesh, read_dump(folder / "logical_shardings.json").tensors())
-    traced = activation_shardings(rules, mesh, read_dump(folder / "input_shardings.json").activations())
-    assert dump_text(named) == (folder / "named_shardings.json").read_text()
-    assert dump_text(traced) == (folder / "input_shardings.json").read_text()
+def check_all(case: Golden, rules: RuleSet) -> None:
+    """Check that rules give both files of a case."""
+    bound, mesh = rules.bind(**case.sizes)
+    logical = parse_dump(json.dumps(case.input("logical")))
+    check(case, "named", dump_text(named_shardings(bound, mesh, logical.tensors())))
+    traced = parse_dump(json.dumps(case.input("activations")))
+    check(case, "activations", dump_text(activation_shardings(bound, mesh, traced.activations())))
 
 
-@pytest.mark.parametrize("case", their_cases())
+@pytest.mark.parametrize("case", [*THEIRS, *OURS], ids=lambda case: case.id)
+def test_the_names_that_are_kept_are_the_logical_file_byte_for_byte(case: Golden) -> None:
+    check(case, "logical", dump_text(case.input("logical")))
+
+
+@their_cases
 @pytest.mark.parametrize("source", ["their file", "ours"])
-def test_maxtext_s_goldens_byte_for_byte(case: dict[str, Any], source: str) -> None:
-    name = Path(case["rules"]).stem
-    rules = load_rules(MAXTEXT / case["rules"] if source == "their file" else name)
-    check(rules, MAXTEXT / case["dir"], arguments(case))
+def test_maxtext_s_goldens_byte_for_byte(case: Golden, source: str) -> None:
+    check_all(case, load_rules(MAXTEXT / f"rules/{case.rules}.yml" if source == "their file" else case.rules))
 
 
-@pytest.mark.parametrize("case", their_cases())
+@pytest.mark.parametrize("case", OURS, ids=[case.id for case in OURS])
+def test_our_goldens_byte_for_byte(case: Golden) -> None:
+    check_all(case, load_rules(case.rules))
+
+
+@pytest.mark.parametrize("kind", ["named", "activations"])
+def test_another_rule_is_another_digest_and_the_failure_says_what_to_do(kind: str) -> None:
+    case = next(case for case in OURS if case.whole is None)
+    changed = {"named": "exp", "activations": "activation_batch"}[kind]
+    with pytest.raises(
+        AssertionError, match=rf"the {kind} file has the digest \w+, .*`lowshard rules dump --rules"
+    ):
+        check_all(case, load_rules(case.rules).with_rules([(changed, None)]))
+
+
+@their_cases
 @pytest.mark.parametrize("mode", ["strict", "maxtext"])
 def test_the_command_writes_maxtext_s_goldens(
-    case: dict[str, Any], mode: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    case: Golden, mode: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder, sizes = MAXTEXT / case["dir"], arguments(case)
-    common = [
-        "rules",
-        "dump",
-        "--rules",
-        str(MAXTEXT / case["rules"]),
-        "--devices",
-        str(sizes["devices"]),
-        "--mode",
-        mode,
-    ]
-    if sizes["ici"]:
-        common += ["--ici", sizes_text(sizes["ici"])]
-    if sizes["dcn"]:
-        common += ["--dcn", sizes_text(sizes["dcn"])]
-    for option, file in (("--logical", "named_shardings.json"), ("--activations", "input_shardings.json")):
-        read = "logical_shardings.json" if option == "--logical" else file
-        out = tmp_path / file
-        assert cli.main([*common, option, str(folder / read), "-o", str(out)]) == 0
-        assert out.read_bytes() == (folder / file).read_bytes()
+    rules = str(MAXTEXT / f"rules/{case.rules}.yml")
+    common = ["rules", "dump", "--rules", rules, "--devices", str(case.sizes["devices"]), "--mode", mode]
+    for option in ("ici", "dcn"):
+        if case.sizes[option]:
+            common += [f"--{option}", ",".join(f"{a}={n}" for a, n in case.sizes[option].items())]
+    source, out = tmp_path / "input.json", tmp_path / "out.json"
+    for option, kind, made in (("--logical", "logical", "named"), ("--activations",) + ("activations",) * 2):
+        source.write_text(json.dumps(case.input(kind)))
+        assert cli.main([*common, option, str(source), "-o", str(out)]) == 0
+        check(case, made, out.read_bytes().decode())
     assert (mode == "strict") or capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize("case", their_cases())
-def test_every_named_activation_and_every_unknown_one(case: dict[str, Any]) -> None:
-    rules, mesh = load_rules(MAXTEXT / case["rules"]).bind(**arguments(case))
-    activations = read_dump(MAXTEXT / case["dir"] / "input_shardings.json").activations()
-    assert len(activations) == case["input_entries"]
-    assert sum(a.names is None for a in activations) == case["input_entries_without_logical_axes"]
+@pytest.mark.parametrize("case", [c for c in (*THEIRS, *OURS) if c.whole], ids=lambda case: case.id)
+def test_every_named_activation_and_every_unknown_one(case: Golden) -> None:
+    rules, mesh = load_rules(case.rules).bind(**case.sizes)
+    assert case.whole is not None
+    activations = read_dump(case.whole / FILE_NAMES["activations"]).activations()
+    assert {a.names is None for a in activations} == {False, True}
     for activation in activations:
         assert f"P{activation.spec(rules, mesh)!r}" == activation.spec_text, activation.key
 
@@ -101,12 +109,11 @@ FIGURES = {
 }
 
 
-@pytest.mark.parametrize("case", their_cases())
-def test_memory_and_blocked_rules_of_maxtext_s_models(case: dict[str, Any]) -> None:
-    name = Path(case["rules"]).stem
-    rules, mesh = load_rules(MAXTEXT / case["rules"]).bind(**arguments(case))
-    tensors = read_dump(MAXTEXT / case["dir"] / "logical_shardings.json").tensors()
-    needed, blocked = FIGURES[case["model"], name]
+@their_cases
+def test_memory_and_blocked_rules_of_maxtext_s_models(case: Golden) -> None:
+    rules, mesh = load_rules(MAXTEXT / f"rules/{case.rules}.yml").bind(**case.sizes)
+    tensors = parse_dump(json.dumps(case.input("logical"))).tensors()
+    needed, blocked = FIGURES[case.model, case.rules]
     for budget, told_of in ((needed, 0), (needed - 1, 1)):
         codes = [
             f.code
@@ -128,18 +135,6 @@ def test_memory_and_blocked_rules_of_maxtext_s_models(case: dict[str, Any]) -> N
     for finding in findings:
         told[finding.rule.name] = told.get(finding.rule.name, 0) + len(finding.tensors)  # type: ignore[union-attr]
     assert told == blocked
-
-
-# ---- our own
-
-
-def bound(case: dict[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in case.items() if k not in ("dir", "rules")}
-
-
-@pytest.mark.parametrize("case", OURS, ids=[c["dir"] for c in OURS])
-def test_our_goldens_byte_for_byte(case: dict[str, Any]) -> None:
-    check(load_rules(case["rules"]), HERE / case["dir"], bound(case))
 
 
 def test_a_dump_is_indented_ascii_without_a_final_newline(tmp_path: Path) -> None:
