@@ -81,11 +81,7 @@ def rules_error(
 
 
 def read_map(node: Node) -> dict[str, tuple[Node, Node]]:
-    """Return a map's entries by key: (key node, value node).
-
-    Raises:
-        RulesError: a key that is not text, or that stands there twice.
-    """
+    """Return a map's entries by key: (key node, value node)."""
     entries: dict[str, tuple[Node, Node]] = {}
     for key, value in node.pairs:
         if key.kind in ("list", "map"):
@@ -111,11 +107,7 @@ def as_rules(given: object) -> tuple[Rule, ...]:
 
 
 def as_rule(pair: tuple[str, object]) -> Rule:
-    """Return the rule of a (logical name, axis | axes | None) pair.
-
-    Raises:
-        RulesError: another form.
-    """
+    """Return the rule of a (logical name, axis | axes | None) pair."""
     form = "a rule is a pair (logical name, axis | axes | None), such as ('embed', ['fsdp', 'expert'])"
     if (
         isinstance(pair, str)

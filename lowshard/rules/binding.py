@@ -86,11 +86,8 @@ def fitting(rule: Rule, mesh: DeviceMesh, extent: int) -> str:
 
 @bounded_cache(1 << 20)
 def largest_divisor(extent: int, at_most: int) -> int:
-    """Return the largest number <= `at_most` that divides an extent >= 1.
-
-    Divisors are paired up from below, 10^6 pairs at most: exact for every extent up to 10^12.
-    """
-    best, low = 1, 1
+    """Return the largest number <= `at_most` that divides an extent >= 1."""
+    best, low = 1, 1  # 10^6 pairs of divisors at most: exact for every extent up to 10^12
     while low * low <= extent and low <= min(at_most, 10**6):
         if extent % low == 0:
             best = max(best, low, extent // low if extent // low <= at_most else 1)

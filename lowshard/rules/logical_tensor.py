@@ -66,17 +66,7 @@ def group_name(name: str) -> str:
 
 
 def as_tensors(given: object, dtype: object = "float32") -> tuple[LogicalTensor, ...]:
-    """Return tensors from any of the forms a caller may have.
-
-    Args:
-        given: tensors; a mapping of name to a LogicalTensor, to `(names, shape)` or `(names, shape,
-            dtype)`, or to `{"partition_spec": names, "shape": shape}`, as a logical dump has it.
-        dtype: of tensors that do not say theirs; counters of a train state are int32.
-
-    Raises:
-        RulesError: something else.
-        DTypeError: an unknown dtype.
-    """
+    """Return tensors from any of the forms a caller may have."""
     default = dtypes.get(dtype).name
     if isinstance(given, Mapping):
         return tuple(_tensor(name, value, default) for name, value in given.items())

@@ -74,12 +74,7 @@ class Resolver:
         return tuple(self.rules[place] for place in self._places.get(name, ()))
 
     def resolve(self, names: Sequence[str | None]) -> Resolution:
-        """Return the resolution of a tensor's logical names, one a dim; None stays whole.
-
-        Raises:
-            RulesError: a name on two dims; names that are neither text nor None; a winning rule whose
-                target cannot be a spec entry.
-        """
+        """Return the resolution of a tensor's logical names, one a dim; None stays whole."""
         found = None
         if isinstance(names, tuple):
             try:

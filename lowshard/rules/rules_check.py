@@ -47,11 +47,7 @@ def check_rules(
     request: SizeRequest | None = None,
     dtype: object = "float32",
 ) -> CheckReport:
-    """Return every finding; see `RuleSet.check`.
-
-    Raises:
-        RulesError: tensors of no form that `as_tensors` takes.
-    """
+    """Return every finding; see `RuleSet.check`."""
     findings: list[Finding] = list(check_file(rules))
     if tensors is None:  # else the names that are in use are known
         findings += _split_off(rules)
