@@ -38,7 +38,7 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ("lowshard rules compare golden/ --rules ep-as-cp --devices 8 --ici expert=2", ""),
     ),
     "lowshard rules explain": (
-        ("lowshard rules explain moe/wi_0 --rules default --logical logical_shardings.json", ""),
+        ("lowshard rules explain moe/wi --rules default --logical logical_shardings.json", ""),
     ),
     "lowshard rules check": (
         (
@@ -46,19 +46,6 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
             "",
         ),
     ),
-    "lowshard rules memory": (
-        (
-            "lowshard rules memory --rules ep-as-cp --devices 8 --ici expert=2 --checkpoint model.safetensors",
-            "",
-        ),
-    ),
-    "lowshard rules show": (
-        (
-            "lowshard rules show q_proj --rules ep-as-cp --devices 8 --ici expert=2 --checkpoint model.safetensors",
-            "",
-        ),
-    ),
-    "lowshard rules example": (("lowshard rules example tryout", "files to try the other commands on"),),
     "lowshard solve": (
         ("lowshard solve mlp --mesh dp=2,tp=4 --budget 20MB --run", "an example, run on random shards"),
         ("lowshard solve graph.yaml --mesh dp=2,tp=4 --profile cluster.json --json", "a file, for programs"),

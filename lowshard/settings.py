@@ -171,13 +171,12 @@ BUILD_CODE = Setting(
     "for which processors an installation or a wheel is compiled: those like this one, all of this kind, none",
     KernelError,
 )
-UPDATE_GOLDENS = Setting("LOWSHARD_UPDATE_GOLDENS", "0", "0|1", "whether tests write golden files anew")
 
 SETTINGS = (
     CHECK, TIMEOUT_S, WATCH, HEARTBEAT_S, ON_FAILURE, INTERFACE,
     CPU_PATH, CROSS_MEMORY, STREAMS, PIPES, HUGE_PAGES, NODE_SIZE, NCCL, NCCL_REDUCE16, KERNELS,
     CALIBRATION, SHIPPED_CODE,
-    START_S, BUILD_CODE, UPDATE_GOLDENS,
+    START_S, BUILD_CODE,
 )  # fmt: skip
 """What users may set, in the order of the table."""
 

@@ -145,11 +145,11 @@ class Reshard:
         transform: what this rank's tensors go through; the other ranks may have another one, or none.
         like: another one over the same communicator and with the same settings, whose staging is used: the two never
             run at once.
-        staging_bytes: bound on the memory for buckets; 16 MiB by default. This and the next two are equal on all ranks.
-        checksums: True sends a checksum with every piece and compares; False by default.
-        way: "direct" reads sources where they lie, without checksums; "slots" goes by memory that senders pack into and
-            receivers unpack from; both need ranks that reach each other's memory. "messages" sends buckets. "auto", the
-            default, takes for each pair of ranks the first of these that works.
+        settings: equal on all ranks. staging_bytes: bound on the memory for buckets; 16 MiB by default. checksums: True
+            sends a checksum with every piece and compares; False by default. way: "direct" reads sources where they lie,
+            without checksums; "slots" goes by memory that senders pack into and receivers unpack from; both need ranks
+            that reach each other's memory. "messages" sends buckets. "auto", the default, takes for each pair of ranks
+            the first of these that works.
 
     Every rank raises the same error, whichever is at fault, before anything is written.
 
@@ -273,9 +273,6 @@ class Reshard:
             takes: what it takes.
             keeps: what stays.
             finish: called when all of it has come, on all ranks; what it raises is raised on all ranks.
-
-        Raises:
-            As `run`.
         """
         errors, conversion = self._errors, self.side.conversion
         with self.comm.turn("reshard"):

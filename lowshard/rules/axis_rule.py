@@ -57,11 +57,6 @@ class Rule:
         """The spec entry it gives: None, one name, or names (outer first)."""
         return self.axes if len(self.axes) > 1 else self.axes[0] if self.axes else None
 
-    def to_json(self) -> dict[str, object]:
-        """Return plain data: name, axes, and the place as text."""
-        where = None if self.where is None else str(self.where)
-        return {"name": self.name, "axes": list(self.axes), "where": where}
-
     def __str__(self) -> str:
         more = f", ... {len(self.axes)} axes" if len(self.axes) > 16 else ""
         return f"[{self.name}, [{', '.join(self.axes[:16])}{more}]]"
@@ -86,11 +81,7 @@ def rules_error(
 
 
 def read_map(node: Node) -> dict[str, tuple[Node, Node]]:
-    """Return a map's entries by key: (key node, value node).
-
-    Raises:
-        RulesError: a key that is not text, or that stands there twice.
-    """
+    """Return a map's entries by key: (key node, value node)."""
     entries: dict[str, tuple[Node, Node]] = {}
     for key, value in node.pairs:
         if key.kind in ("list", "map"):
@@ -116,11 +107,7 @@ def as_rules(given: object) -> tuple[Rule, ...]:
 
 
 def as_rule(pair: tuple[str, object]) -> Rule:
-    """Return the rule of a (logical name, axis | axes | None) pair.
-
-    Raises:
-        RulesError: another form.
-    """
+    """Return the rule of a (logical name, axis | axes | None) pair."""
     form = "a rule is a pair (logical name, axis | axes | None), such as ('embed', ['fsdp', 'expert'])"
     if (
         isinstance(pair, str)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from lowshard.bounded import bounded_cache
 from lowshard.errors import RulesError
 from lowshard.mesh import DeviceMesh
 from lowshard.nearest import nearest
 from lowshard.rules.axis_rule import Rule, rules_error
-from lowshard.rules.resolution import Resolution, Resolver, Spec, entry_axes
+from lowshard.rules.resolution import Resolution, Resolver
 
 
 def check_bound(rule: Rule, mesh: DeviceMesh, parameter: str | None = None) -> None:
@@ -88,24 +86,10 @@ def fitting(rule: Rule, mesh: DeviceMesh, extent: int) -> str:
 
 @bounded_cache(1 << 20)
 def largest_divisor(extent: int, at_most: int) -> int:
-    """Return the largest number <= `at_most` that divides an extent >= 1.
-
-    Divisors are paired up from below, 10^6 pairs at most: exact for every extent up to 10^12.
-    """
-    best, low = 1, 1
+    """Return the largest number <= `at_most` that divides an extent >= 1."""
+    best, low = 1, 1  # 10^6 pairs of divisors at most: exact for every extent up to 10^12
     while low * low <= extent and low <= min(at_most, 10**6):
         if extent % low == 0:
             best = max(best, low, extent // low if extent // low <= at_most else 1)
         low += 1
     return best
-
-
-def spec_shards(spec: Spec, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """Return into how many parts a spec cuts each dim, for axis sizes by name."""
-    out = []
-    for entry in spec:
-        parts = 1
-        for axis in entry_axes(entry):
-            parts *= sizes[axis]
-        out.append(parts)
-    return tuple(out)

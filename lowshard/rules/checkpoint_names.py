@@ -19,14 +19,7 @@ from lowshard.rules.ruleset import RuleSet
 def checkpoint_tensors(
     rules: RuleSet, path: str | os.PathLike[str]
 ) -> tuple[tuple[LogicalTensor, ...], list[Finding]]:
-    """Return the tensors of a checkpoint with logical names by pattern, and what has none; see `name_tensors`.
-
-    path: a .safetensors file, or a folder: a checkpoint with an index (a sharded one too), or one whose .safetensors
-    files together are the checkpoint.
-
-    Raises:
-        CheckpointError: no such file, a damaged one, or a tensor that stands in two files.
-    """
+    """Return the tensors of a checkpoint with logical names by pattern, and what has none; see `name_tensors`."""
     folder = Path(path)
     if any(os.path.exists(folder / name) for name in (INDEX_NAME, HF_INDEX)):
         catalog = Catalog.open(folder)

@@ -64,11 +64,7 @@ class Dump:
     """By key, in file order; of an activation file by key and, for repeated keys, a count behind it."""
 
     def tensors(self, dtype: object = "float32") -> tuple[LogicalTensor, ...]:
-        """Return the tensors of a logical file.
-
-        Raises:
-            RulesError: the file is of another kind.
-        """
+        """Return the tensors of a logical file."""
         if self.kind != "logical":
             raise RulesError(
                 f"{self.path}: a logical file ({FILE_NAMES['logical']}) is wanted, this is a {self.kind} one",
@@ -77,11 +73,7 @@ class Dump:
         return as_tensors(self.entries, dtype)
 
     def activations(self) -> tuple[Activation, ...]:
-        """Return the entries of an activation file, in order.
-
-        Raises:
-            RulesError: the file is of another kind.
-        """
+        """Return the entries of an activation file, in order."""
         if self.kind != "activations":
             raise RulesError(
                 f"{self.path}: an activation file ({FILE_NAMES['activations']}) is wanted, this is a {self.kind} one",
@@ -146,13 +138,7 @@ def named_shardings(
 def activation_shardings(
     rules: RuleSet, mesh: DeviceMesh, activations: Sequence[Activation]
 ) -> dict[str, Any]:
-    """Return what an activation file holds once the rules are asked again for every entry.
-
-    An entry whose names are known neither to the file nor to us keeps its spec.
-
-    Raises:
-        RulesError: a name on two dims, or a rule that cannot be.
-    """
+    """Return what an activation file holds once the rules are asked again for every entry."""
     entries = []
     for activation in activations:
         spec = activation.spec(rules, mesh)
@@ -168,11 +154,7 @@ def dump_text(data: object) -> str:
 
 
 def read_dump(path: str | os.PathLike[str]) -> Dump:
-    """Return a dump file of any of the three kinds.
-
-    Raises:
-        RulesError: no such file, no JSON, or none of the three forms.
-    """
+    """Return a dump file of any of the three kinds."""
     where = os.fspath(path)
     try:
         with open(where, encoding="utf-8", opener=open_at_once) as file:
@@ -208,11 +190,6 @@ def parse_dump(text: str, path: str = "<text>") -> Dump:
         kind = this
         _check_entry(key, entry, this, path)
     return Dump(path, kind or "logical", data)
-
-
-def mesh_sizes(entry: Mapping[str, Any]) -> dict[str, int]:
-    """Return the mesh of an entry of a named file: size by axis."""
-    return dict(entry["mesh"]["shape"])
 
 
 def _check_entry(key: str, entry: dict[str, Any], kind: DumpKind, path: str) -> None:

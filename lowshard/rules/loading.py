@@ -62,11 +62,7 @@ def read_rules_file(
     base: FilePath | RuleSet | None = "default",
     merge: Merge = "file",
 ) -> tuple[RuleSet | None, CheckReport]:
-    """Return the rules of a file as far as they can be read, and every finding; see `load_rules`.
-
-    Raises:
-        RulesError: the file cannot be read at all.
-    """
+    """Return the rules of a file as far as they can be read, and every finding; see `load_rules`."""
     _check_options(mode, base, merge)
     check_path(source, f"source is a path, or one of {', '.join(READY_MADE)}", RulesError)
     if isinstance(source, str) and source in READY_MADE:
@@ -197,11 +193,7 @@ def _combine(
 
 
 def ready_made_text(name: str) -> str:
-    """Return the YAML text of a ready-made rule file, to start one's own from.
-
-    Raises:
-        RulesError: there is none of that name.
-    """
+    """Return the YAML text of a ready-made rule file, to start one's own from."""
     if name not in READY_MADE:
         raise RulesError(
             f"the ready-made rule files are {', '.join(READY_MADE)}, got {quoted(name)}{nearest(name, READY_MADE)}"

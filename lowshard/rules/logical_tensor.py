@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any, Literal
 
 from lowshard import dtypes
@@ -35,16 +34,6 @@ class LogicalTensor:
     """A logical name or None for each dim."""
     shape: tuple[int, ...]
     dtype: str = "float32"
-
-    @property
-    def size_elems(self) -> int:
-        """Elements of the whole tensor."""
-        return prod(self.shape)
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of the whole tensor."""
-        return self.size_elems * dtypes.get(self.dtype).itemsize_bytes
 
     @property
     def role(self) -> Role:
@@ -77,17 +66,7 @@ def group_name(name: str) -> str:
 
 
 def as_tensors(given: object, dtype: object = "float32") -> tuple[LogicalTensor, ...]:
-    """Return tensors from any of the forms a caller may have.
-
-    Args:
-        given: tensors; a mapping of name to a LogicalTensor, to `(names, shape)` or `(names, shape,
-            dtype)`, or to `{"partition_spec": names, "shape": shape}`, as a logical dump has it.
-        dtype: of tensors that do not say theirs; counters of a train state are int32.
-
-    Raises:
-        RulesError: something else.
-        DTypeError: an unknown dtype.
-    """
+    """Return tensors from any of the forms a caller may have."""
     default = dtypes.get(dtype).name
     if isinstance(given, Mapping):
         return tuple(_tensor(name, value, default) for name, value in given.items())

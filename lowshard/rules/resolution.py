@@ -52,11 +52,6 @@ class Resolution:
     attempts: tuple[Attempt, ...] = ()
     """Every rule of these names in file order, where a trace was asked for."""
 
-    def axes(self, dim: int) -> tuple[str, ...]:
-        """Return the mesh axes that cut a dim, outer first."""
-        winner = self.winners[dim]
-        return () if winner is None else winner.axes
-
 
 @dataclass(frozen=True, eq=False)
 class Resolver:
@@ -79,12 +74,7 @@ class Resolver:
         return tuple(self.rules[place] for place in self._places.get(name, ()))
 
     def resolve(self, names: Sequence[str | None]) -> Resolution:
-        """Return the resolution of a tensor's logical names, one a dim; None stays whole.
-
-        Raises:
-            RulesError: a name on two dims; names that are neither text nor None; a winning rule whose
-                target cannot be a spec entry.
-        """
+        """Return the resolution of a tensor's logical names, one a dim; None stays whole."""
         found = None
         if isinstance(names, tuple):
             try:

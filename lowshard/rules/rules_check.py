@@ -6,9 +6,10 @@ Nothing raises for what it finds, and nothing but names, shapes and sizes is loo
 from __future__ import annotations
 
 from collections.abc import Iterable
-from math import gcd
+from math import gcd, prod
 from typing import Any
 
+from lowshard import dtypes
 from lowshard.errors import RulesError
 from lowshard.mesh import DeviceMesh
 from lowshard.nearest import nearest
@@ -17,8 +18,7 @@ from lowshard.rules.binding import cut_text, fitting, largest_divisor
 from lowshard.rules.file_check import check_file
 from lowshard.rules.finding import CheckReport, Finding, find
 from lowshard.rules.logical_tensor import LogicalTensor, as_tensors, group_name
-from lowshard.rules.memory_report import plan_memory
-from lowshard.rules.resolution import Resolution
+from lowshard.rules.resolution import Resolution, entry_axes
 from lowshard.rules.rule_table import RuleTable
 from lowshard.rules.topology import SizeRequest
 
@@ -47,11 +47,7 @@ def check_rules(
     request: SizeRequest | None = None,
     dtype: object = "float32",
 ) -> CheckReport:
-    """Return every finding; see `RuleSet.check`.
-
-    Raises:
-        RulesError: tensors of no form that `as_tensors` takes.
-    """
+    """Return every finding; see `RuleSet.check`."""
     findings: list[Finding] = list(check_file(rules))
     if tensors is None:  # else the names that are in use are known
         findings += _split_off(rules)
@@ -256,13 +252,19 @@ def _budget(
 ) -> list[Finding]:
     if any(f.severity == "error" and f.tensors for f in findings):
         return []
-    report = plan_memory(rules, mesh, weights)
-    if report.within_budget:
+    # The largest shard of each; parameters alone stand for themselves, their gradients and two moments.
+    copies = 2 if any(t.role == "moment" for t in weights) else 4
+    needed = 0
+    for tensor in weights:
+        spec = rules.bound_spec(mesh, tensor.names, tensor.shape, parameter=tensor.name, uneven=True).spec
+        parts = [mesh.axis_size(entry_axes(e)) for e in spec] + [1] * (len(tensor.shape) - len(spec))
+        held = prod(-(-n // k) for n, k in zip(tensor.shape, parts, strict=True))
+        times = copies if tensor.role == "parameter" else 1
+        needed += times * held * dtypes.get(tensor.dtype).itemsize_bytes
+    budget = mesh.smallest_budget_bytes
+    if budget is None or needed <= budget:
         return []
-    text = (
-        f"a device needs {report.total_bytes / 1e9:.3f} GB (parameters, gradients, moments), its budget is "
-        f"{(report.budget_bytes or 0) / 1e9:.3f} GB; replication takes {report.replication_bytes / 1e9:.3f} GB of it"
-    )
+    text = f"a device needs {needed / 1e9:.3f} GB (parameters, gradients, moments), its budget is {budget / 1e9:.3f} GB"
     return [find("memory-budget", rules.mode, text, rules.place("lowshard"))]
 
 

@@ -1,4 +1,4 @@
-"""RuleSet: the rules of one configuration, with the reports about it: check, explain, memory."""
+"""RuleSet: the rules of one configuration, with the reports about it: check, explain."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from lowshard.rules.explanation import Explanation, explain_names
 from lowshard.rules.file_check import check_file
 from lowshard.rules.finding import CheckReport, Finding
 from lowshard.rules.logical_tensor import checked_mesh
-from lowshard.rules.memory_report import MemoryReport, plan_memory
 from lowshard.rules.rule_table import RuleTable
 from lowshard.rules.rules_check import check_rules
 from lowshard.rules.topology import SizeRequest, Sizes
@@ -71,34 +70,3 @@ class RuleSet(RuleTable):
     ) -> Explanation:
         """Return, for each dim, the rule that won, every rule tried before it, and what blocked those."""
         return explain_names(self, names, shape, mesh, parameter)
-
-    def memory(
-        self,
-        mesh: DeviceMesh,
-        tensors: object,
-        *,
-        dtype: object = "float32",
-        gradient_dtype: object = None,
-        moment_dtype: object = None,
-        moments: int = 2,
-    ) -> MemoryReport:
-        """Return bytes a device for parameters, gradients and moments by group; no array is made.
-
-        A train state (a logical dump with `.opt_state`) counts the moments it holds. An uneven dim counts as its
-        largest shard.
-
-        Args:
-            mesh: the mesh the tensors live on.
-            tensors: as for `check`.
-            dtype: of parameters that do not say theirs.
-            gradient_dtype: None: as each parameter.
-            moment_dtype: None: as each parameter.
-            moments: moments of the optimizer, where the tensors hold none: 2 for Adam, 0 for plain SGD.
-
-        Raises:
-            RulesError: an axis the mesh lacks, a name on two dims, more names than dims.
-        """
-        return plan_memory(
-            self, mesh, tensors, dtype=dtype, gradient_dtype=gradient_dtype, moment_dtype=moment_dtype,
-            moments=moments,
-        )  # fmt: skip

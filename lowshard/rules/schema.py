@@ -54,11 +54,7 @@ class RuleFile:
 
 
 def parse_rule_file(text: str, path: str, mode: Mode) -> RuleFile:
-    """Return what a file's text says, every finding included; only broken YAML raises.
-
-    Raises:
-        RulesError: no YAML, or beyond the bounds of `parse_document`.
-    """
+    """Return what a file's text says, every finding included; only broken YAML raises."""
     node = parse_document(text, path, rules_error)
     if node is None or node.kind == "null":
         return RuleFile(path)

@@ -33,10 +33,7 @@ _SETTINGS = {"stage": "pipeline", "model": "tensor"}
 
 @dataclass(frozen=True)
 class Topology:
-    """Devices, slices and the size of each mesh axis within and across slices, filled.
-
-    Attributes hold one size per mesh axis, in mesh order.
-    """
+    """Devices, slices and the size of each mesh axis within and across slices, filled."""
 
     axis_names: tuple[str, ...]
     ici: tuple[int, ...]
@@ -68,10 +65,7 @@ class Topology:
 
 @dataclass(frozen=True)
 class SizeRequest:
-    """What a user asks for: devices (over all slices), slices, and sizes by axis.
-
-    `pipeline` may stand for the axis `stage`, and `tensor` sizes `model`, as MaxText's settings do.
-    """
+    """What a user asks for: devices (over all slices), slices, and sizes by axis."""
 
     devices: int
     slices: int = 1
@@ -82,11 +76,7 @@ class SizeRequest:
     def of(
         cls, devices: int, slices: int = 1, ici: Sizes | None = None, dcn: Sizes | None = None
     ) -> SizeRequest:
-        """Return the request, checked as far as it can be without a mesh.
-
-        Raises:
-            RulesError: counts below 1, slices that do not divide the devices, sizes other than -1 or >= 1.
-        """
+        """Return the request, checked as far as it can be without a mesh."""
         devices = whole(devices, "devices is a whole number >= 1", RulesError, 1)
         slices = whole(slices, "slices is a whole number >= 1", RulesError, 1)
         if devices > MAX_DEVICES:
@@ -107,10 +97,7 @@ class SizeRequest:
 def check_sizes(
     axes: Sequence[str], request: SizeRequest, mode: Mode, where: Where | None = None
 ) -> tuple[Topology | None, list[Finding]]:
-    """Return the topology that a request gives for these mesh axes (None where none fits) and what is odd.
-
-    where: the place of mesh_axes, for the findings.
-    """
+    """Return the topology that a request gives for these mesh axes (None where none fits) and what is odd."""
     findings: list[Finding] = []
 
     def add(code: str, text: str, axis: str | None = None) -> None:

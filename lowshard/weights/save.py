@@ -103,7 +103,7 @@ def save(
         MismatchError: ranks ask for different checkpoints.
         NotDurable: the new checkpoint is in place, but its folder could not be synced; the old one's files are kept.
         PeerFailed, TimedOut: a rank did not come. The old checkpoint or the new one is in place, whole; a note says
-        which, where this rank knows.
+            which, where this rank knows.
     """
     if comm is None:
         comm = _alone()

@@ -13,7 +13,7 @@ from support import mode
 
 ROOT = Path(__file__).resolve().parents[2]
 CLOSED = {"stdout": ">&-", "stderr": "2>&-", "stdin": "<&-", "all": "<&- >&- 2>&-"}
-WORDS = ["--help", "run --help", "doctor --settings", "rules show --help"]
+WORDS = ["--help", "run --help", "doctor --settings", "rules check --help"]
 # Each rank makes a file: what it did is seen where it can print nothing, and files must not get the streams' numbers.
 RANKS = """
 import sys

@@ -36,7 +36,7 @@ _COMMAND = re.compile(r"# ((?:lowshard run(?: -\S+(?: \d+)?)+|python) (\w+\.py)(
 _FILE = re.compile(r"# (\w+\.py)")
 _RANK = re.compile(r"\[(\d+)\] ")
 _PROGRESS = re.compile(
-    r"^lowshard [a-z ]+: (?:.* \d+ %|solving \d+ ops .*|resolving|checking|adding up)\n", re.MULTILINE
+    r"^lowshard [a-z ]+: (?:.* \d+ %|solving \d+ ops .*|resolving|checking)\n", re.MULTILINE
 )
 """What commands print where they take more than two seconds: a busy machine is no other page."""
 _SNIPPET = re.compile(r'--8<-- "([^"]+)"\n')

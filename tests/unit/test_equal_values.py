@@ -55,12 +55,11 @@ def test_a_budget_of_a_rank_outside_the_mesh_decides_nothing() -> None:
     graph = Graph()
     graph.output(graph.op("relu", graph.input("x", (4, 4))))
     assert GraphSolver().solve(graph, mesh).budget_bytes == 10**6
-    report = load_rules("pure-fsdp")
-    whole = report.mesh(2)
-    budgeted = DeviceMesh(whole.shape, whole.axis_names, {0: 10**6, 7: 1})
-    assert report.memory(budgeted, {"w": (("embed", "mlp"), (8, 8))}).within_budget
-    empty = DeviceMesh(whole.shape, whole.axis_names, {})
-    assert report.memory(empty, {"w": (("embed", "mlp"), (8, 8))}).budget_bytes is None
+    rules = load_rules("pure-fsdp")
+    whole = rules.mesh(2)
+    for of_ranks, fits in (({0: 10**6, 7: 1}, True), ({}, True), ({0: 1}, False)):
+        budgeted = DeviceMesh(whole.shape, whole.axis_names, of_ranks)
+        assert rules.check({"w": (("embed", "mlp"), (8, 8))}, mesh=budgeted).ok is fits
 
 
 def test_a_budget_is_below_two_to_the_63() -> None:

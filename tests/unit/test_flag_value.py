@@ -129,7 +129,6 @@ def test_what_measures_nothing_is_refused(line: str, told: str, capsys: pytest.C
         "demo -o ~/x",
         "demo --timeout inf",
         "selftest -o ~/x",
-        "rules example ~/x",
         "rules dump --rules default --devices 1 -o ~/x",
     ],
 )
