@@ -11,13 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lowshard.bench.bench_fsdp import add_fsdp_parser
-from lowshard.bench.bench_host import add_host_parser
-from lowshard.bench.bench_pick import add_pick_parser
 from lowshard.bench.bench_plan import add_plan_parser
 from lowshard.bench.bench_publish import add_publish_parser
 from lowshard.bench.bench_redistribute import add_redistribute_parser
 from lowshard.bench.bench_refit import add_refit_parser
-from lowshard.bench.bench_simulate import add_simulate_parser
 from lowshard.bench.cluster import add_profile_parser
 from lowshard.bench.collective import add_collective_parsers
 from lowshard.bench.page_argument import add_json_argument, add_report_argument, require_page, write_report
@@ -82,9 +79,6 @@ def add_bench_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentPar
     add_refit_parser(benches)
     add_publish_parser(benches)
     add_plan_parser(benches)
-    add_simulate_parser(benches)
-    add_pick_parser(benches)
-    add_host_parser(benches)
     mxfp8 = _add(benches, "mxfp8", "quantise and dequantise whole arrays", MXFP8, run_mxfp8)
     mxfp8.add_argument(
         "--size", type=parse_sizes, metavar="N[,N...]",

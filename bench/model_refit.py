@@ -46,7 +46,6 @@ class WayRow(BesideMemcpy):
         seconds: of each round: the rank that takes longest.
         memcpy_s: of a copy, on every rank, of as many bytes as it gets of a whole version, right after each round.
         pause_s: the longest time in a round for which a reader finds no whole version; the median over rounds.
-        predicted_s: by the profile; None without one.
         phases: median seconds by phase of the rank that takes longest in it; empty for rivals.
     """
 
@@ -57,7 +56,6 @@ class WayRow(BesideMemcpy):
     seconds: tuple[float, ...]
     memcpy_s: tuple[float, ...]
     pause_s: float
-    predicted_s: float | None
     phases: Mapping[str, float]
 
 
@@ -254,7 +252,6 @@ class _Measured:
                 kept.setdefault(rival.name, []).append({"s": seconds, "copy_s": copy_s, "pause_s": seconds})
                 if is_last:
                     self._require_same(rival.name, self._plain)
-        predicted = self._predicted_s()
         for refit in self._refits.values():
             refit.close()
         dense_bytes = sum(self._plan.received_bytes(rank) for rank in self._plan.ranks)
@@ -262,7 +259,6 @@ class _Measured:
         for way, share, _ in ways:
             rounds = kept[way][1:]
             rows.append(_row(way, share, rounds, _median(rounds, "sent"), _median(rounds, "least")))
-        rows[0]["predicted_s"] = predicted
         rows += [_row(r.name, 1.0, kept[r.name][1:], r.sent_bytes, dense_bytes) for r in rivals]
         return rows
 
@@ -286,15 +282,6 @@ class _Measured:
     def _timed(self, call: Callable[[], object]) -> tuple[float, float]:
         one, two = self._copied
         return timed(self._meeting, call), timed(self._meeting, lambda: np.copyto(two, one))
-
-    def _predicted_s(self) -> float | None:
-        if self._request["profile"] is None:
-            return None
-        from lowshard.cost import ClusterProfile
-        from lowshard.reshard import simulate
-
-        profile = ClusterProfile.from_json(self._request["profile"])
-        return float(simulate(self._plan, profile, packed=True).seconds)
 
     # ---- arrays
 
@@ -370,7 +357,7 @@ def _row(
     return {
         "way": way, "changed": changed, "sent_bytes": sent_bytes, "least_bytes": least_bytes,
         "seconds": [one["s"] for one in rounds], "memcpy_s": [one["copy_s"] for one in rounds],
-        "pause_s": float(np.median([one["pause_s"] for one in rounds])), "predicted_s": None,
+        "pause_s": float(np.median([one["pause_s"] for one in rounds])),
         "phases": {n: float(np.median([one["phases"].get(n, 0.0) for one in rounds])) for n in phases},
     }  # fmt: skip
 
@@ -378,16 +365,13 @@ def _row(
 def show_ways(rows: Sequence[WayRow]) -> str:
     """Return the table."""
     head = f"{'way':<20}{'sent MB':>9}{'x least':>9}{'ms':>9}{'x memcpy':>10}{'x dense':>9}{'pause ms':>10}"
-    lines = [head + f"{'predicted':>11}{'error':>8}"]
     dense = next(row for row in rows if row.way == _DENSE)
-    for row in rows:
-        told = ""
-        if row.predicted_s is not None:
-            told = f"{row.predicted_s * 1e3:>11.1f}{100 * (row.predicted_s / row.median_s - 1):>+7.0f}%"
-        lines.append(
-            f"{row.way:<20}{row.sent_bytes / 1e6:>9.2f}{row.sent_bytes / max(1, row.least_bytes):>9.2f}"
-            f"{row.median_s * 1e3:>9.1f}{row.ratio:>10.2f}{gain(row, dense):>9.2f}{row.pause_s * 1e3:>10.3f}{told}"
-        )
+    lines = [head]
+    lines += [
+        f"{row.way:<20}{row.sent_bytes / 1e6:>9.2f}{row.sent_bytes / max(1, row.least_bytes):>9.2f}"
+        f"{row.median_s * 1e3:>9.1f}{row.ratio:>10.2f}{gain(row, dense):>9.2f}{row.pause_s * 1e3:>10.3f}"
+        for row in rows
+    ]
     phases = ((row.way, {n: s for n, s in row.phases.items() if s >= 0.05 * row.median_s}) for row in rows)
     lines += [
         f"{way}: " + ", ".join(f"{name} {s * 1e3:.1f} ms" for name, s in found.items())

@@ -88,7 +88,6 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
     "lowshard bench fsdp": (("lowshard bench fsdp --ranks 2 --mode full,none --width 1024", ""),),
     "lowshard bench refit": (
         ("lowshard bench refit --size 64 --rounds 3", "a small model, quickly"),
-        ("lowshard bench refit --profile cluster.json --report page", "predicted beside measured"),
         ("lowshard bench refit --model sample --to tp=1,dp=2", "dense, by what changed, and as others do it"),
     ),
     "lowshard bench publish": (
@@ -99,9 +98,6 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ("lowshard bench publish --check --report page", "exit code 1 where a limit is missed, with a page"),
     ),
     "lowshard bench plan": (("lowshard bench plan --rounds 1", ""),),
-    "lowshard bench simulate": (("lowshard bench simulate deepseek --profile cluster.json", ""),),
-    "lowshard bench pick": (("lowshard bench pick --check", ""),),
-    "lowshard bench host": (("lowshard bench host -n 8 --check", ""),),
     "lowshard bench mxfp8": (
         ("lowshard bench mxfp8 --device cpu --size 64Mi --check", "exit code 1 where a limit is missed"),
         ("lowshard bench mxfp8 --only dequantize --json -", "some rows, as JSON"),

@@ -259,7 +259,7 @@ def refit_page(rows: Sequence[Any], limit: float) -> Page:
         for i, row in enumerate(rows)
     )
     table = Table(
-        ("case", "moved MB", "sent MB", "ready ms", "ms", "predicted ms"),
+        ("case", "moved MB", "sent MB", "ready ms", "ms"),
         tuple(
             (
                 Cell(f"{row.name}, {row.memory}"),
@@ -267,11 +267,9 @@ def refit_page(rows: Sequence[Any], limit: float) -> Page:
                 number(f"{row.sent_bytes / 1e6:.1f}"),
                 number(f"{row.prepare_s * 1e3:.1f}"),
                 number(f"{row.median_s * 1e3:.1f}"),
-                number("" if row.predicted_s is None else f"{row.predicted_s * 1e3:.1f}"),
             )
             for row in rows
         ),
-        "Predicted with --profile alone.",
     )
     best = min((row.ratio for row in rows), default=0.0)
     return Page(
@@ -293,7 +291,7 @@ def model_page(rows: Sequence[Any]) -> Page:
         for row, share in zip(rows, scaled, strict=True)
     )
     table = Table(
-        ("way", "changed %", "sent MB", "x least", "ms", "pause ms", "predicted ms"),
+        ("way", "changed %", "sent MB", "x least", "ms", "pause ms"),
         tuple(
             (
                 Cell(row.way),
@@ -302,7 +300,6 @@ def model_page(rows: Sequence[Any]) -> Page:
                 number(f"{row.sent_bytes / max(1, row.least_bytes):.2f}"),
                 number(f"{row.median_s * 1e3:,.1f}"),
                 number(f"{row.pause_s * 1e3:,.3f}"),
-                number("" if row.predicted_s is None else f"{row.predicted_s * 1e3:,.1f}"),
             )
             for row in rows
         ),

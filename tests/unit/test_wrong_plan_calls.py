@@ -54,7 +54,6 @@ from lowshard.reshard import (
     build_reshard_plan,
     kv_cache_layout,
     resolve_name,
-    simulate,
     ssm_state_layouts,
 )
 from lowshard.rules import (
@@ -298,15 +297,13 @@ RESHARD: dict[str, Prepare] = {
     **{
         f"ReshardPlan.{name}": lambda name=name: (getattr(PLAN, name), {"rank": 1})
         for name in (
-            "copied_bytes", "copies", "egress_bound_bytes", "explain", "for_rank", "incoming_bytes", "peer_bytes",
+            "copied_bytes", "copies", "egress_bound_bytes", "explain", "for_rank", "peer_bytes",
             "received_bytes", "receives", "sends", "sent_bytes",
         )
     },
     "ReshardPlan.check_coverage": lambda: (PLAN.check_coverage, {"ranks": (0, 1)}),
     "ReshardPlan.multicast_groups": lambda: (PLAN.multicast_groups, {"entry": 0}),
-    "ReshardPlan.predicted_s": lambda: (PLAN.predicted_s, {"profile": PROFILE}),
     "ReshardPlan.move_bytes": lambda: (PLAN.move_bytes, {"move": PLAN.sends(0)[0]}),
-    "simulate": lambda: (simulate, {"plan": PLAN, "profile": PROFILE, "node_size": 2, "packed": True}),
     "MXFP8ReshardTransform": lambda: (
         MXFP8ReshardTransform,
         {
