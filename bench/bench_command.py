@@ -15,7 +15,6 @@ from lowshard.bench.bench_plan import add_plan_parser
 from lowshard.bench.bench_publish import add_publish_parser
 from lowshard.bench.bench_redistribute import add_redistribute_parser
 from lowshard.bench.bench_refit import add_refit_parser
-from lowshard.bench.cluster import add_profile_parser
 from lowshard.bench.collective import add_collective_parsers
 from lowshard.bench.page_argument import add_json_argument, add_report_argument, require_page, write_report
 from lowshard.errors import LowshardError
@@ -73,7 +72,6 @@ def add_bench_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentPar
     )
     benches = parser.add_subparsers(title="benchmarks", metavar="NAME", required=True)
     add_collective_parsers(benches)
-    add_profile_parser(benches)
     add_redistribute_parser(benches)
     add_fsdp_parser(benches)
     add_refit_parser(benches)

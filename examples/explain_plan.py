@@ -2,10 +2,9 @@
 
     lowshard run -n 4 examples/explain_plan.py
 
-Without a profile a plan is the one that moves the fewest bytes; with one, the one that takes the least time. Measure a
-profile of your machine, and plan with it:
+Without a profile a plan is the one that moves the fewest bytes; with one, the one that takes the least time. Plan with
+a profile of your cluster, a file that `ClusterProfile.default().save(FILE)` writes and you put your numbers into:
 
-    lowshard bench profile --ranks 2,4 -o cluster.json
     lowshard run -n 4 examples/explain_plan.py cluster.json
 
 Output of rank 0:

@@ -61,12 +61,11 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
     "lowshard rules example": (("lowshard rules example tryout", "files to try the other commands on"),),
     "lowshard solve": (
         ("lowshard solve mlp --mesh dp=2,tp=4 --budget 20MB --run", "an example, run on random shards"),
-        ("lowshard solve graph.yaml --mesh dp=2,tp=4 --profile cluster.json --json", "a file, for programs"),
+        ("lowshard solve graph.yaml --mesh dp=2,tp=4 --json", "a file, for programs"),
     ),
     "lowshard bench": (
         ("lowshard bench all_reduce --ranks 4 -b 8 -e 128M -f 2", "as all_reduce_perf -g 4 of nccl-tests"),
         ("lowshard bench all_reduce --ranks 2 --report page", "also page/index.html, for a browser"),
-        ("lowshard bench profile --ranks 2,4 -o cluster.json", "a cost model of this machine"),
         ("lowshard bench mxfp8 --device cpu --size 64Mi", "kernels, as multiples of a memcpy"),
     ),
     **{
@@ -77,10 +76,6 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         for op in _COLLECTIVES
     },
     "lowshard bench barrier": (("lowshard bench barrier --ranks 4 --compare-mpi", "beside mpi4py's"),),
-    "lowshard bench profile": (
-        ("lowshard bench profile --ranks 2,4 -o cluster.json", "measure"),
-        ("lowshard solve mlp --mesh tp=4 --profile cluster.json", "and use it"),
-    ),
     "lowshard bench redistribute": (
         ("lowshard bench redistribute --ranks 4 --size 64M", "every transition"),
         ("lowshard bench redistribute --only S0->S1 --report page", "one of them, with a page"),

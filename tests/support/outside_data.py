@@ -269,7 +269,7 @@ def use(name: str, value: Any) -> None:
         value.tiles(value.seats.span[0])
     if isinstance(value, ClusterProfile):
         for curve in value.curves:
-            value.seconds(curve.op, 3, 1000, curve.level, curve.transport)
+            curve.seconds(3, 1000)
     if isinstance(value, CollectiveReport):
         assert list(changes(value, value))
         assert dump_csv(value)

@@ -118,7 +118,6 @@ def test_what_measures_nothing_is_refused(line: str, told: str, capsys: pytest.C
             f"bench {name} --json=~/x.json"
             for name in ["all_reduce", "fsdp", "plan", "refit", "publish", "mxfp8"]
         ),
-        "bench profile -o ~/x.json",
         "bench all_reduce --csv ~/x",
         "bench plan --plot ~/x.png",
         "bench broadcast -r -1",

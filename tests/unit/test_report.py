@@ -189,7 +189,7 @@ def test_pages_of_figures_say_what_is_over_its_limit_and_what_is_wrong() -> None
 
 
 def test_a_command_without_a_page_says_which_have_one(capsys: pytest.CaptureFixture[str]) -> None:
-    for command in (["bench", "profile"], ["solve", "mlp", "--mesh", "tp=2"], ["doctor"]):
+    for command in (["solve", "mlp", "--mesh", "tp=2"], ["doctor"]):
         with pytest.raises(SystemExit):
             cli.main([*command, "--report", "page"])
         assert "lowshard bench NAME --report DIR" in capsys.readouterr().err
