@@ -46,7 +46,7 @@ NCCL_TESTS = {
         "ranks are processes here, one for each GPU: write --ranks N, or start the bench under mpirun -n N",
     ),
     **dict.fromkeys(
-        ("-H", "--host", "--hosts", "--hostfile", "--fake-hosts"),
+        ("-H", "--host", "--hosts", "--hostfile"),
         "the bench runs in a job: write lowshard run -n N --hosts a,b -m lowshard bench NAME ...",
     ),
     **dict.fromkeys(("-p", "--parallel_init"), "leave it out: ranks are made ready at the same time anyhow"),
@@ -165,8 +165,6 @@ def _add_results(parser: argparse.ArgumentParser) -> None:
         "--plot", type=file_of, metavar="FILE", help="draw time and bus bandwidth over size (.png, .svg)"
     )
     add_report_argument(group)
-    group.add_argument("--compare", type=Path, metavar="OLD.json",
-                       help="show the change since a run of the same settings, written by --json")  # fmt: skip
     group.add_argument("--min-busbw", type=bandwidth_of, metavar="GBPS",
                        help="exit code 1 if the average bus bandwidth is below this")  # fmt: skip
     group.add_argument("--check-limits", action="store_true",
@@ -176,18 +174,13 @@ def _add_results(parser: argparse.ArgumentParser) -> None:
 def run_collective(args: argparse.Namespace) -> int:
     """Run `lowshard bench COLLECTIVE` and return the exit code."""
     from lowshard.bench.bench_world import DEFAULT_RANKS, job_size, run_entry
-    from lowshard.bench.change import require_comparable
-    from lowshard.bench.figure import CollectiveReport, load_report
+    from lowshard.bench.figure import CollectiveReport
     from lowshard.bench.plot import require_plot
     from lowshard.bench.promise import why_no_limits
 
     settings = settings_of(args)
     ranks = job_size() or args.ranks or DEFAULT_RANKS
     # Whatever can be refused is refused before anything is measured.
-    old = None
-    if args.compare is not None:
-        old = load_report(args.compare)
-        require_comparable(settings, ranks, old, str(args.compare))
     if args.plot is not None:
         require_plot(args.plot)
     if args.check_limits:
@@ -202,7 +195,7 @@ def run_collective(args: argparse.Namespace) -> int:
         return outcome.finish(0)
     if outcome.data is None:
         return outcome.exit_code
-    return outcome.finish(_conclude(CollectiveReport.from_json(outcome.data), args, old))
+    return outcome.finish(_conclude(CollectiveReport.from_json(outcome.data), args))
 
 
 def settings_of(args: argparse.Namespace) -> Settings:
@@ -264,9 +257,8 @@ def measure_collective(seat: Seat, request: Any) -> Any:
     return report.to_json() if first else None
 
 
-def _conclude(report: CollectiveReport, args: argparse.Namespace, old: CollectiveReport | None) -> int:
+def _conclude(report: CollectiveReport, args: argparse.Namespace) -> int:
     """Print the closing lines, write the files, and return the exit code."""
-    from lowshard.bench.change import changes
     from lowshard.bench.figure import dump_csv
     from lowshard.bench.listing import Listing, ratios_of
     from lowshard.bench.plot import draw
@@ -278,8 +270,6 @@ def _conclude(report: CollectiveReport, args: argparse.Namespace, old: Collectiv
     out = sys.stderr if args.json == "-" else sys.stdout
     print(*listing.close(report), sep="\n", file=out)
     failed = report.wrong > 0
-    if old is not None:
-        print(*changes(report, old), sep="\n", file=out)
     if args.check_limits:
         judged = verdicts(report, _check_mode())
         for verdict in judged:

@@ -10,7 +10,6 @@ from typing import Any, Literal
 from lowshard.argument import brief
 from lowshard.bench.operation import ALL_REDOPS, OPERATIONS
 from lowshard.errors import LowshardError
-from lowshard.reading import reader
 
 Placement = Literal["out", "in"]
 
@@ -25,13 +24,6 @@ TRANSPORTS = ("auto", "mpi", "loopback", "nccl", "staged")
 MOST_SIZES = 10_000
 AVERAGES = ("rank 0", "average", "fastest", "slowest")
 """Whose time counts, by the number of `-a`."""
-
-# What has to be equal for two runs to be compared; sizes, rounds and checks may differ.
-_COMPARED = {
-    "op": "collective", "dtypes": "-d", "redops": "-o", "root": "-r", "calls": "-m", "average": "-a", "each": "-I",
-    "transport": "--transport", "shared": "--shared", "window": "--window", "order": "--order",
-}  # fmt: skip
-"""By the option that asks for it."""
 
 
 @dataclass(frozen=True)
@@ -100,26 +92,10 @@ class Settings:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Settings:
-        """Return the settings that `to_json` wrote; raises LowshardError for anything else."""
-        return _read(data)
-
-    def differences(self, other: Settings) -> tuple[str, ...]:
-        """Return what keeps the figures of two runs from being compared, a line each."""
-        mine, theirs = asdict(self), asdict(other)
-        return tuple(
-            f"{option}: {_in_words(mine[name])} here, {_in_words(theirs[name])} there"
-            for name, option in _COMPARED.items()
-            if mine[name] != theirs[name]
+        """Return the settings that `to_json` wrote, after a way through JSON."""
+        return cls(
+            **{name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
         )
-
-
-def _in_words(value: object) -> str:
-    if isinstance(value, bool):
-        return "with" if value else "without"
-    return (",".join(map(str, value)) or "none") if isinstance(value, tuple) else str(value)
-
-
-_read = reader("settings of lowshard bench", LowshardError)(Settings)
 
 
 def size_list(begin: int, end: int, factor: float | None, step: int | None) -> tuple[int, ...]:
