@@ -62,13 +62,13 @@ def kernel_page(report: BenchReport) -> Page:
 
 def _ratios(rows: Sequence[KernelRow]) -> Bars:
     ratios = [row.ratio.median for row in rows]
-    limits = [row.limit or 0.0 for row in rows]
+    limits = [row.ratio_limit or 0.0 for row in rows]
     scaled = shares([*ratios, *limits, 1.0])
     count = len(ratios)
     bars = []
     for i, row in enumerate(rows):
-        limit = "" if row.limit is None else f", limit {row.limit:g}"
-        mark = None if row.limit is None else scaled[count + i]
+        limit = "" if row.ratio_limit is None else f", limit {row.ratio_limit:g}"
+        mark = None if row.ratio_limit is None else scaled[count + i]
         kind: Kind = "bad" if row.ok is False else "plain"
         bars.append(Bar(row.name, scaled[i], f"{row.ratio.median:.2f} x memcpy{limit}", kind, mark))
     return Bars(tuple(bars), "Shorter is faster. The line is the limit.")
