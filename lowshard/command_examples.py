@@ -86,10 +86,7 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ("lowshard bench refit --model sample --to tp=1,dp=2", "dense, by what changed, and as others do it"),
     ),
     "lowshard bench publish": (
-        (
-            "lowshard bench publish --size 64M --rounds 5",
-            "quickly; needs root, for two hosts on this machine",
-        ),
+        ("lowshard bench publish --size 64M --rounds 5", "quickly"),
         ("lowshard bench publish --check --report page", "exit code 1 where a limit is missed, with a page"),
     ),
     "lowshard bench plan": (("lowshard bench plan --rounds 1", ""),),
