@@ -216,14 +216,7 @@ class _Measured:
         self._copied = np.ones(self._gets, np.uint8), np.ones(self._gets, np.uint8)
         self._plain = self._arrays(self._dst, 0)
         self._refits = {
-            delta: Refit(
-                self._plan,
-                self._comm,
-                self._given,
-                self._arrays(self._dst, 0),
-                delta=delta,
-                base=request["base"],
-            )
+            delta: Refit(self._plan, self._comm, self._given, self._arrays(self._dst, 0), delta=delta)
             for delta in ("off", "auto")
         }
         self._version = 0
