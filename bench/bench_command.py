@@ -153,20 +153,12 @@ def run_pack(args: argparse.Namespace) -> int:
 
 
 def parse_sizes(text: str) -> tuple[Size, ...]:
-    """Return sizes written as 64Mi, 1000000, 128MiB or 1GB, separated by commas.
-
-    Raises:
-        argparse.ArgumentTypeError: one of them is written otherwise, or is zero.
-    """
+    """Return sizes written as 64Mi, 1000000, 128MiB or 1GB, separated by commas."""
     return tuple(_size(part.strip()) for part in text.split(","))
 
 
 def selected(names: Sequence[str], only: str | None) -> tuple[str, ...]:
-    """Return the names that begin with one of some comma-separated words; all of them for None.
-
-    Raises:
-        LowshardError: some words begin no name.
-    """
+    """Return the names that begin with one of some comma-separated words; all of them for None."""
     if only is None:
         return tuple(names)
     wanted = [part.split() for part in only.split(",")]

@@ -77,16 +77,7 @@ def weights(elems: int, seed: int = 0) -> np.ndarray[Any, np.dtype[np.float32]]:
 
 
 def build(device: Device, elems: int, names: Collection[str]) -> Workload:
-    """Return the rows of these names over arrays of `elems` elements, a multiple of 32.
-
-    Args:
-        device: where they lie.
-        elems: elements of each array.
-        names: rows of `NAMES`.
-
-    Raises:
-        BufferMismatchError: the buffers would not fit in memory.
-    """
+    """Return the rows of these names over arrays of `elems` elements, a multiple of 32."""
     require_memory(device, int(elems * _BYTES_PER_ELEM))
     buffers = _Buffers(device, elems)
     cases: list[Case] = []

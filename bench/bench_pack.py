@@ -56,10 +56,7 @@ _PLACE_ELEMS = 32  # boxes begin at multiples of 64 bytes
 
 
 def box_table(boxes: int, box_elems: int, seed: int = 0) -> BoxTable:
-    """Return boxes of one size, disjoint, at random places of a 1-D array `SPREAD` times as large as all of them.
-
-    Each box lies somewhere in a stretch of its own; the stretches are taken in random order.
-    """
+    """Return boxes of one size, disjoint, at random places of a 1-D array `SPREAD` times as large as all of them."""
     rng = np.random.default_rng(seed)
     stretch = SPREAD * box_elems
     inside = rng.integers(0, (stretch - box_elems) // _PLACE_ELEMS + 1, boxes) * _PLACE_ELEMS
@@ -78,11 +75,7 @@ def slice_rows(round_bytes: int) -> int:
 
 
 def build(device: Device, boxes: int, round_bytes: int, names: Collection[str]) -> Workload:
-    """Return the rows of these names over tables of so many boxes, each round moving at least `round_bytes`.
-
-    Raises:
-        BufferMismatchError: the buffers would not fit in memory.
-    """
+    """Return the rows of these names over tables of so many boxes, each round moving at least `round_bytes`."""
     buffers = _Buffers(device, boxes, round_bytes)
     require_memory(device, buffers.need_bytes)
     makers: dict[str, Callable[[], Case]] = {
@@ -135,10 +128,7 @@ class _Group:
 
 
 class _Buffers:
-    """Arrays, tables and packed buffers, made when first asked for.
-
-    Unpacking writes back what was packed, so one array serves both ways and its values stay as they were.
-    """
+    """Arrays, tables and packed buffers, made when first asked for."""
 
     def __init__(self, device: Device, boxes: int, round_bytes: int) -> None:
         self.device, self.boxes = device, boxes

@@ -54,15 +54,7 @@ _TIMES_THE_SIZE = 9
 
 @dataclass(frozen=True)
 class Row:
-    """One way to bring a version, measured.
-
-    Attributes:
-        name: which one.
-        bytes: what came in a round; the median.
-        seconds: of each round.
-        raw_s: of a bare socket right before or after it, for as many bytes.
-        of_whole: time over that of the whole version of the round, the median; None but for what has changed.
-    """
+    """One way to bring a version, measured."""
 
     name: str
     bytes: int
@@ -165,11 +157,7 @@ class _Side:
             self._process.stdin.flush()
 
     def hear(self) -> Any:
-        """Return the answer.
-
-        Raises:
-            LowshardError: the process has ended, or does not answer.
-        """
+        """Return the answer."""
         assert self._process.stdout is not None
         if not select.select([self._process.stdout], [], [], ANSWER_S)[
             0

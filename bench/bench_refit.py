@@ -49,18 +49,7 @@ _MEMORY = ("shown", "private")
 
 @dataclass(frozen=True)
 class Row(BesideMemcpy):
-    """One reshard, measured.
-
-    Attributes:
-        name: of the case.
-        memory: "shown" or "private".
-        moved_bytes: what all ranks get, whether from others or themselves.
-        sent_bytes: what goes between ranks, on the wire.
-        prepare_s: making it ready, once.
-        seconds: of each round: from the first rank's start to the last one's end.
-        memcpy_s: of the copies, likewise.
-        limit: x memcpy that is promised, or None.
-    """
+    """One reshard, measured."""
 
     name: str
     memory: str

@@ -199,11 +199,7 @@ def run_collective(args: argparse.Namespace) -> int:
 
 
 def settings_of(args: argparse.Namespace) -> Settings:
-    """Return what the flags ask for.
-
-    Raises:
-        LowshardError: they contradict each other.
-    """
+    """Return what the flags ask for."""
     op = args.op
     sizes: Sequence[int] = (0,)
     if op != "barrier":
@@ -231,10 +227,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
 
 
 def measure_collective(seat: Seat, request: Any) -> Any:
-    """Sweep on this rank, and print the table's lines as they come; the report's data on rank 0.
-
-    Collective: all ranks of the seat call this.
-    """
+    """Sweep on this rank, and print the table's lines as they come; the report's data on rank 0. Collective."""
     from lowshard.bench.bench_seat import Say, collective_facts
     from lowshard.bench.listing import Listing, ratios_of
     from lowshard.bench.sweep import sweep
@@ -297,13 +290,7 @@ def _conclude(report: CollectiveReport, args: argparse.Namespace) -> int:
 
 
 def require_possible(settings: Settings, ranks: int) -> None:
-    """Raise what a rank would raise, before any is started; inside a job each rank looks for itself.
-
-    Raises:
-        BufferMismatchError: the buffers do not fit in memory.
-        DependencyError: the transport needs a GPU, and there is none.
-        LowshardError: the root is not a rank.
-    """
+    """Raise what a rank would raise, before any is started; inside a job each rank looks for itself."""
     from lowshard.bench.bench_device import HostDevice, why_no_gpu
     from lowshard.bench.bench_world import job_size
     from lowshard.bench.sweep import need_bytes, require_fits

@@ -18,15 +18,7 @@ FORMAT = "lowshard-bench-collective-1"
 
 @dataclass(frozen=True)
 class Figure:
-    """One placement of one size.
-
-    Attributes:
-        timing: times of a call.
-        wrong: elements that were wrong, over all ranks and checks; None for a barrier.
-        x_memcpy: time over that of a copy of as many bytes, all ranks at once; None where none was timed.
-        x_mpi: time over that of mpi4py's own call; None where none was timed.
-        mpi: times of mpi4py's own call, or None.
-    """
+    """One placement of one size."""
 
     timing: Timing
     wrong: int | None
@@ -37,20 +29,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Row:
-    """One size.
-
-    Attributes:
-        op: the collective.
-        ranks: number of ranks.
-        size_bytes: bytes of the larger of a rank's two buffers.
-        count: elements, those of a part where there are parts.
-        dtype: element type.
-        redop: the reduction, or None.
-        root: the root's rank, or None.
-        out: figures out of place, or None.
-        inside: figures in place, or None.
-        cycle: which pass over the sizes it belongs to, from 0.
-    """
+    """One size."""
 
     op: str
     ranks: int
@@ -85,16 +64,7 @@ class Row:
 
 @dataclass(frozen=True)
 class CollectiveReport:
-    """A whole run.
-
-    Attributes:
-        facts: names and values that say what ran where.
-        settings: what was asked for.
-        ranks: number of ranks.
-        transport: what carried it, as the communicator calls itself.
-        rows: what was found.
-        small_all_reduce_s: MPI's own all-reduce of 16 bytes, if MPI was compared with.
-    """
+    """A whole run."""
 
     facts: tuple[tuple[str, str], ...]
     settings: Settings

@@ -36,18 +36,7 @@ Shapes = dict[str, tuple[str, tuple[int, ...]]]
 
 @dataclass(frozen=True)
 class WayRow(BesideMemcpy):
-    """One way to bring a version, measured.
-
-    Attributes:
-        way: what it is called.
-        changed: share of the elements that differ from the version before, 1 for dense ways.
-        sent_bytes: what goes between ranks in a round.
-        least_bytes: what has to: elements that a rank needs and does not hold, once each, without their places.
-        seconds: of each round: the rank that takes longest.
-        memcpy_s: of a copy, on every rank, of as many bytes as it gets of a whole version, right after each round.
-        pause_s: the longest time in a round for which a reader finds no whole version; the median over rounds.
-        phases: median seconds by phase of the rank that takes longest in it; empty for rivals.
-    """
+    """One way to bring a version, measured."""
 
     way: str
     changed: float
@@ -61,16 +50,7 @@ class WayRow(BesideMemcpy):
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """What is moved, from where to where.
-
-    Attributes:
-        shapes: dtype and shape of each tensor.
-        heads: query heads and key-value heads; None where no rule asks for them.
-        strategies: name patterns that cut it.
-        trains: grid of the ranks that train, from rank 0 on.
-        serves: grid of the ranks that serve.
-        together: whether they are the same ranks, from rank 0 on, and not the next ones.
-    """
+    """What is moved, from where to where."""
 
     shapes: Shapes
     heads: tuple[int | None, int | None]
@@ -91,11 +71,7 @@ class ModelSpec:
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> ModelSpec:
-        """Return what the options name.
-
-        Raises:
-            LowshardError: there is no such model.
-        """
+        """Return what the options name."""
         shapes: Shapes
         known: tuple[int | None, int | None]
         heads: tuple[int | None, int | None] = (args.heads, args.kv_heads)
@@ -110,11 +86,7 @@ class ModelSpec:
         return cls(shapes, heads, args.strategies, args.trains, args.serves, args.together)
 
     def tables(self) -> tuple[dict[str, Any], dict[str, Any], int]:
-        """Return the layouts of both sides by name, and the number of ranks.
-
-        Raises:
-            ShardingError: a grid or a rule that does not fit.
-        """
+        """Return the layouts of both sides by name, and the number of ranks."""
         from lowshard.weights.checkpoint_grid import Grid
         from lowshard.weights.name_pattern import NamePatterns, Sizes
 

@@ -32,11 +32,7 @@ class Clock(Protocol):
 
 
 class HostClock:
-    """Work that is done when its call returns.
-
-    Args:
-        now: a clock in seconds.
-    """
+    """Work that is done when its call returns."""
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
         self._now = now
@@ -67,17 +63,7 @@ class Copy:
 
 @dataclass(frozen=True)
 class Case:
-    """Work to time.
-
-    Attributes:
-        name: what the table calls it; cases of one measurement have different names.
-        run: does the work once, into buffers that are there.
-        moved_bytes: bytes the job has to read and write; temporaries of one way to do it do not count.
-        copy: its yardstick. Where the two move different numbers of bytes, ratios are those of the times a byte.
-        note: what to know about it; "" if nothing.
-        ratio_limit: the largest ratio that is promised, or None.
-        prepare: fills what the work reads; called once, untimed, right before the first call.
-    """
+    """Work to time."""
 
     name: str
     run: Work
@@ -90,13 +76,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Pair:
-    """Two cases of one measurement, to say how many times faster one is than the other, a byte.
-
-    Attributes:
-        fast: name of the case that should be faster.
-        slow: name of the other.
-        least: the smallest speed-up that is promised, or None.
-    """
+    """Two cases of one measurement, to say how many times faster one is than the other, a byte."""
 
     fast: str
     slow: str
@@ -105,15 +85,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Workload:
-    """Cases that are measured together.
-
-    Attributes:
-        title: sizes, in words.
-        sizes: the same as names and numbers.
-        cases: what takes turns, in this order.
-        pairs: speed-ups to work out.
-        notes: what a reader of the figures should know.
-    """
+    """Cases that are measured together."""
 
     title: str
     sizes: tuple[tuple[str, int], ...]
@@ -140,18 +112,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Row:
-    """What came out for one case.
-
-    Attributes:
-        name: the case's name.
-        note: the case's note.
-        moved_bytes: bytes the work read and wrote.
-        copied_bytes: bytes its yardstick copied.
-        ratio_limit: the case's limit.
-        first_call_s: the first call, which is in no other figure: it compiles, and touches fresh memory.
-        work_s: seconds of the work, one a round.
-        copy_s: seconds of the yardstick, one a round.
-    """
+    """What came out for one case."""
 
     name: str
     note: str
@@ -196,14 +157,7 @@ class Row:
 
 @dataclass(frozen=True)
 class SpeedUp:
-    """How many times faster one case was than another, a byte, in each round.
-
-    Attributes:
-        fast: name of the case that should be faster.
-        slow: name of the other.
-        least: the smallest speed-up that is promised, or None.
-        times: one a round.
-    """
+    """How many times faster one case was than another, a byte, in each round."""
 
     fast: str
     slow: str
@@ -227,17 +181,7 @@ def measure(
     clock: Clock,
     step: Callable[[str], object] = lambda what: None,
 ) -> tuple[Row, ...]:
-    """Return a row for each case, measured in interleaved rounds.
-
-    Every case is called once for its first-call time and once more, with its copy, to warm buffers. Then each
-    round runs case, copy, case, copy, in the order given, with the garbage collector off.
-
-    Args:
-        cases: what to time.
-        rounds: rounds that count, at least 1.
-        clock: how to time it.
-        step: told what is about to run, `len(cases) + 1 + rounds` times.
-    """
+    """Return a row for each case, measured in interleaved rounds."""
     first_s = []
     for case in cases:
         step(f"first call: {case.name}")

@@ -62,7 +62,7 @@ def check_rivals(seat: MpiSeat) -> None:
                 op, 960, "int32", "sum" if operation.reduces else None, root=operation.rooted * 1
             )
             pattern = Pattern("int32", comm.size, request.redop)
-            for placement in request.placements(("out", "in")):
+            for placement in request.placements():
                 rival = Rival(comm, request, placement)
                 if rival.recv is not None:
                     spoil(rival.recv)

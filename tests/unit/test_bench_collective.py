@@ -86,7 +86,7 @@ def test_all_is_every_reduction_and_every_type_with_bf16() -> None:
 
 
 def test_settings_come_back_from_json_and_contradictions_are_refused() -> None:
-    settings = Settings("all_reduce", (1, 2), redops=("sum",), each=True, placements=("in",))
+    settings = Settings("all_reduce", (1, 2), redops=("sum",), each=True)
     assert Settings.from_json(json.loads(json.dumps(settings.to_json()))) == settings
     with pytest.raises(LowshardError, match="--shared is for all_reduce, all_gather, broadcast"):
         Settings("reduce", (1,), shared=True)
