@@ -31,7 +31,7 @@ from lowshard.bench.listing import Listing
 from lowshard.bench.operation import OPERATIONS
 from lowshard.bench.plot import draw, lines
 from lowshard.bench.sweep import need_bytes, require_fits
-from lowshard.bench.sweep_setting import Settings, dtype_list, redop_list, size_list
+from lowshard.bench.sweep_setting import Settings, dtype_list, size_list
 from lowshard.bench.value_pattern import Pattern
 from lowshard.errors import BufferMismatchError, LowshardError
 from lowshard.flag_value import size_of
@@ -75,14 +75,6 @@ def test_sizes_go_from_one_to_another_by_a_factor_or_a_step() -> None:
     for begin, end, factor in ((10, 5, 2.0), (1, 10, 1.0), (1, 10, 0.0), (8, 64, nan)):
         with pytest.raises(LowshardError, match=r"-e is at least -b|-f is a factor|-f or -i"):
             size_list(begin, end, factor, None)
-
-
-def test_all_is_every_reduction_and_every_type_with_bf16() -> None:
-    assert redop_list("all_reduce", "all") == ("sum", "prod", "min", "max", "avg")
-    assert redop_list("all_gather", "all") == ()
-    assert redop_list("reduce", None) == ("sum",)
-    assert {"bfloat16", "float32", "int8"} <= set(dtype_list("all"))
-    assert dtype_list("int16") == ("int16",)
 
 
 def test_settings_come_back_from_json_and_contradictions_are_refused() -> None:
@@ -151,16 +143,6 @@ def test_what_cannot_be_done_is_said_before_anything_is_measured(
     assert shown.out == ""
 
 
-def test_help_shows_every_flag_and_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        cli.main(["bench", "all_reduce", "--help"])
-    shown = capsys.readouterr().out
-    for flag in ("-b", "-e", "-i", "-f", "-n", "-w", "-m", "-c", "-o", "-d", "-a", "-T", "-N", "-I", "--ranks",
-                 "--transport", "--shared", "--window", "--order", "--compare-mpi", "--json", "--csv", "--plot",
-                 "--min-busbw", "--check-limits", "Exit codes"):  # fmt: skip
-        assert flag in shown, flag
-
-
 # ---- the run and its table
 
 
@@ -194,18 +176,6 @@ def test_every_collective_is_right_and_has_a_line_a_size(op: str, capsys: pytest
                 assert float(cell[4]) > 0
 
 
-def test_columns_stand_under_their_names(capsys: pytest.CaptureFixture[str]) -> None:
-    bench("all_reduce")
-    shown = capsys.readouterr().out.splitlines()
-    names = next(line for line in shown if "redop" in line)
-    row = next(line for line in shown if not line.startswith("#"))
-    assert len(names) == len(row)
-    for name in ("size", "type", "root", "time", "#wrong", "x memcpy"):
-        end = names.rindex(name) + len(name)
-        assert row[end - 1] != " "
-        assert row[end : end + 1] in ("", " ")
-
-
 @pytest.mark.parametrize("argv", [("--shared",), ("--shared", "--window"), ("--window",)])
 @pytest.mark.parametrize("op", ["all_reduce", "all_gather", "broadcast"])
 def test_shared_results_and_buffers_of_the_communicator(
@@ -226,27 +196,6 @@ def test_types_and_reductions_go_one_after_the_other(tmp_path: Path) -> None:
     assert [row.dtype for row in report.rows[::5]] == list(dtype_list("all"))
     assert [row.redop for row in report.rows[:5]] == ["sum", "prod", "min", "max", "avg"]
     assert report.settings.order == "tree"
-
-
-def test_cycles_go_through_everything_again(tmp_path: Path) -> None:
-    report = measured("scatter", tmp_path, "-N", "2", "-c", "2", "-b", "512")
-    assert [(row.size_bytes, row.cycle) for row in report.rows] == [(512, 0), (4096, 0), (512, 1), (4096, 1)]
-
-
-def test_each_call_timed_by_itself_shows_its_spread(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    report = measured("all_gather", tmp_path, "-I", "-n", "7", "-m", "9")
-    assert all(figure.timing.calls == 1 for row in report.rows for _, figure in row.figures)
-    shown = capsys.readouterr().out
-    assert shown.count("out-of-place: min ") == shown.count("in-place: min ") == 3
-    assert "over 7 calls" in shown
-
-
-def test_calls_of_a_round_are_as_many_as_asked_for(tmp_path: Path) -> None:
-    report = measured("all_gather", tmp_path, "-m", "3")
-    assert {figure.timing.calls for row in report.rows for _, figure in row.figures} == {3}
-    assert {len(figure.timing.seconds) for row in report.rows for _, figure in row.figures} == {2}
 
 
 def test_one_rank_is_a_run_too(tmp_path: Path) -> None:
@@ -420,19 +369,6 @@ def report(rows: Sequence[Row], **more: Any) -> CollectiveReport:
     return CollectiveReport((("lowshard", "1"), ("load", "x")), settings, 2, "mpi", tuple(rows))
 
 
-def test_bandwidths_are_those_of_nccl_tests() -> None:
-    for op, ranks, factor in (
-        ("all_reduce", 4, 1.5),
-        ("all_gather", 4, 0.75),
-        ("reduce", 4, 1.0),
-        ("send_recv", 2, 1.0),
-    ):
-        figure = Figure(timing(100.0), 0)
-        one = row(1 << 20, figure, op=op, ranks=ranks)
-        assert one.algbw(figure) == pytest.approx((1 << 20) / 1e-4 / 1e9)
-        assert one.busbw(figure) == pytest.approx(one.algbw(figure) * factor)
-
-
 def test_a_busy_machine_is_said_and_its_figures_are_marked() -> None:
     busy = report(
         [row(1024, Figure(timing(5.0, 7.0, share=0.5), 0)), row(2048, Figure(timing(5.0, share=1.0), 0))]
@@ -537,12 +473,6 @@ def test_what_has_no_limit_is_known_before_the_run() -> None:
     assert why(window=True, sizes=(1024,)) is not None
     assert why() is not None
     assert why(window=True, redops=("max",)) is not None
-
-
-def test_a_verdict_says_what_was_promised() -> None:
-    assert str(promise.Verdict("all_reduce", 2.5, 2.0, "x memcpy", False)) == (
-        "all_reduce: 2.50 x memcpy, limit 2.00: MISSED"
-    )
 
 
 # ---- memory, progress, interruption

@@ -69,19 +69,6 @@ def test_mxfp8_rows_do_what_they_are_called(monkeypatch: pytest.MonkeyPatch) -> 
     assert calls == list(bench_mxfp8.NAMES)
 
 
-def test_the_values_are_weights_of_the_said_deviation_and_repeat_where_they_are_many(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    values = bench_mxfp8.weights(1 << 16)
-    assert values.dtype == np.float32
-    assert abs(float(values.std()) - 0.02) < 5e-4
-    assert abs(float(values.mean())) < 5e-4
-    monkeypatch.setattr(bench_mxfp8, "FRESH_ELEMS", 100)
-    many = bench_mxfp8.weights(250)
-    assert many.shape == (250,)
-    np.testing.assert_array_equal(many[100:], np.tile(many[:100], 2)[:150])
-
-
 def test_boxes_are_disjoint_at_random_places_of_an_array_four_times_as_large() -> None:
     table = bench_pack.box_table(500, 256)
     assert table.shape == (500 * 4 * 256,)
@@ -136,30 +123,6 @@ def test_pack_rows_move_the_bytes_they_say(monkeypatch: pytest.MonkeyPatch) -> N
         "slice_rows": 26,
         "slice_row_elems": 512,
     }
-
-
-def test_tables_of_small_boxes_take_turns_and_the_same_table_does_not(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    used: list[tuple[int, int]] = []
-    tables: set[BoxTable] = set()
-
-    def recorded(src: Any, table: BoxTable, out: Any) -> Any:
-        used.append((src.ctypes.data, out.ctypes.data))
-        tables.add(table)
-        return pack_boxes(src, table, out)
-
-    monkeypatch.setattr(bench_pack, "pack", recorded)
-    load = bench_pack.build(HostDevice(), 8, 40_000, bench_pack.NAMES)
-    run = {case.name: case.run for case in load.cases}
-    run["pack boxes of 512 B"]()
-    assert len(used) == len(set(used)) == 5
-    assert len({source for source, _ in used}) == len({target for _, target in used}) == 5
-    assert len(tables) == 5
-    used.clear()
-    run["pack boxes of 512 B (same table)"]()
-    assert len(used) == 5
-    assert len(set(used)) == 1
 
 
 def test_no_row_changes_what_another_one_reads(monkeypatch: pytest.MonkeyPatch) -> None:
