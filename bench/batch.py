@@ -33,12 +33,7 @@ _PATIENCE_S = 4.0  # after which no round is added for the sake of clean ones
 
 @dataclass(frozen=True)
 class Runner:
-    """What is timed.
-
-    Attributes:
-        run: one call.
-        finish: waits until what was called is done; part of the batch.
-    """
+    """What is timed."""
 
     run: Work
     finish: Work = lambda: None
@@ -46,13 +41,7 @@ class Runner:
 
 @dataclass(frozen=True)
 class Timing:
-    """Times of one runner over the rounds.
-
-    Attributes:
-        seconds: a call's time in each round: the batch's over its calls.
-        shares: part of the CPU time that the ranks got in each round; empty where that says nothing.
-        calls: calls in a batch.
-    """
+    """Times of one runner over the rounds."""
 
     seconds: tuple[float, ...]
     shares: tuple[float, ...] = ()
@@ -117,22 +106,7 @@ def measure(
     cpu_s: Callable[[], float] = time.process_time,
     say: Callable[[str], object] = lambda what: None,
 ) -> list[Timing]:
-    """Return the timing of each runner over rounds in which all take turns.
-
-    Where less than half as many were clean, more are added, up to three times as many in all.
-
-    Collective: all ranks of the meeting call this.
-
-    Args:
-        meeting: the ranks, and how they begin together.
-        runners: what to time, in turn.
-        rounds: rounds that are wanted.
-        average: whose time counts: 0 rank 0's, 1 the average, 2 the fastest, 3 the slowest.
-        calls: calls in a batch; 0 for as many as last two milliseconds.
-        cores: cores that the ranks can fill; None where CPU time says nothing.
-        cpu_s: this rank's CPU time.
-        say: is told which round begins, outside of what is timed.
-    """
+    """Return the timing of each runner over rounds in which all take turns. Collective."""
     batch_calls = [calls or _calls(meeting, runner) for runner in runners]
     walls: list[list[list[float]]] = [[] for _ in runners]
     shares: list[list[float]] = [[] for _ in runners]
@@ -172,10 +146,8 @@ def _batch(meeting: Meeting, runner: Runner, calls: int, cpu_s: Callable[[], flo
 
 
 def _calls(meeting: Meeting, runner: Runner) -> int:
-    """Return how many calls last about as long as a batch should.
-
-    Another program may run for a while just now: a few calls that took long are not believed before some time is over.
-    """
+    """Return how many calls last about as long as a batch should."""
+    # Another program may run just now: a few calls that took long are not believed before some time is over.
     calls, begin_s = 1, time.perf_counter()
     while True:
         took = min(_batch(meeting, runner, calls, time.process_time)[0] for _ in range(_ESTIMATES))

@@ -11,14 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lowshard.bench.bench_fsdp import add_fsdp_parser
-from lowshard.bench.bench_host import add_host_parser
-from lowshard.bench.bench_pick import add_pick_parser
 from lowshard.bench.bench_plan import add_plan_parser
 from lowshard.bench.bench_publish import add_publish_parser
 from lowshard.bench.bench_redistribute import add_redistribute_parser
 from lowshard.bench.bench_refit import add_refit_parser
-from lowshard.bench.bench_simulate import add_simulate_parser
-from lowshard.bench.cluster import add_profile_parser
 from lowshard.bench.collective import add_collective_parsers
 from lowshard.bench.page_argument import add_json_argument, add_report_argument, require_page, write_report
 from lowshard.errors import LowshardError
@@ -29,13 +25,10 @@ if TYPE_CHECKING:
     from lowshard.bench.bench_device import Device
     from lowshard.bench.bench_progress import Progress
     from lowshard.bench.bench_report import BenchReport, Section
-    from lowshard.bench.limit_program import LimitProgram
     from lowshard.bench.turn_timing import Workload
     from lowshard.report.page import Page
 
-    Build = Callable[
-        [Device, "Size", tuple[str, ...], Callable[[str], object], LimitProgram | None], Workload
-    ]
+    Build = Callable[[Device, "Size", tuple[str, ...]], Workload]
 
 MXFP8 = """\
 Quantises and dequantises whole arrays of weights, N(0, 0.02), between bf16, fp16, fp32 and MXFP8. Every row is
@@ -76,15 +69,11 @@ def add_bench_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentPar
     )
     benches = parser.add_subparsers(title="benchmarks", metavar="NAME", required=True)
     add_collective_parsers(benches)
-    add_profile_parser(benches)
     add_redistribute_parser(benches)
     add_fsdp_parser(benches)
     add_refit_parser(benches)
     add_publish_parser(benches)
     add_plan_parser(benches)
-    add_simulate_parser(benches)
-    add_pick_parser(benches)
-    add_host_parser(benches)
     mxfp8 = _add(benches, "mxfp8", "quantise and dequantise whole arrays", MXFP8, run_mxfp8)
     mxfp8.add_argument(
         "--size", type=parse_sizes, metavar="N[,N...]",
@@ -130,11 +119,6 @@ def _add(
         metavar="WORDS[,WORDS...]",
         help="only rows whose names begin with these words, such as quantize or 'pack boxes of 4 KB'",
     )
-    parser.add_argument(
-        "--baseline",
-        action="store_true",
-        help="also other ways to do it on the host: NumPy with ml_dtypes, torchao if it is installed",
-    )
     add_json_argument(parser)
     add_report_argument(parser)
     parser.add_argument(
@@ -142,12 +126,6 @@ def _add(
         action="store_true",
         help="exit code 1, and say which, if a figure misses its limit, measured up to twice more with new buffers; "
         "limits hold for the host and rounds of 100 MB",
-    )
-    parser.add_argument(
-        "--limits",
-        action="store_true",
-        help="also time a small program in C, built here where there is a compiler (a checkout has its source): a "
-        "limit is then the larger of the promised one and 1.15 times what the program reaches; --check does so too",
     )
     parser.set_defaults(func=run)
     return parser
@@ -157,12 +135,9 @@ def run_mxfp8(args: argparse.Namespace) -> int:
     """Run `lowshard bench mxfp8` and return the exit code."""
     from lowshard.bench import bench_mxfp8 as mxfp8
 
-    def build(
-        device: Device, size: Size, names: tuple[str, ...], say: Callable[[str], object],
-        program: LimitProgram | None,
-    ) -> Workload:  # fmt: skip
+    def build(device: Device, size: Size, names: tuple[str, ...]) -> Workload:
         elems = size.count // 2 if size.in_bytes else size.count
-        return mxfp8.build(device, max(elems // 32, 1) * 32, names, args.baseline, say, program)
+        return mxfp8.build(device, max(elems // 32, 1) * 32, names)
 
     return _run(args, "mxfp8", mxfp8.NAMES, {"numba": "64Mi", "plain": "1Mi", "cuda": "64MB,1GB"}, build)
 
@@ -171,44 +146,19 @@ def run_pack(args: argparse.Namespace) -> int:
     """Run `lowshard bench pack` and return the exit code."""
     from lowshard.bench import bench_pack as pack
 
-    def build(
-        device: Device, size: Size, names: tuple[str, ...], say: Callable[[str], object],
-        program: LimitProgram | None,
-    ) -> Workload:  # fmt: skip
-        return pack.build(device, args.boxes, size.count, names, args.baseline, program)
+    def build(device: Device, size: Size, names: tuple[str, ...]) -> Workload:
+        return pack.build(device, args.boxes, size.count, names)
 
     return _run(args, "pack", pack.NAMES, {"numba": "100MB", "plain": "10MB", "cuda": "64MB,1GB"}, build)
 
 
-def _limit_program() -> LimitProgram | None:
-    """Return the program in C by which limits are judged; None, and why is said, where it cannot be built."""
-    from lowshard.bench.limit_program import LimitProgram
-
-    try:
-        return LimitProgram()
-    except LowshardError as error:
-        print(
-            f"lowshard bench: no program in C beside these rows ({error}): the promised limits hold",
-            file=sys.stderr,
-        )
-        return None
-
-
 def parse_sizes(text: str) -> tuple[Size, ...]:
-    """Return sizes written as 64Mi, 1000000, 128MiB or 1GB, separated by commas.
-
-    Raises:
-        argparse.ArgumentTypeError: one of them is written otherwise, or is zero.
-    """
+    """Return sizes written as 64Mi, 1000000, 128MiB or 1GB, separated by commas."""
     return tuple(_size(part.strip()) for part in text.split(","))
 
 
 def selected(names: Sequence[str], only: str | None) -> tuple[str, ...]:
-    """Return the names that begin with one of some comma-separated words; all of them for None.
-
-    Raises:
-        LowshardError: some words begin no name.
-    """
+    """Return the names that begin with one of some comma-separated words; all of them for None."""
     if only is None:
         return tuple(names)
     wanted = [part.split() for part in only.split(",")]
@@ -240,10 +190,6 @@ def _run(
     names = selected(all_names, args.only)
     require_page(args)
     device = open_device(args.device)
-    if args.baseline and device.kind != "cpu":
-        raise LowshardError("--baseline runs on the host alone: pass --device cpu with it")
-    if args.limits and device.kind != "cpu":
-        raise LowshardError("--limits is for the host alone: pass --device cpu with it")
     if args.check and all(ratio_limit(name, device.kind) is None for name in names):
         raise LowshardError(
             "--check needs a row with a limit, and none of these has one; limits are for the host (--device cpu)"
@@ -254,14 +200,12 @@ def _run(
         ran = facts(device)
         engine = device.kind if device.kind == "cuda" else host_engine().name
         sizes = args.size or parse_sizes(default_sizes[engine])
-        # --check asks for it too: an exit code is to mean the same on every processor.
-        program = _limit_program() if args.limits or args.check else None
         sections = []
         for size in sizes:
-            section = _section(device, size, names, args.rounds, build, program, progress)
+            section = _section(device, size, names, args.rounds, build, progress)
             for _ in range(AGAIN if args.check else 0):
                 if missed := section.missed:
-                    again = _section(device, size, missed, args.rounds, build, program, progress)
+                    again = _section(device, size, missed, args.rounds, build, progress)
                     section = section.better(again)
             sections.append(section)
     report = BenchReport(bench, ran, args.rounds, tuple(sections))
@@ -286,7 +230,6 @@ def _section(
     names: tuple[str, ...],
     rounds: int,
     build: Build,
-    program: LimitProgram | None,
     progress: Progress,
 ) -> Section:
     """Measure one size; its arrays are given back when this returns."""
@@ -295,7 +238,7 @@ def _section(
 
     progress.expect(1)
     progress.step("making the arrays")
-    workload = build(device, size, names, progress.say, program)
+    workload = build(device, size, names)
     progress.expect(len(workload.cases) + 1 + rounds)
     rows = measure(workload.cases, rounds, device.clock, progress.step)
     notes = list(workload.notes)

@@ -81,11 +81,7 @@ class HostDevice:
 
 
 class CudaDevice:
-    """CuPy arrays on the current GPU and stream; the yardstick is a device-to-device copy there.
-
-    Raises:
-        DependencyError: CuPy cannot be imported, or there is no GPU it can use.
-    """
+    """CuPy arrays on the current GPU and stream; the yardstick is a device-to-device copy there."""
 
     kind: Kind = "cuda"
 
@@ -120,11 +116,7 @@ class CudaDevice:
 
 
 class CudaClock:
-    """Times work between two events on the current stream.
-
-    The stream first waits in a small kernel while the host queues the work, so the time is the GPU's own: a short
-    kernel is not charged for the Python that launches it.
-    """
+    """Times work between two events on the current stream."""
 
     def __init__(self, cupy: Any) -> None:
         self._cupy = cupy
@@ -156,15 +148,7 @@ class CudaClock:
 
 
 class Yardstick:
-    """Copies of any size up to a largest one, between two buffers that have been written before.
-
-    Rows that share their arrays share a yardstick, and others do not: so its buffers are as cold, when their turn
-    comes, as those of the work it stands beside.
-
-    Args:
-        device: where to copy.
-        most_bytes: bytes of the largest copy.
-    """
+    """Copies of any size up to a largest one, between two buffers that have been written before."""
 
     def __init__(self, device: Device, most_bytes: int) -> None:
         self._device = device
@@ -175,12 +159,7 @@ class Yardstick:
         self._dst.fill(2)
 
     def copy(self, moved_bytes: int, times: int = 1) -> Copy:
-        """Return the copy that reads and writes as many bytes in total.
-
-        Args:
-            moved_bytes: traffic of the work, bytes read plus bytes written; an odd byte is rounded up.
-            times: how many equal copies it consists of, each between the same two buffers.
-        """
+        """Return the copy that reads and writes as many bytes in total."""
         each = -(-moved_bytes // (2 * times))
         if each > self._src.size:
             raise BufferMismatchError(f"a copy has at most {self._src.size} bytes here, got {each}")
@@ -189,11 +168,7 @@ class Yardstick:
 
 
 def open_device(choice: str) -> Device:
-    """Return the device of `--device`: "cpu", "cuda", or "auto" for a GPU where there is one.
-
-    Raises:
-        DependencyError: "cuda" was asked for and cannot be had.
-    """
+    """Return the device of `--device`: "cpu", "cuda", or "auto" for a GPU where there is one."""
     if choice == "auto":
         choice = "cpu" if why_no_gpu() else "cuda"
     return CudaDevice() if choice == "cuda" else HostDevice()

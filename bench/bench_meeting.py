@@ -33,10 +33,7 @@ class Meeting(Protocol):
 
 
 def timed(meeting: Meeting, call: Callable[[], object]) -> float:
-    """Return the seconds from the first rank's start to the last one's end, on the host where that takes longest.
-
-    Collective: all ranks call this. Only the ranks of one host share a clock.
-    """
+    """Return the seconds from the first rank's start to the last one's end, on the host where that takes longest."""
     meeting.barrier()
     begin_s = time.monotonic()
     call()
@@ -47,10 +44,7 @@ def timed(meeting: Meeting, call: Callable[[], object]) -> float:
 
 
 class MpiMeeting:
-    """Ranks of an mpi4py communicator, which it duplicates.
-
-    Collective: all ranks of the communicator call this.
-    """
+    """Ranks of an mpi4py communicator, which it duplicates."""
 
     def __init__(self, mpi_comm: Any) -> None:
         self._comm = mpi_comm.Dup()
@@ -106,10 +100,7 @@ class ThreadMeeting:
 
 
 def usable_cores(meeting: Meeting) -> int:
-    """Return how many cores the ranks can fill together: on each host no more than ranks or than cores they may use.
-
-    Collective: all ranks of the meeting call this.
-    """
+    """Return how many cores the ranks can fill together: on each host no more than ranks or than cores they may use."""
     return fillable(meeting.exchange((socket.gethostname(), sorted(os.sched_getaffinity(0)))))
 
 

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from lowshard import dtypes
-from lowshard.bench import baseline
 from lowshard.bench.bench_device import Device, Yardstick, require_memory
 from lowshard.bench.limit import ratio_limit
-from lowshard.bench.limit_program import LimitProgram
-from lowshard.bench.turn_timing import Case, Copy, Pair, Program, Work, Workload
+from lowshard.bench.turn_timing import Case, Copy, Work, Workload
 from lowshard.kernels import MXFP8Tensor, dequantize_mxfp8, quantize_mxfp8
 from lowshard.kernels.buffer import Array
-from lowshard.kernels.reference import BLOCK_ELEMS, MODES, Elem, Mode
+from lowshard.kernels.reference import BLOCK_ELEMS, Elem, Mode
 
 QUANTIZE: tuple[tuple[str, Elem, Mode], ...] = (
     ("bf16", "e4m3", "rceil"),
@@ -62,7 +60,7 @@ def dequantize_name(elem: str, target: str) -> str:
 
 _QUANTIZE_NAMES = tuple(quantize_name(*row) for row in QUANTIZE)
 NAMES = (*_QUANTIZE_NAMES, *(dequantize_name(*row) for row in DEQUANTIZE))
-"""Every row, baselines apart, in the order of measurement."""
+"""Every row, in the order of measurement."""
 
 
 def moved_bytes(elems: int, itemsize_bytes: int) -> int:
@@ -78,27 +76,8 @@ def weights(elems: int, seed: int = 0) -> np.ndarray[Any, np.dtype[np.float32]]:
     return values if fresh == elems else np.resize(values, elems)
 
 
-def build(
-    device: Device,
-    elems: int,
-    names: Collection[str],
-    with_baseline: bool,
-    say: Callable[[str], object] = lambda what: None,
-    program: LimitProgram | None = None,
-) -> Workload:
-    """Return the rows of these names over arrays of `elems` elements, a multiple of 32.
-
-    Args:
-        device: where they lie.
-        elems: elements of each array.
-        names: rows of `NAMES`.
-        with_baseline: also other ways to do them.
-        say: told what takes long.
-        program: also times e4m3 by it.
-
-    Raises:
-        BufferMismatchError: the buffers would not fit in memory.
-    """
+def build(device: Device, elems: int, names: Collection[str]) -> Workload:
+    """Return the rows of these names over arrays of `elems` elements, a multiple of 32."""
     require_memory(device, int(elems * _BYTES_PER_ELEM))
     buffers = _Buffers(device, elems)
     cases: list[Case] = []
@@ -106,31 +85,15 @@ def build(
         name = quantize_name(source, elem, mode)
         if name in names:
             work = _quantize(buffers.source(source), buffers.tensor(elem), mode)
-            c = (
-                program.quantize(buffers.source(source), buffers.tensor(elem), mode)
-                if program and elem == "e4m3"
-                else None
-            )
-            cases.append(buffers.case(name, work, source, program=c))
+            cases.append(buffers.case(name, work, source))
     for elem, target in DEQUANTIZE:
         name = dequantize_name(elem, target)
         if name in names:
             q = buffers.tensor(elem)
             fill = _quantize(buffers.source("bf16"), q, "rceil")
-            c = program.dequantize(q, buffers.target(target)) if program and elem == "e4m3" else None
-            cases.append(buffers.case(name, _dequantize(q, buffers.target(target)), target, fill, c))
+            cases.append(buffers.case(name, _dequantize(q, buffers.target(target)), target, fill))
     title = f"{elems:,} elements ({2 * elems / 1e6:,.1f} MB as bf16), N(0, {_WEIGHT_STD})"
-    sizes = (("elems", elems),)
-    if not with_baseline:
-        return Workload(title, sizes, tuple(cases))
-    extra = _baselines(buffers, elems, names, say)
-    return Workload(
-        title,
-        (*sizes, ("baseline_elems", baseline.fewer(elems))),
-        (*cases, *extra.cases),
-        extra.pairs,
-        extra.notes,
-    )
+    return Workload(title, (("elems", elems),), tuple(cases))
 
 
 class _Buffers:
@@ -180,13 +143,11 @@ class _Buffers:
             self._made["target"] = self._device.empty((self._elems * 4,), np.dtype(np.uint8))
         return self._made["target"][: self._elems * dtype.itemsize].view(dtype)
 
-    def case(
-        self, name: str, work: Work, floats: str, prepare: Work | None = None, program: Program | None = None
-    ) -> Case:
+    def case(self, name: str, work: Work, floats: str, prepare: Work | None = None) -> Case:
         """Return the case of a row between some floats and MXFP8."""
         moved, copy = moved_bytes(self._elems, _itemsize(floats)), self.copy(name, floats)
         limit = ratio_limit(name, self._device.kind)
-        return Case(name, work, moved, copy, ratio_limit=limit, prepare=prepare, program=program)
+        return Case(name, work, moved, copy, ratio_limit=limit, prepare=prepare)
 
 
 def _quantize(x: Array, out: MXFP8Tensor, mode: Mode) -> Work:
@@ -200,38 +161,3 @@ def _dequantize(q: MXFP8Tensor, out: Array) -> Work:
 
 def _itemsize(short: str) -> int:
     return dtypes.get(_DTYPES[short]).itemsize_bytes
-
-
-def _baselines(
-    buffers: _Buffers, elems: int, names: Collection[str], say: Callable[[str], object]
-) -> Workload:
-    """Return other ways to do the rows that are measured, on fewer elements, and the speed-ups over them."""
-    few = baseline.fewer(elems)
-    note = f"{few:,} elements; ratio and speed-up a byte"
-    cases: list[Case] = []
-    pairs: list[Pair] = []
-    notes: list[str] = []
-
-    def add(name: str, ours: str, work: Work) -> None:
-        cases.append(Case(name, work, moved_bytes(few, 2), buffers.copy(ours, "bf16"), note))
-        pairs.append(Pair(ours, name))
-
-    x = buffers.source("bf16")[:few]
-    quantize, dequantize = quantize_name("bf16", "e4m3", "rceil"), dequantize_name("e4m3", "bf16")
-    if quantize in names:
-        data, scale = np.empty(few, np.uint8), np.empty(few // BLOCK_ELEMS, np.uint8)
-        add(f"numpy: {quantize}", quantize, lambda: baseline.numpy_quantize(x, data, scale))
-    if dequantize in names:
-        q = buffers.tensor("e4m3")  # filled by the row it is compared with
-        codes, scales = q.data[:few], q.scale[: few // BLOCK_ELEMS]
-        values = np.empty(few, x.dtype)
-        add(f"numpy: {dequantize}", dequantize, lambda: baseline.numpy_dequantize(codes, scales, values))
-    for mode in MODES:
-        name = quantize_name("bf16", "e4m3", mode)
-        if mode in baseline.TORCHAO_MODES and name in names:
-            say(f"torchao: {name}")
-            found, said = baseline.torchao_quantize(x, mode)
-            notes += [line for line in said if line not in notes]
-            for label, work in found:
-                add(f"{label}: {name}", name, work)
-    return Workload("", (), tuple(cases), tuple(pairs), tuple(notes))

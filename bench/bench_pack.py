@@ -10,11 +10,10 @@ from typing import Any
 import numpy as np
 
 from lowshard import dtypes
-from lowshard.bench import baseline, bench_mxfp8
+from lowshard.bench import bench_mxfp8
 from lowshard.bench.bench_device import Device, Yardstick, require_memory
 from lowshard.bench.limit import ratio_limit, speed_up_limit
-from lowshard.bench.limit_program import LimitProgram
-from lowshard.bench.turn_timing import Case, Copy, Pair, Program, Work, Workload
+from lowshard.bench.turn_timing import Case, Copy, Pair, Work, Workload
 from lowshard.kernels import (
     BoxTable,
     MXFP8Tensor,
@@ -44,7 +43,7 @@ NAMES = (
     f"unpack_dequantize {SLICE}",
     f"pack_quantize {BIG}",
 )
-"""Every row, baselines apart, in the order of measurement."""
+"""Every row, in the order of measurement."""
 
 BOX_BYTES = {BIG: 4096, SMALL: 512, AGAIN: 512}
 SPREAD = 4
@@ -57,10 +56,7 @@ _PLACE_ELEMS = 32  # boxes begin at multiples of 64 bytes
 
 
 def box_table(boxes: int, box_elems: int, seed: int = 0) -> BoxTable:
-    """Return boxes of one size, disjoint, at random places of a 1-D array `SPREAD` times as large as all of them.
-
-    Each box lies somewhere in a stretch of its own; the stretches are taken in random order.
-    """
+    """Return boxes of one size, disjoint, at random places of a 1-D array `SPREAD` times as large as all of them."""
     rng = np.random.default_rng(seed)
     stretch = SPREAD * box_elems
     inside = rng.integers(0, (stretch - box_elems) // _PLACE_ELEMS + 1, boxes) * _PLACE_ELEMS
@@ -78,19 +74,9 @@ def slice_rows(round_bytes: int) -> int:
     return max(1, -(-round_bytes // bench_mxfp8.moved_bytes(ROW_ELEMS, _ITEMSIZE)))
 
 
-def build(
-    device: Device, boxes: int, round_bytes: int, names: Collection[str], with_baseline: bool,
-    program: LimitProgram | None = None,
-) -> Workload:  # fmt: skip
-    """Return the rows of these names over tables of so many boxes, each round moving at least `round_bytes`.
-
-    Boxes that are packed or unpacked, and slices that are quantised, are also timed by the program in C, if there is
-    one.
-
-    Raises:
-        BufferMismatchError: the buffers would not fit in memory.
-    """
-    buffers = _Buffers(device, boxes, round_bytes, program)
+def build(device: Device, boxes: int, round_bytes: int, names: Collection[str]) -> Workload:
+    """Return the rows of these names over tables of so many boxes, each round moving at least `round_bytes`."""
+    buffers = _Buffers(device, boxes, round_bytes)
     require_memory(device, buffers.need_bytes)
     makers: dict[str, Callable[[], Case]] = {
         f"pack_quantize {BIG}": partial(_quantized_boxes, buffers),
@@ -105,12 +91,6 @@ def build(
         makers[f"unpack {what}"] = partial(_unpacked_boxes, buffers, what)
     cases = [makers[name]() for name in NAMES if name in names]
     pairs = [Pair(FUSED, UNFUSED, speed_up_limit(FUSED, UNFUSED, device.kind))]
-    if with_baseline:
-        for what in (BIG, SMALL):
-            ours = f"pack {what}"
-            if ours in names:
-                cases.append(_numpy_boxes(buffers, what))
-                pairs.append(Pair(ours, f"numpy: {ours}"))
     return Workload(buffers.title, buffers.sizes, tuple(cases), tuple(pairs), buffers.notes)
 
 
@@ -148,15 +128,10 @@ class _Group:
 
 
 class _Buffers:
-    """Arrays, tables and packed buffers, made when first asked for.
+    """Arrays, tables and packed buffers, made when first asked for."""
 
-    Unpacking writes back what was packed, so one array serves both ways and its values stay as they were.
-    """
-
-    def __init__(
-        self, device: Device, boxes: int, round_bytes: int, program: LimitProgram | None = None
-    ) -> None:
-        self.device, self.boxes, self.program = device, boxes, program
+    def __init__(self, device: Device, boxes: int, round_bytes: int) -> None:
+        self.device, self.boxes = device, boxes
         self.tables = {
             what: tables_a_round(2 * boxes * BOX_BYTES[what], round_bytes) for what in (BIG, SMALL, AGAIN)
         }
@@ -269,19 +244,14 @@ def _packed_boxes(buffers: _Buffers, what: str) -> Case:
     group = buffers.group(what)
     moved = 2 * group.payload_bytes
     run, copy = _pack(group.moves), group.copy(moved)
-    return _case(
-        buffers, f"pack {what}", run, moved, copy, note=group.note, program=_boxes_in_c(buffers, group, False)
-    )
+    return _case(buffers, f"pack {what}", run, moved, copy, note=group.note)
 
 
 def _unpacked_boxes(buffers: _Buffers, what: str) -> Case:
     group = buffers.group(what)
     moved = 2 * group.payload_bytes
     run, copy = _unpack(group.moves), group.copy(moved)
-    prepare, program = _pack(group.moves), _boxes_in_c(buffers, group, True)
-    return _case(
-        buffers, f"unpack {what}", run, moved, copy, note=group.note, prepare=prepare, program=program
-    )
+    return _case(buffers, f"unpack {what}", run, moved, copy, note=group.note, prepare=_pack(group.moves))
 
 
 def _quantized_boxes(buffers: _Buffers) -> Case:
@@ -289,18 +259,6 @@ def _quantized_boxes(buffers: _Buffers) -> Case:
     moved = len(group.moves) * bench_mxfp8.moved_bytes(group.moves[0].table.total_elems, _ITEMSIZE)
     run, copy = _pack_quantize(buffers, group.moves), group.copy(moved)
     return _case(buffers, f"pack_quantize {BIG}", run, moved, copy, note=group.note)
-
-
-def _boxes_in_c(buffers: _Buffers, group: _Group, back: bool) -> Program | None:
-    if buffers.program is None:
-        return None
-    return buffers.program.boxes([(move.array, move.table, move.packed) for move in group.moves], back)
-
-
-def _slice_in_c(buffers: _Buffers, packed: Array | None) -> Program | None:
-    if buffers.program is None:
-        return None
-    return buffers.program.quantize_rows(buffers.matrix, ROW_ELEMS, buffers.slice_tensor, packed)
 
 
 def _packed_slice(buffers: _Buffers) -> Case:
@@ -315,7 +273,7 @@ def _unpacked_slice(buffers: _Buffers) -> Case:
 
 
 def _fused(buffers: _Buffers) -> Case:
-    return _quantized_slice(buffers, FUSED, _fused_work(buffers), program=_slice_in_c(buffers, None))
+    return _quantized_slice(buffers, FUSED, _fused_work(buffers))
 
 
 def _unfused(buffers: _Buffers) -> Case:
@@ -326,7 +284,7 @@ def _unfused(buffers: _Buffers) -> Case:
         quantize_mxfp8(move.packed, out=q)
 
     note = "two calls with buffers of their own; bytes of the job alone"
-    return _quantized_slice(buffers, UNFUSED, run, note=note, program=_slice_in_c(buffers, move.packed))
+    return _quantized_slice(buffers, UNFUSED, run, note=note)
 
 
 def _dequantized_slice(buffers: _Buffers) -> Case:
@@ -340,17 +298,6 @@ def _dequantized_slice(buffers: _Buffers) -> Case:
 def _quantized_slice(buffers: _Buffers, name: str, run: Work, **more: Any) -> Case:
     moved = bench_mxfp8.moved_bytes(buffers.slice.table.total_elems, _ITEMSIZE)
     return _case(buffers, name, run, moved, buffers.slice_yardstick.copy(moved), **more)
-
-
-def _numpy_boxes(buffers: _Buffers, what: str) -> Case:
-    group = buffers.group(what)
-    views = [
-        pair for move in group.moves for pair in baseline.numpy_copies(move.array, move.table, move.packed)
-    ]
-    moved = 2 * group.payload_bytes
-    note = f"{group.note}; views made before, a call a box"
-    copy = group.copy(moved)
-    return Case(f"numpy: pack {what}", lambda: baseline.numpy_pack(views), moved, copy, note)
 
 
 def _fused_work(buffers: _Buffers) -> Work:

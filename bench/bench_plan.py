@@ -36,17 +36,7 @@ EPILOG = "Exit codes: 0 done, 1 a row misses its limit (with --check), 2 wrong u
 
 @dataclass(frozen=True)
 class Row:
-    """One plan, timed.
-
-    Attributes:
-        name: of the case.
-        tensors: how many.
-        ranks: of both sides together.
-        build_s: making the plan and its digest.
-        rank_s: what the slowest of the ranks does.
-        memory_mib: what the process grew by, at most.
-        limit_s: promised, for both together; None for nothing.
-    """
+    """One plan, timed."""
 
     name: str
     tensors: int

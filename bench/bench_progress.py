@@ -11,15 +11,7 @@ _QUIET_S = 2.0
 
 
 class Progress:
-    """Shows which step runs, of how many.
-
-    Nothing is drawn between steps: a thread that redraws would take time from what is measured.
-
-    Args:
-        bench: name of the benchmark.
-        stream: where to write; stderr when None.
-        terminal: True for a moving bar, False for plain lines; None asks the stream.
-    """
+    """Shows which step runs, of how many; draws nothing between steps, which would take time from what is measured."""
 
     def __init__(self, bench: str, stream: TextIO | None = None, terminal: bool | None = None) -> None:
         self._bench = bench

@@ -1,4 +1,4 @@
-"""`lowshard bench publish`: versions from a publisher to a subscriber on another host, beside bare sockets."""
+"""`lowshard bench publish`: versions from a publisher to a subscriber over TCP, beside a bare socket."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import contextlib
 import json
 import secrets
 import select
-import shlex
 import statistics
 import subprocess
 import sys
@@ -27,23 +26,21 @@ from lowshard.errors import BufferMismatchError, LowshardError, VerificationErro
 from lowshard.flag_value import count_of, size_of
 
 if TYPE_CHECKING:
-    from lowshard.launch.fake_hosts import FakeHost
     from lowshard.report.page import Page
 
 DESCRIPTION = """\
-Starts a publisher and a subscriber as two processes on two hosts that it makes on this machine (network namespaces,
-as lowshard run --fake-hosts; Linux, root), and takes version after version over TCP: all of it, and what has changed,
-1 % of bf16 elements. Each is followed by bare sockets that move as many bytes from memory to memory, as many of them
-as there are streams (LOWSHARD_STREAMS), without a checksum. The last row sends one small buffer again and again, as
-iperf does. What has come is compared with what was published.
+Starts a publisher and a subscriber as two processes of this machine, and takes version after version over TCP of the
+loopback interface, as another host would: all of it, and what has changed, 1 % of bf16 elements. Each is followed by
+a bare socket that moves as many bytes from memory to memory, without a checksum. What has come is compared with what
+was published.
 """
 EPILOG = """\
-Columns: bytes that came; time, median over the rounds; 10^9 bytes a second; the same of the bare sockets, and the
-rate over theirs, the median of the rounds' ratios; time over that of the whole version. Both hosts share this
+Columns: bytes that came; time, median over the rounds; 10^9 bytes a second; the same of the bare socket, and the
+rate over its, the median of the rounds' ratios; time over that of the whole version. Both processes share this
 machine's cores. Exit codes: 0 done, 1 a figure misses its limit (with --check), 2 wrong usage, 130 interrupted.
 """
 LEAST_OF_RAW = 0.9
-"""Rate of a whole version as a share of that of bare sockets: the goal; how near it is: docs/developer/figures.md."""
+"""Rate of a whole version as a share of that of a bare socket: the goal."""
 MOST_OF_WHOLE = 0.5
 """Time of a version of which 1 % has changed, as a share of that of a whole one: the goal."""
 CHANGED = 0.01
@@ -51,28 +48,18 @@ ANSWER_S = 180.0
 """How long a process may take for one answer; what it does has limits of 60 s of its own."""
 _WARMING = 2
 """Rounds that do not count: in the first one everything comes whole, in the second the first changes."""
-_PASSED = ("LOWSHARD_", "NUMBA_", "PYTHON", "LD_LIBRARY_PATH", "XDG_CACHE_HOME")
-"""Names of variables that both processes get, or how they begin; a fake host has an empty environment."""
 _TIMES_THE_SIZE = 9
-"""Memory: of the publisher the arrays and three snapshots, of two subscribers two sets, and of the bare sockets two."""
+"""Memory: of the publisher the arrays and three snapshots, of two subscribers two sets, and of the bare socket two."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One way to bring bytes to the other host, measured.
-
-    Attributes:
-        name: which one.
-        bytes: what came in a round; the median.
-        seconds: of each round.
-        raw_s: of bare sockets right after it, for as many bytes; empty where they are the row.
-        of_whole: time over that of the whole version of the round, the median; None but for what has changed.
-    """
+    """One way to bring a version, measured."""
 
     name: str
     bytes: int
     seconds: tuple[float, ...]
-    raw_s: tuple[float, ...] = ()
+    raw_s: tuple[float, ...]
     of_whole: float | None = None
 
     @property
@@ -81,16 +68,15 @@ class Row:
         return statistics.median(self.seconds)
 
     @property
-    def of_raw(self) -> float | None:
-        """The rate over that of the bare sockets: the median over rounds."""
-        pairs = zip(self.raw_s, self.seconds, strict=True) if self.raw_s else ()
-        return statistics.median([raw / own for raw, own in pairs]) if self.raw_s else None
+    def of_raw(self) -> float:
+        """The rate over that of the bare socket: the median over rounds."""
+        return statistics.median([raw / own for raw, own in zip(self.raw_s, self.seconds, strict=True)])
 
 
 def add_publish_parser(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `publish`."""
     parser = benches.add_parser(
-        "publish", help="versions for a job on another host, beside bare sockets", description=DESCRIPTION,
+        "publish", help="versions for another job over TCP, beside a bare socket", description=DESCRIPTION,
         epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     parser.add_argument("--size", type=size_of, default="256M", metavar="SIZE",
@@ -100,7 +86,7 @@ def add_publish_parser(benches: argparse._SubParsersAction[argparse.ArgumentPars
     add_report_argument(parser)
     parser.add_argument(
         "--check", action="store_true",
-        help=f"exit code 1 where a whole version is below {LEAST_OF_RAW:g} of the rate of bare sockets, or one of "
+        help=f"exit code 1 where a whole version is below {LEAST_OF_RAW:g} of the rate of a bare socket, or one of "
         f"which 1 %% has changed takes more than {MOST_OF_WHOLE:g} of its time",
     )  # fmt: skip
     parser.set_defaults(func=run_publish)
@@ -111,7 +97,6 @@ def run_publish(args: argparse.Namespace) -> int:
     from lowshard.bench.bench_device import HostDevice
     from lowshard.bench.bench_progress import Progress
     from lowshard.bench.bench_world import job_size
-    from lowshard.launch.fake_hosts import fake_hosts
 
     require_page(args)
     if job_size() is not None:
@@ -125,24 +110,23 @@ def run_publish(args: argparse.Namespace) -> int:
         )
     with Progress("publish") as progress:
         progress.expect(1 + _WARMING + args.rounds)
-        progress.step("making two hosts")
-        with fake_hosts(2) as hosts, _Side("giver", hosts[0]) as giver, _Side("taker", hosts[1]) as taker:
-            report = _measure(giver, taker, hosts[0].address, args.size, args.rounds, progress.step)
+        progress.step("starting two processes")
+        with _Side("giver") as giver, _Side("taker") as taker:
+            report = _measure(giver, taker, args.size, args.rounds, progress.step)
     return _conclude(report, args)
 
 
 class _Side:
     """One of the two processes, from here: what it is asked, and what it answers."""
 
-    def __init__(self, kind: str, host: FakeHost) -> None:
-        from lowshard.settings import environment
+    def __init__(self, kind: str) -> None:
+        from lowshard.settings import CROSS_MEMORY, environment
 
-        words = ["env", *(f"{k}={v}" for k, v in environment().items() if k.startswith(_PASSED))]
-        words += [sys.executable, "-m", "lowshard.bench.publish_side", kind]
         self._kind = kind
         self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed with the block)
         self._process = subprocess.Popen(
-            host.command(shlex.join(words)),
+            [sys.executable, "-m", "lowshard.bench.publish_side", kind],
+            env={**environment(), CROSS_MEMORY.name: "off"},  # else the snapshot would be mapped
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._said,
@@ -173,11 +157,7 @@ class _Side:
             self._process.stdin.flush()
 
     def hear(self) -> Any:
-        """Return the answer.
-
-        Raises:
-            LowshardError: the process has ended, or does not answer.
-        """
+        """Return the answer."""
         assert self._process.stdout is not None
         if not select.select([self._process.stdout], [], [], ANSWER_S)[
             0
@@ -200,7 +180,7 @@ class _Side:
 
 
 def _measure(
-    giver: _Side, taker: _Side, host: str, size_bytes: int, rounds: int, step: Callable[[str], object]
+    giver: _Side, taker: _Side, size_bytes: int, rounds: int, step: Callable[[str], object]
 ) -> dict[str, Any]:
     """Return the report."""
     from lowshard.bench.bench_device import HostDevice
@@ -208,13 +188,14 @@ def _measure(
     from lowshard.bench.publish_side import CHANGES, WHOLE
 
     token = secrets.token_hex(32)
-    there = giver.ask("open", size_bytes=size_bytes, host=host, token=token)
-    streams = _joined(giver, taker, size_bytes, there, host, token)
+    there = giver.ask("open", size_bytes=size_bytes, token=token)
+    taker.ask("open", size_bytes=size_bytes, address=there["address"], token=token, port=there["port"])
+    giver.ask("accept")
     total = int(there["bytes"])
 
-    def bare(size: int, hot: bool = False) -> float:
-        giver.say("send", size_bytes=size, hot=hot)
-        seconds = float(taker.ask("receive", size_bytes=size, hot=hot))
+    def bare(size: int) -> float:
+        giver.say("send", size_bytes=size)
+        seconds = float(taker.ask("receive", size_bytes=size))
         giver.hear()
         return seconds
 
@@ -226,7 +207,6 @@ def _measure(
 
     whole: list[tuple[float, float, int]] = []
     changes: list[tuple[float, float, int]] = []
-    hot: list[float] = []
     for turn in range(-_WARMING, rounds):
         step("warming up" if turn < 0 else f"round {turn + 1} of {rounds}")
         version = giver.ask("publish", changed=CHANGED)
@@ -237,8 +217,7 @@ def _measure(
         got = pulled(CHANGES, version)
         size = max(1, int(got["received_bytes"]))
         changes.append((float(got["seconds"]), bare(size), size))
-        hot.append(bare(total, hot=True))
-    whole, changes, hot = whole[_WARMING:], changes[_WARMING:], hot[_WARMING:]
+    whole, changes = whole[_WARMING:], changes[_WARMING:]
     sums = giver.ask("sums")
     for which in (WHOLE, CHANGES):
         if taker.ask("sums", which=which) != sums:
@@ -246,25 +225,8 @@ def _measure(
     for side in (taker, giver):
         side.ask("close")
     of_whole = statistics.median([few[0] / all_[0] for few, all_ in zip(changes, whole, strict=True)])
-    rows = [
-        _row("whole version", whole, None),
-        _row(f"{100 * CHANGED:g} % changed", changes, of_whole),
-        Row("one small buffer, as iperf", total, tuple(hot)),
-    ]
-    return {
-        "machine": dict(facts(HostDevice())), "bytes": total, "streams": streams, "rounds": rounds,
-        "rows": rows,
-    }  # fmt: skip
-
-
-def _joined(giver: _Side, taker: _Side, size_bytes: int, there: Any, host: str, token: str) -> int:
-    """Make the subscribers and the bare connections; return how many streams there are."""
-    taker.say(
-        "open", size_bytes=size_bytes, address=there["address"], token=token, host=host, port=there["port"]
-    )
-    streams = int(taker.hear()["streams"])
-    giver.ask("accept", count=streams)
-    return streams
+    rows = [_row("whole version", whole, None), _row(f"{100 * CHANGED:g} % changed", changes, of_whole)]
+    return {"machine": dict(facts(HostDevice())), "bytes": total, "rounds": rounds, "rows": rows}
 
 
 def _row(name: str, found: Sequence[tuple[float, float, int]], of_whole: float | None) -> Row:
@@ -274,12 +236,11 @@ def _row(name: str, found: Sequence[tuple[float, float, int]], of_whole: float |
 
 def misses(rows: Sequence[Row]) -> Iterator[str]:
     """Yield the goals that are missed, a sentence each."""
-    whole, changed = rows[:2]
-    assert whole.of_raw is not None
+    whole, changed = rows
     assert changed.of_whole is not None
     if whole.of_raw < LEAST_OF_RAW:
         yield (
-            f"a whole version comes at {whole.of_raw:.2f} of the rate of bare sockets, the goal is {LEAST_OF_RAW:g}"
+            f"a whole version comes at {whole.of_raw:.2f} of the rate of a bare socket, the goal is {LEAST_OF_RAW:g}"
         )
     if changed.of_whole > MOST_OF_WHOLE:
         yield (
@@ -293,20 +254,19 @@ def _conclude(report: dict[str, Any], args: argparse.Namespace) -> int:
     rows: list[Row] = report["rows"]
     plain = {**report, "rows": [{**asdict(r), "median_s": r.median_s, "of_raw": r.of_raw} for r in rows]}
     write_result(args, "publish", plain, lambda: _show(report))
-    write_report(args, lambda: page_of(rows, report["streams"]))
+    write_report(args, lambda: page_of(rows))
     missed = list(misses(rows)) if args.check else []
     for miss in missed:
         print(f"lowshard bench publish: {miss}", file=sys.stderr)
     return 1 if missed else 0
 
 
-def page_of(rows: Sequence[Row], streams: int) -> Page:
+def page_of(rows: Sequence[Row]) -> Page:
     """Return the page of some rows."""
     from lowshard.report.figure_page import Figure, FigureGroup, figure_page
     from lowshard.report.page import Cell, Table, number
 
-    whole, changed, _ = rows
-    assert whole.of_raw is not None
+    whole, changed = rows
     assert changed.of_whole is not None
     head = ("way", "MB", "ms", "GB/s", "bare sockets ms")
     cells = tuple(
@@ -315,7 +275,7 @@ def page_of(rows: Sequence[Row], streams: int) -> Page:
             number(f"{row.bytes / 1e6:.1f}"),
             number(f"{row.median_s * 1e3:.1f}"),
             number(f"{row.bytes / row.median_s / 1e9:.2f}"),
-            number(f"{statistics.median(row.raw_s) * 1e3:.1f}" if row.raw_s else ""),
+            number(f"{statistics.median(row.raw_s) * 1e3:.1f}"),
         )
         for row in rows
     )
@@ -327,7 +287,7 @@ def page_of(rows: Sequence[Row], streams: int) -> Page:
             f"{changed.name}, x whole version", changed.of_whole, f"{changed.of_whole:.2f} x", MOST_OF_WHOLE
         ),
     )
-    lead = f"A publisher and a subscriber on two hosts of one machine, {streams} streams over TCP."
+    lead = "A publisher and a subscriber on one machine, over TCP."
     return figure_page("publish", lead, [FigureGroup("Times", figures, Table(head, cells))])
 
 
@@ -339,23 +299,21 @@ def _show(report: dict[str, Any]) -> None:
     console = make_console()
     for name, value in report["machine"].items():
         console.print(f"# {name}: {value}", soft_wrap=True)
-    table = Table(
-        title=f"between two hosts, {report['streams']} streams, median of {report['rounds']} rounds"
-    )
+    table = Table(title=f"between two processes over TCP, median of {report['rounds']} rounds")
     heads = ("way", "MB", "ms", "GB/s", "bare ms", "bare GB/s", "of bare", "x whole", "limit")
     for head in heads:
         table.add_column(head, justify="left" if head == "way" else "right")
-    limits = (f"of bare >= {LEAST_OF_RAW:.2f}", f"x whole <= {MOST_OF_WHOLE:.2f}", "")
+    limits = (f"of bare >= {LEAST_OF_RAW:.2f}", f"x whole <= {MOST_OF_WHOLE:.2f}")
     for row, limit in zip(report["rows"], limits, strict=True):
-        bare_s = statistics.median(row.raw_s) if row.raw_s else None
+        bare_s = statistics.median(row.raw_s)
         table.add_row(
             row.name,
             f"{row.bytes / 1e6:.1f}",
             f"{row.median_s * 1e3:.1f}",
             f"{row.bytes / row.median_s / 1e9:.2f}",
-            "" if bare_s is None else f"{bare_s * 1e3:.1f}",
-            "" if bare_s is None else f"{row.bytes / bare_s / 1e9:.2f}",
-            "" if row.of_raw is None else f"{row.of_raw:.2f}",
+            f"{bare_s * 1e3:.1f}",
+            f"{row.bytes / bare_s / 1e9:.2f}",
+            f"{row.of_raw:.2f}",
             "" if row.of_whole is None else f"{row.of_whole:.2f}",
             limit,
         )

@@ -113,10 +113,7 @@ def run_redistribute(args: argparse.Namespace) -> int:
 
 
 def measure_transitions(seat: Seat, request: Any) -> Any:
-    """Measure every transition on this rank; rows on rank 0.
-
-    Collective: all ranks of the seat call this.
-    """
+    """Measure every transition on this rank; rows on rank 0. Collective."""
     from lowshard.bench.bench_seat import Say, collective_facts
 
     say = Say("redistribute", seat.meeting.rank == 0)
@@ -134,10 +131,7 @@ def measure_transitions(seat: Seat, request: Any) -> Any:
 
 
 def wall_s(place: Place, work: Callable[[], object]) -> tuple[float, bool]:
-    """Return the seconds from the first rank's begin to the last one's end, and whether the cores were the ranks' own.
-
-    Collective: all ranks call this.
-    """
+    """Return seconds from the first begin to the last end, and whether the cores were the ranks' own. Collective."""
     place.meeting.barrier()
     begin_s, cpu_s = time.perf_counter(), time.process_time()
     work()

@@ -40,10 +40,6 @@ dense refit, refits of what changed (--changed), and what most stacks do: gather
 broadcasts it, and sending tensor by tensor. Sent beside the least that has to be, the time, and how long a reader of
 the weights finds no whole version. What each way has brought is compared with the sources.
 """
-PREDICT = """\
-The last columns compare each row with the time that the plan is predicted to take by a cluster profile (lowshard
-bench profile) without running it.
-"""
 EPILOG = "Exit codes: 0 done, 1 a row misses its limit (with --check), 2 wrong usage, 70 a rank died, 130 interrupted."
 LIMIT = 1.6
 """x memcpy that is promised at `_RANKS` ranks on one node."""
@@ -53,19 +49,7 @@ _MEMORY = ("shown", "private")
 
 @dataclass(frozen=True)
 class Row(BesideMemcpy):
-    """One reshard, measured.
-
-    Attributes:
-        name: of the case.
-        memory: "shown" or "private".
-        moved_bytes: what all ranks get, whether from others or themselves.
-        sent_bytes: what goes between ranks, on the wire.
-        prepare_s: making it ready, once.
-        seconds: of each round: from the first rank's start to the last one's end.
-        memcpy_s: of the copies, likewise.
-        predicted_s: by the profile; None without one.
-        limit: x memcpy that is promised, or None.
-    """
+    """One reshard, measured."""
 
     name: str
     memory: str
@@ -74,14 +58,13 @@ class Row(BesideMemcpy):
     prepare_s: float
     seconds: tuple[float, ...]
     memcpy_s: tuple[float, ...]
-    predicted_s: float | None
     limit: float | None
 
 
 def add_refit_parser(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `refit`."""
     parser = benches.add_parser(
-        "refit", help="reshard a model between layouts", description=DESCRIPTION + PREDICT, epilog=EPILOG,
+        "refit", help="reshard a model between layouts", description=DESCRIPTION, epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     parser.add_argument("--ranks", type=count_of, metavar="N", help=f"ranks to start (default {_RANKS})")
@@ -107,12 +90,9 @@ def add_refit_parser(benches: argparse._SubParsersAction[argparse.ArgumentParser
     model.add_argument("--kv-heads", type=count_of, metavar="H", help="key-value heads (default: likewise)")
     model.add_argument("--changed", default="0.1,1,3,100", metavar="LIST",
                        help="per cent of elements that a version changes (default 0.1,1,3,100)")  # fmt: skip
-    model.add_argument("--base", default="copy", choices=("copy", "digests"),
-                       help="what givers remember of the version before (default copy)")  # fmt: skip
     model.add_argument(
         "--seed", type=natural_of, default=1, metavar="N", help="of which elements change (default 1)"
     )
-    parser.add_argument("--profile", metavar="FILE", help="cluster profile to predict by")
     add_json_argument(parser)
     add_report_argument(parser)
     parser.add_argument(
@@ -128,13 +108,8 @@ def run_refit(args: argparse.Namespace) -> int:
     from lowshard.bench.bench_world import job_size, run_entry
 
     require_page(args)
-    profile = None
-    if args.profile is not None:
-        from lowshard.cost import ClusterProfile
-
-        profile = ClusterProfile.load(args.profile).to_json()
     if args.model is not None:
-        return _run_model(args, profile)
+        return _run_model(args)
     ranks = job_size() or args.ranks or _RANKS
     if ranks % max(1, ranks // 2):
         raise LowshardError(f"rows go between all ranks and half of them: pass an even --ranks, got {ranks}")
@@ -145,9 +120,7 @@ def run_refit(args: argparse.Namespace) -> int:
             f"--check judges rows of {_RANKS} ranks, these have {ranks}: leave one of both out"
         )
     _require_memory(args.size * 10**6, ranks)
-    request = {
-        "bytes": args.size * 10**6, "rounds": args.rounds, "only": args.only, "profile": profile, "check": args.check,
-    }  # fmt: skip
+    request = {"bytes": args.size * 10**6, "rounds": args.rounds, "only": args.only, "check": args.check}
     outcome = run_entry(measure_refits, request, args.ranks if job_size() is not None else ranks)
     if outcome.data is None or not outcome.leads:
         return outcome.finish(outcome.exit_code)
@@ -155,7 +128,7 @@ def run_refit(args: argparse.Namespace) -> int:
     return outcome.finish(_show(rows, args))
 
 
-def _run_model(args: argparse.Namespace, profile: Any) -> int:
+def _run_model(args: argparse.Namespace) -> int:
     from lowshard.bench.bench_world import run_entry
     from lowshard.bench.model_refit import ModelSpec, WayRow, measure_model, misses, show_ways
 
@@ -167,7 +140,6 @@ def _run_model(args: argparse.Namespace, profile: Any) -> int:
         )
     request = {
         "model": spec.to_json(), "rounds": args.rounds, "changed": _percents(args.changed), "seed": args.seed,
-        "profile": profile, "base": args.base,
     }  # fmt: skip
     outcome = run_entry(measure_model, request, ranks)
     if outcome.data is None or not outcome.leads:
@@ -225,16 +197,12 @@ def _write(args: argparse.Namespace, rows: Sequence[Any], table: str) -> None:
 
 def _show(rows: Sequence[Row], args: argparse.Namespace) -> int:
     head = f"{'case':<26}{'memory':<9}{'MB':>6}{'sent MB':>9}{'ready ms':>9}{'ms':>8}{'x memcpy':>10}"
-    lines = [head + f"{'predicted':>11}{'error':>8}"]
-    for r in rows:
-        guess = ""
-        if r.predicted_s is not None:
-            guess = f"{r.predicted_s * 1e3:>11.1f}{100 * (r.predicted_s / r.median_s - 1):>+7.0f}%"
-        lines.append(
-            f"{r.name:<26}{r.memory:<9}{r.moved_bytes / 1e6:>6.0f}{r.sent_bytes / 1e6:>9.1f}"
-            f"{r.prepare_s * 1e3:>9.1f}{r.median_s * 1e3:>8.1f}{r.ratio:>10.2f}{guess}"
-        )
-    _write(args, rows, "\n".join(lines))
+    lines = [
+        f"{r.name:<26}{r.memory:<9}{r.moved_bytes / 1e6:>6.0f}{r.sent_bytes / 1e6:>9.1f}"
+        f"{r.prepare_s * 1e3:>9.1f}{r.median_s * 1e3:>8.1f}{r.ratio:>10.2f}"
+        for r in rows
+    ]
+    _write(args, rows, "\n".join([head, *lines]))
     write_report(args, lambda: _page(rows))
     missed = [r for r in rows if r.limit is not None and r.ratio > r.limit]
     if args.check:
@@ -350,15 +318,8 @@ def _measure(
         seconds.append(timed(meeting, mover.run))
         copies.append(timed(meeting, lambda: np.copyto(two, one)))
     mover.close()
-    sums = meeting.exchange((gets, report.sent_bytes, report.buckets))
-    predicted = None
-    if request["profile"] is not None and not quantised:
-        from lowshard.cost import ClusterProfile
-        from lowshard.reshard import simulate
-
-        packed = any(buckets for _, _, buckets in sums)
-        predicted = simulate(plan, ClusterProfile.from_json(request["profile"]), packed=packed).seconds
+    sums = meeting.exchange((gets, report.sent_bytes))
     return {
-        "moved_bytes": sum(a for a, _, _ in sums), "sent_bytes": sum(b for _, b, _ in sums), "prepare_s": prepare_s,
-        "seconds": seconds, "memcpy_s": copies, "predicted_s": predicted,
+        "moved_bytes": sum(a for a, _ in sums), "sent_bytes": sum(b for _, b in sums), "prepare_s": prepare_s,
+        "seconds": seconds, "memcpy_s": copies,
     }  # fmt: skip

@@ -40,20 +40,14 @@ class Section:
         return tuple(row.name for row in self.rows if row.name in names)
 
     def better(self, again: Section) -> Section:
-        """Return this with the better figure of each that was measured again, and a note that says which were.
-
-        One that keeps its limit is better than one that does not: the limit goes by the program in C, timed again too.
-        """
+        """Return this with the better figure of each that was measured again, and a note that says which were."""
         rows, pairs = {row.name: row for row in again.rows}, {(p.fast, p.slow): p for p in again.speed_ups}
-        best = tuple(
-            min(row, rows.get(row.name, row), key=lambda r: (r.ok is False, r.ratio.median))
-            for row in self.rows
-        )
+        best = tuple(min(row, rows.get(row.name, row), key=lambda r: r.ratio.median) for row in self.rows)
         best_pairs = tuple(
             max(
                 pair,
                 pairs.get((pair.fast, pair.slow), pair),
-                key=lambda p: (p.ok is not False, p.spread.median),
+                key=lambda p: p.spread.median,
             )
             for pair in self.speed_ups
         )
@@ -102,8 +96,8 @@ class BenchReport:
     def _misses(self) -> Iterator[Miss]:
         for section in self.sections:
             for row in section.rows:
-                if row.limit is not None and not row.ok:
-                    yield Miss(row.name, row.ratio.median, row.limit)
+                if row.ratio_limit is not None and not row.ok:
+                    yield Miss(row.name, row.ratio.median, row.ratio_limit)
             for pair in section.speed_ups:
                 if pair.least is not None and not pair.ok:
                     yield Miss(_pair_name(pair), pair.spread.median, pair.least)
@@ -179,18 +173,13 @@ def _row_table(rows: tuple[Row, ...], every: bool) -> Table:
         headings = ["moved MB", *headings, "quartiles", "memcpy GB/s", "first call s"]
     for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)
-    programs = any(row.program_ratio is not None for row in rows)
-    if programs:
-        table.add_column("C", justify="right", no_wrap=True)
     table.add_column("limit", no_wrap=True)
     for row in rows:
         figures = [f"{row.median_s * 1e3:,.3f}", f"{row.gb_per_s:,.2f}", f"{row.ratio.median:.2f}"]
         if every:
             moved, copied = f"{row.moved_bytes / 1e6:,.1f}", f"{row.copy_gb_per_s:,.2f}"
             figures = [moved, *figures, _quartiles(row.ratio), copied, f"{row.first_call_s:.3f}"]
-        if programs:
-            figures.append("" if row.program_ratio is None else f"{row.program_ratio:.2f}")
-        table.add_row(Text(row.name), *figures, _verdict(row.ok, row.limit, "over"))
+        table.add_row(Text(row.name), *figures, _verdict(row.ok, row.ratio_limit, "over"))
     return table
 
 
@@ -219,8 +208,7 @@ def _row_notes(rows: tuple[Row, ...]) -> Iterator[str]:
 def _speed_up_text(pair: SpeedUp) -> Any:
     from rich.text import Text
 
-    program = "" if pair.program is None else f"C {pair.program:.2f}  "
-    text = Text(f"{_pair_name(pair)}: {pair.spread.median:.2f} ({_quartiles(pair.spread)})  {program}")
+    text = Text(f"{_pair_name(pair)}: {pair.spread.median:.2f} ({_quartiles(pair.spread)})  ")
     return text.append_text(_verdict(pair.ok, pair.least, "under"))
 
 
@@ -251,12 +239,10 @@ def _row_json(row: Row) -> dict[str, Any]:
         "gb_per_s": row.gb_per_s,
         "memcpy_gb_per_s": row.copy_gb_per_s,
         "ratio": asdict(row.ratio),
-        "ratio_limit": row.limit,
-        "program_ratio": row.program_ratio,
+        "ratio_limit": row.ratio_limit,
         "ok": row.ok,
         "work_s": list(row.work_s),
         "memcpy_s": list(row.copy_s),
-        "program_s": [list(way) for way in row.program_s],
     }
 
 
@@ -266,7 +252,6 @@ def _speed_up_json(pair: SpeedUp) -> dict[str, Any]:
         "slow": pair.slow,
         "speed_up": asdict(pair.spread),
         "least": pair.least,
-        "program": pair.program,
         "ok": pair.ok,
         "times": list(pair.times),
     }

@@ -50,13 +50,7 @@ class Seat(Protocol):
 
 
 class Say:
-    """Tells what goes on, on stderr, when nothing has been shown for two seconds.
-
-    Args:
-        bench: name of the benchmark.
-        on: whether this rank speaks.
-        now: a clock in seconds.
-    """
+    """Tells what goes on, on stderr, when nothing has been shown for two seconds."""
 
     def __init__(self, bench: str, on: bool, now: Callable[[], float] = time.perf_counter) -> None:
         self._bench, self._on, self._now = bench, on, now
@@ -74,13 +68,7 @@ class Say:
 
 
 class MpiSeat:
-    """A rank of an MPI job.
-
-    Collective: all ranks of the communicator make one.
-
-    Args:
-        mpi_comm: an mpi4py communicator.
-    """
+    """A rank of an MPI job."""
 
     def __init__(self, mpi_comm: Any) -> None:
         from lowshard.bench.bench_meeting import MpiMeeting
@@ -97,16 +85,6 @@ class MpiSeat:
             rivals = self.mpi_comm.Dup()
             yield Place(comm, self.meeting, self._cores if on_host else None, rivals, say=say or _silent)
             rivals.Free()
-
-    def group(self, color: int | None) -> MpiSeat | None:
-        """Return this rank's seat among the ranks of one colour; None for a rank that takes no part.
-
-        Collective: all ranks call this.
-        """
-        from mpi4py import MPI
-
-        group = self.mpi_comm.Split(MPI.UNDEFINED if color is None else color, self.meeting.rank)
-        return None if color is None else MpiSeat(group)
 
 
 class ThreadSeat:
@@ -126,12 +104,7 @@ class ThreadSeat:
 
 
 def open_transport(mpi_comm: Any, transport: str) -> Any:
-    """Return a communicator over MPI ranks. Collective: all ranks call this.
-
-    Raises:
-        DependencyError: CuPy, NCCL or a GPU is missing where the transport needs it.
-        LowshardError: the transport is not for MPI ranks.
-    """
+    """Return a communicator over MPI ranks. Collective: all ranks call this."""
     from lowshard import comm as lc
 
     if transport == "loopback":

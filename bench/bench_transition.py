@@ -37,13 +37,7 @@ PRIVATE_EXTRA = 1.2
 
 @dataclass(frozen=True)
 class Transition:
-    """One transition of a square fp32 matrix on a mesh, such as "S0,S1->S1,S0" on 2 x 2 ranks.
-
-    Attributes:
-        name: placements before and after, one a mesh axis.
-        grid: shape of the mesh.
-        side: rows and columns of the matrix.
-    """
+    """One transition of a square fp32 matrix on a mesh, such as "S0,S1->S1,S0" on 2 x 2 ranks."""
 
     name: str
     grid: tuple[int, ...]
@@ -100,11 +94,7 @@ class Transition:
 
 
 def transitions(names: Sequence[str], ranks: int, size_bytes: int) -> tuple[Transition, ...]:
-    """Return those of some names that so many ranks can do; one with two mesh axes takes an even number of them.
-
-    Raises:
-        LowshardError: a name is not a transition.
-    """
+    """Return those of some names that so many ranks can do; one with two mesh axes takes an even number of them."""
     side = math.isqrt(size_bytes // 4)
     found = []
     for name in names:
@@ -148,10 +138,7 @@ def floor_of(transition: Transition, out_elems: int) -> Floor:
 
 
 def mpi_way(mpi_comm: Any, transition: Transition, local: np.ndarray, out: np.ndarray) -> Any:
-    """Return what one writes with mpi4py alone for a transition over all ranks, or None where one call is not enough.
-
-    Uneven matrices are left out: MPI's calls take equal parts.
-    """
+    """Return what one writes with mpi4py alone for a transition; None where one call, of equal parts, is not enough."""
     ranks, side = int(mpi_comm.Get_size()), transition.side
     if side % ranks or "," in transition.name:
         return None

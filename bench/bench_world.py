@@ -33,14 +33,7 @@ _LEADER_FIRST_S = 0.3
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of an entry.
-
-    Attributes:
-        exit_code: 0, or why there is no result.
-        data: what the entry gave on rank 0; None on other ranks, and after a failure.
-        leads: whether this process speaks for the run: it prints, writes files, decides the exit code.
-        finish: hands the exit code of the process that leads to the others, and returns it on all.
-    """
+    """What came of an entry."""
 
     exit_code: int
     data: Any = None
@@ -67,23 +60,7 @@ def leads() -> bool:
 def run_entry(
     entry: Entry, request: Any, ranks: int | None, transport: str = "auto", timeout_s: float | None = None
 ) -> Outcome:
-    """Run an entry on ranks.
-
-    Inside an MPI job those are the job's. Outside of one, "loopback" is threads of this process, and everything
-    else is ranks that are started here.
-
-    Args:
-        entry: a function of a module; must be importable by name.
-        request: plain data for it.
-        ranks: how many ranks; inside a job None or the job's size.
-        transport: what will carry the data.
-        timeout_s: end the run after so long.
-
-    Raises:
-        LaunchError: no ranks can be started as asked.
-        LowshardError: ranks do not fit the job, or what the entry raised.
-        TimedOut: the time is over.
-    """
+    """Run an entry on ranks."""
     size = job_size()
     if size is not None:
         if ranks not in (None, size):
@@ -132,13 +109,7 @@ def _on_own_ranks(entry: Entry, request: Any, ranks: int, timeout_s: float | Non
 
 
 def run_as_child(name: str, asked: Path, found: Path) -> None:
-    """Run an entry as one of the ranks that `run_entry` started; rank 0 writes the result.
-
-    Args:
-        name: "module:function".
-        asked: file with the request.
-        found: file for the result.
-    """
+    """Run an entry as one of the ranks that `run_entry` started; rank 0 writes the result."""
     from lowshard.comm.mpi import load_mpi
 
     module, _, function = name.partition(":")

@@ -20,18 +20,7 @@ Work = Callable[[], object]
 
 @dataclass(frozen=True)
 class Request:
-    """What is called.
-
-    Attributes:
-        op: the collective.
-        size_bytes: bytes of the larger buffer, before they are rounded to whole parts.
-        dtype: element type.
-        redop: the reduction, or None.
-        root: the root's rank.
-        order: order of the operands of a reduction.
-        shared: the result is one array for the node.
-        window: buffers come from `comm.empty`.
-    """
+    """What is called."""
 
     op: str
     size_bytes: int
@@ -65,24 +54,18 @@ class Request:
         """Return the elements of its buffers."""
         return self.operation.sizes(self.size_bytes, dtypes.get(self.dtype).itemsize_bytes, ranks)
 
-    def placements(self, wanted: tuple[Placement, ...]) -> tuple[Placement, ...]:
-        """Return those of the wanted placements in which the collective can be called."""
+    def placements(self) -> tuple[Placement, ...]:
+        """Return the placements in which the collective can be called."""
         # A shared result is an array of the communicator's.
         can: dict[Placement, bool] = {
             "out": self.shared or self.operation.out_of_place,
             "in": not self.shared and self.operation.in_place,
         }
-        return tuple(p for p in wanted if can[p])
+        return tuple(p for p, possible in can.items() if possible)
 
 
 class Case:
-    """Buffers and call of a request.
-
-    Args:
-        comm: the communicator, used by its public methods alone.
-        request: what is called.
-        placement: "out" for a send and a receive buffer, "in" for one buffer.
-    """
+    """Buffers and call of a request."""
 
     def __init__(self, comm: Any, request: Request, placement: Placement) -> None:
         self.request, self.placement = request, placement
@@ -185,10 +168,7 @@ class Case:
             self.send.fill(0)
 
     def check(self, pattern: Pattern) -> int:
-        """Load, call once, and return how many elements on this rank are wrong.
-
-        Collective: all ranks of the communicator call this.
-        """
+        """Load, call once, and return how many elements on this rank are wrong. Collective."""
         self.load(pattern)
         self._result = None
         self.run()

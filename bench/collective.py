@@ -165,8 +165,6 @@ def _add_results(parser: argparse.ArgumentParser) -> None:
         "--plot", type=file_of, metavar="FILE", help="draw time and bus bandwidth over size (.png, .svg)"
     )
     add_report_argument(group)
-    group.add_argument("--compare", type=Path, metavar="OLD.json",
-                       help="show the change since a run of the same settings, written by --json")  # fmt: skip
     group.add_argument("--min-busbw", type=bandwidth_of, metavar="GBPS",
                        help="exit code 1 if the average bus bandwidth is below this")  # fmt: skip
     group.add_argument("--check-limits", action="store_true",
@@ -176,18 +174,13 @@ def _add_results(parser: argparse.ArgumentParser) -> None:
 def run_collective(args: argparse.Namespace) -> int:
     """Run `lowshard bench COLLECTIVE` and return the exit code."""
     from lowshard.bench.bench_world import DEFAULT_RANKS, job_size, run_entry
-    from lowshard.bench.change import require_comparable
-    from lowshard.bench.figure import CollectiveReport, load_report
+    from lowshard.bench.figure import CollectiveReport
     from lowshard.bench.plot import require_plot
     from lowshard.bench.promise import why_no_limits
 
     settings = settings_of(args)
     ranks = job_size() or args.ranks or DEFAULT_RANKS
     # Whatever can be refused is refused before anything is measured.
-    old = None
-    if args.compare is not None:
-        old = load_report(args.compare)
-        require_comparable(settings, ranks, old, str(args.compare))
     if args.plot is not None:
         require_plot(args.plot)
     if args.check_limits:
@@ -202,15 +195,11 @@ def run_collective(args: argparse.Namespace) -> int:
         return outcome.finish(0)
     if outcome.data is None:
         return outcome.exit_code
-    return outcome.finish(_conclude(CollectiveReport.from_json(outcome.data), args, old))
+    return outcome.finish(_conclude(CollectiveReport.from_json(outcome.data), args))
 
 
 def settings_of(args: argparse.Namespace) -> Settings:
-    """Return what the flags ask for.
-
-    Raises:
-        LowshardError: they contradict each other.
-    """
+    """Return what the flags ask for."""
     op = args.op
     sizes: Sequence[int] = (0,)
     if op != "barrier":
@@ -238,10 +227,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
 
 
 def measure_collective(seat: Seat, request: Any) -> Any:
-    """Sweep on this rank, and print the table's lines as they come; the report's data on rank 0.
-
-    Collective: all ranks of the seat call this.
-    """
+    """Sweep on this rank, and print the table's lines as they come; the report's data on rank 0. Collective."""
     from lowshard.bench.bench_seat import Say, collective_facts
     from lowshard.bench.listing import Listing, ratios_of
     from lowshard.bench.sweep import sweep
@@ -264,9 +250,8 @@ def measure_collective(seat: Seat, request: Any) -> Any:
     return report.to_json() if first else None
 
 
-def _conclude(report: CollectiveReport, args: argparse.Namespace, old: CollectiveReport | None) -> int:
+def _conclude(report: CollectiveReport, args: argparse.Namespace) -> int:
     """Print the closing lines, write the files, and return the exit code."""
-    from lowshard.bench.change import changes
     from lowshard.bench.figure import dump_csv
     from lowshard.bench.listing import Listing, ratios_of
     from lowshard.bench.plot import draw
@@ -278,8 +263,6 @@ def _conclude(report: CollectiveReport, args: argparse.Namespace, old: Collectiv
     out = sys.stderr if args.json == "-" else sys.stdout
     print(*listing.close(report), sep="\n", file=out)
     failed = report.wrong > 0
-    if old is not None:
-        print(*changes(report, old), sep="\n", file=out)
     if args.check_limits:
         judged = verdicts(report, _check_mode())
         for verdict in judged:
@@ -307,13 +290,7 @@ def _conclude(report: CollectiveReport, args: argparse.Namespace, old: Collectiv
 
 
 def require_possible(settings: Settings, ranks: int) -> None:
-    """Raise what a rank would raise, before any is started; inside a job each rank looks for itself.
-
-    Raises:
-        BufferMismatchError: the buffers do not fit in memory.
-        DependencyError: the transport needs a GPU, and there is none.
-        LowshardError: the root is not a rank.
-    """
+    """Raise what a rank would raise, before any is started; inside a job each rank looks for itself."""
     from lowshard.bench.bench_device import HostDevice, why_no_gpu
     from lowshard.bench.bench_world import job_size
     from lowshard.bench.sweep import need_bytes, require_fits

@@ -4,34 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any, Literal
+from dataclasses import asdict, dataclass, fields
+from typing import Any
 
 import numpy as np
 
-from lowshard.argument import brief
 from lowshard.bench.batch import CLEAN_SHARE, Timing
-from lowshard.bench.operation import OPERATIONS
 from lowshard.bench.sweep_setting import Settings
 from lowshard.cost import factor
-from lowshard.errors import LowshardError
-from lowshard.reading import reader
 
 FORMAT = "lowshard-bench-collective-1"
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One placement of one size.
-
-    Attributes:
-        timing: times of a call.
-        wrong: elements that were wrong, over all ranks and checks; None for a barrier.
-        x_memcpy: time over that of a copy of as many bytes, all ranks at once; None where none was timed.
-        x_mpi: time over that of mpi4py's own call; None where none was timed.
-        mpi: times of mpi4py's own call, or None.
-    """
+    """One placement of one size."""
 
     timing: Timing
     wrong: int | None
@@ -42,20 +29,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Row:
-    """One size.
-
-    Attributes:
-        op: the collective.
-        ranks: number of ranks.
-        size_bytes: bytes of the larger of a rank's two buffers.
-        count: elements, those of a part where there are parts.
-        dtype: element type.
-        redop: the reduction, or None.
-        root: the root's rank, or None.
-        out: figures out of place, or None.
-        inside: figures in place, or None.
-        cycle: which pass over the sizes it belongs to, from 0.
-    """
+    """One size."""
 
     op: str
     ranks: int
@@ -79,11 +53,6 @@ class Row:
         """The figure that stands for the row: out of place where there is one."""
         return self.figures[0][1]
 
-    @property
-    def key(self) -> tuple[str, str, str | None, int]:
-        """What rows of two runs are matched by."""
-        return self.op, self.dtype, self.redop, self.size_bytes
-
     def algbw(self, figure: Figure) -> float:
         """Return the size over the time, in 10^9 bytes a second."""
         return self.size_bytes / figure.timing.median_s / 1e9
@@ -95,16 +64,7 @@ class Row:
 
 @dataclass(frozen=True)
 class CollectiveReport:
-    """A whole run.
-
-    Attributes:
-        facts: names and values that say what ran where.
-        settings: what was asked for.
-        ranks: number of ranks.
-        transport: what carried it, as the communicator calls itself.
-        rows: what was found.
-        small_all_reduce_s: MPI's own all-reduce of 16 bytes, if MPI was compared with.
-    """
+    """A whole run."""
 
     facts: tuple[tuple[str, str], ...]
     settings: Settings
@@ -159,25 +119,23 @@ class CollectiveReport:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> CollectiveReport:
-        """Return the report that `to_json` wrote.
-
-        Raises:
-            LowshardError: another format, or damaged data; the text has the place.
-        """
-        return _read_report(data)
+        """Return the report that `to_json` wrote; what follows from the times is worked out again."""
+        rows = (
+            _own(Row, {**row, "out": _figure(row["out"]), "inside": _figure(row["inside"])})
+            for row in data["rows"]
+        )
+        return cls(
+            tuple(data["machine"].items()),
+            Settings.from_json(data["settings"]),
+            data["ranks"],
+            data["transport"],
+            tuple(rows),
+            data["small_all_reduce_s"],
+        )
 
     def dump(self) -> str:
         """Return the report as JSON text that ends with a newline."""
         return json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n"
-
-
-def load_report(path: str | Path) -> CollectiveReport:
-    """Return the report in a file.
-
-    Raises:
-        LowshardError: the file cannot be read, or holds no report.
-    """
-    return _read_report.file(path)
 
 
 CSV_HEAD = (
@@ -227,74 +185,17 @@ def _row_json(row: Row) -> dict[str, Any]:
     return found
 
 
-# What follows from the times is not read: it is worked out again.
+def _own(kind: type[Any], data: Mapping[str, Any]) -> Any:
+    """Return a record of its own fields among some data."""
+    return kind(**{one.name: data[one.name] for one in fields(kind)})
 
 
-@reader("timing of lowshard bench", LowshardError)
-def _read_timing(seconds: tuple[float, ...], shares: tuple[float, ...], calls: int) -> Timing:
-    if min(seconds, default=0.0) <= 0.0 or len(shares) not in (0, len(seconds)) or calls < 1:
-        raise LowshardError(
-            "a timing has one round or more, of more than 0 s each, a share for every round or for none, and 1 call or "
-            f"more in a batch; got {len(seconds)} rounds, {len(shares)} shares, {calls} calls"
-        )
-    return Timing(seconds, shares, calls)
+def _figure(data: Mapping[str, Any] | None) -> Figure | None:
+    if data is None:
+        return None
+    made: Figure = _own(Figure, {**data, "timing": _timing(data["timing"]), "mpi": _timing(data["mpi"])})
+    return made
 
 
-@reader("figure of lowshard bench", LowshardError)
-def _read_figure(
-    timing: Timing,
-    wrong: int | None,
-    x_memcpy: float | None,
-    x_mpi: float | None,
-    mpi: Timing | None,
-    time_s: Any,
-    algbw_gb_per_s: Any,
-    busbw_gb_per_s: Any,
-    min_s: Any,
-    max_s: Any,
-    p99_s: Any,
-    cv: Any,
-    upper_bound: Any,
-) -> Figure:
-    return Figure(timing, wrong, x_memcpy, x_mpi, mpi)
-
-
-@reader("row of lowshard bench", LowshardError)
-def _read_row(
-    op: str,
-    ranks: int,
-    size_bytes: int,
-    count: int,
-    dtype: str,
-    redop: str | None,
-    root: int | None,
-    out: Figure | None,
-    inside: Figure | None,
-    cycle: int,
-) -> Row:
-    row = Row(op, ranks, size_bytes, count, dtype, redop, root, out, inside, cycle)
-    if op not in OPERATIONS or ranks < 1 or size_bytes < 0 or not row.figures:
-        raise LowshardError(
-            f"a row is of one of {', '.join(OPERATIONS)}, of 1 rank or more and 0 bytes or more, out of place or in "
-            f"place; got {brief(op)}, {ranks} ranks, {size_bytes} bytes, {len(row.figures)} placements"
-        )
-    return row
-
-
-@reader("report of lowshard bench", LowshardError)
-def _read_report(
-    format: Literal["lowshard-bench-collective-1"],
-    bench: Any,
-    ok: Any,
-    machine: Mapping[str, str],
-    settings: Settings,
-    ranks: int,
-    transport: str,
-    wrong: Any,
-    average_busbw_gb_per_s: Any,
-    cpu_share: Any,
-    small_all_reduce_s: float | None,
-    rows: tuple[Row, ...],
-) -> CollectiveReport:
-    facts = tuple(machine.items())
-    return CollectiveReport(facts, settings, ranks, transport, rows, small_all_reduce_s)
+def _timing(data: Mapping[str, Any] | None) -> Timing | None:
+    return None if data is None else Timing(tuple(data["seconds"]), tuple(data["shares"]), data["calls"])

@@ -102,11 +102,7 @@ def gelu_slope(x: np.ndarray) -> np.ndarray:
 
 
 def expected_bytes(engine: FSDP) -> int:
-    """Return the bytes that this rank sends in one step of one micro-batch, from the formula alone.
-
-    Rajbhandari et al., arXiv 1910.02054, section 7, per rank and with padding: gathers and reduce-scatters move
-    (S - 1) / S of a unit, the all-reduce between R replicas twice (R - 1) / R of a shard.
-    """
+    """Return the bytes that this rank sends in one step of one micro-batch, from the formula alone."""
     shards, replicas = engine.grid.shards, engine.grid.replicas
     gathers = 0 if shards == 1 else 1 if engine.strategy.keeps_open else 2
     sent = 0

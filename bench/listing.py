@@ -12,12 +12,7 @@ _EMPTY = "-"
 
 
 class Listing:
-    """Lines of a table.
-
-    Args:
-        settings: what is measured.
-        ratios: names of the ratios that each placement shows: "x memcpy", "x mpi".
-    """
+    """Lines of a table."""
 
     def __init__(self, settings: Settings, ratios: tuple[str, ...]) -> None:
         self._settings = settings
@@ -115,7 +110,7 @@ def ratios_of(settings: Settings, on_host: bool) -> tuple[str, ...]:
     """Return the ratios that a sweep's table shows."""
     if not on_host:
         return ()
-    found = [] if settings.op == "barrier" or not settings.memcpy else ["x memcpy"]
+    found = [] if settings.op == "barrier" else ["x memcpy"]
     return (*found, "x mpi") if settings.compare_mpi else tuple(found)
 
 

@@ -27,17 +27,7 @@ class BesideMemcpy:
 
 
 def memcpy_bytes_per_s(comm: Communicator, size_bytes: int = 1 << 25, rounds: int = 7) -> float:
-    """Return the bytes a second that each rank copies while all ranks copy at once.
-
-    Collective: all ranks of the communicator call this. Both buffers are warm; a round lasts as long
-    as its slowest rank; the median over rounds counts. The copied bytes are counted once (they are
-    read once and written once).
-
-    Args:
-        comm: the ranks that copy; all of them should be on one node.
-        size_bytes: bytes of each copy.
-        rounds: measured rounds, after one that warms the buffers.
-    """
+    """Return the bytes a second that each rank copies while all ranks copy at once. Collective."""
     src, dst = np.ones(size_bytes, np.uint8), np.zeros(size_bytes, np.uint8)
     times_s = np.empty(rounds)
     np.copyto(dst, src)

@@ -36,19 +36,7 @@ Shapes = dict[str, tuple[str, tuple[int, ...]]]
 
 @dataclass(frozen=True)
 class WayRow(BesideMemcpy):
-    """One way to bring a version, measured.
-
-    Attributes:
-        way: what it is called.
-        changed: share of the elements that differ from the version before, 1 for dense ways.
-        sent_bytes: what goes between ranks in a round.
-        least_bytes: what has to: elements that a rank needs and does not hold, once each, without their places.
-        seconds: of each round: the rank that takes longest.
-        memcpy_s: of a copy, on every rank, of as many bytes as it gets of a whole version, right after each round.
-        pause_s: the longest time in a round for which a reader finds no whole version; the median over rounds.
-        predicted_s: by the profile; None without one.
-        phases: median seconds by phase of the rank that takes longest in it; empty for rivals.
-    """
+    """One way to bring a version, measured."""
 
     way: str
     changed: float
@@ -57,22 +45,12 @@ class WayRow(BesideMemcpy):
     seconds: tuple[float, ...]
     memcpy_s: tuple[float, ...]
     pause_s: float
-    predicted_s: float | None
     phases: Mapping[str, float]
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """What is moved, from where to where.
-
-    Attributes:
-        shapes: dtype and shape of each tensor.
-        heads: query heads and key-value heads; None where no rule asks for them.
-        strategies: name patterns that cut it.
-        trains: grid of the ranks that train, from rank 0 on.
-        serves: grid of the ranks that serve.
-        together: whether they are the same ranks, from rank 0 on, and not the next ones.
-    """
+    """What is moved, from where to where."""
 
     shapes: Shapes
     heads: tuple[int | None, int | None]
@@ -93,11 +71,7 @@ class ModelSpec:
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> ModelSpec:
-        """Return what the options name.
-
-        Raises:
-            LowshardError: there is no such model.
-        """
+        """Return what the options name."""
         shapes: Shapes
         known: tuple[int | None, int | None]
         heads: tuple[int | None, int | None] = (args.heads, args.kv_heads)
@@ -112,11 +86,7 @@ class ModelSpec:
         return cls(shapes, heads, args.strategies, args.trains, args.serves, args.together)
 
     def tables(self) -> tuple[dict[str, Any], dict[str, Any], int]:
-        """Return the layouts of both sides by name, and the number of ranks.
-
-        Raises:
-            ShardingError: a grid or a rule that does not fit.
-        """
+        """Return the layouts of both sides by name, and the number of ranks."""
         from lowshard.weights.checkpoint_grid import Grid
         from lowshard.weights.name_pattern import NamePatterns, Sizes
 
@@ -218,14 +188,7 @@ class _Measured:
         self._copied = np.ones(self._gets, np.uint8), np.ones(self._gets, np.uint8)
         self._plain = self._arrays(self._dst, 0)
         self._refits = {
-            delta: Refit(
-                self._plan,
-                self._comm,
-                self._given,
-                self._arrays(self._dst, 0),
-                delta=delta,
-                base=request["base"],
-            )
+            delta: Refit(self._plan, self._comm, self._given, self._arrays(self._dst, 0), delta=delta)
             for delta in ("off", "auto")
         }
         self._version = 0
@@ -254,7 +217,6 @@ class _Measured:
                 kept.setdefault(rival.name, []).append({"s": seconds, "copy_s": copy_s, "pause_s": seconds})
                 if is_last:
                     self._require_same(rival.name, self._plain)
-        predicted = self._predicted_s()
         for refit in self._refits.values():
             refit.close()
         dense_bytes = sum(self._plan.received_bytes(rank) for rank in self._plan.ranks)
@@ -262,7 +224,6 @@ class _Measured:
         for way, share, _ in ways:
             rounds = kept[way][1:]
             rows.append(_row(way, share, rounds, _median(rounds, "sent"), _median(rounds, "least")))
-        rows[0]["predicted_s"] = predicted
         rows += [_row(r.name, 1.0, kept[r.name][1:], r.sent_bytes, dense_bytes) for r in rivals]
         return rows
 
@@ -286,15 +247,6 @@ class _Measured:
     def _timed(self, call: Callable[[], object]) -> tuple[float, float]:
         one, two = self._copied
         return timed(self._meeting, call), timed(self._meeting, lambda: np.copyto(two, one))
-
-    def _predicted_s(self) -> float | None:
-        if self._request["profile"] is None:
-            return None
-        from lowshard.cost import ClusterProfile
-        from lowshard.reshard import simulate
-
-        profile = ClusterProfile.from_json(self._request["profile"])
-        return float(simulate(self._plan, profile, packed=True).seconds)
 
     # ---- arrays
 
@@ -370,7 +322,7 @@ def _row(
     return {
         "way": way, "changed": changed, "sent_bytes": sent_bytes, "least_bytes": least_bytes,
         "seconds": [one["s"] for one in rounds], "memcpy_s": [one["copy_s"] for one in rounds],
-        "pause_s": float(np.median([one["pause_s"] for one in rounds])), "predicted_s": None,
+        "pause_s": float(np.median([one["pause_s"] for one in rounds])),
         "phases": {n: float(np.median([one["phases"].get(n, 0.0) for one in rounds])) for n in phases},
     }  # fmt: skip
 
@@ -378,16 +330,13 @@ def _row(
 def show_ways(rows: Sequence[WayRow]) -> str:
     """Return the table."""
     head = f"{'way':<20}{'sent MB':>9}{'x least':>9}{'ms':>9}{'x memcpy':>10}{'x dense':>9}{'pause ms':>10}"
-    lines = [head + f"{'predicted':>11}{'error':>8}"]
     dense = next(row for row in rows if row.way == _DENSE)
-    for row in rows:
-        told = ""
-        if row.predicted_s is not None:
-            told = f"{row.predicted_s * 1e3:>11.1f}{100 * (row.predicted_s / row.median_s - 1):>+7.0f}%"
-        lines.append(
-            f"{row.way:<20}{row.sent_bytes / 1e6:>9.2f}{row.sent_bytes / max(1, row.least_bytes):>9.2f}"
-            f"{row.median_s * 1e3:>9.1f}{row.ratio:>10.2f}{gain(row, dense):>9.2f}{row.pause_s * 1e3:>10.3f}{told}"
-        )
+    lines = [head]
+    lines += [
+        f"{row.way:<20}{row.sent_bytes / 1e6:>9.2f}{row.sent_bytes / max(1, row.least_bytes):>9.2f}"
+        f"{row.median_s * 1e3:>9.1f}{row.ratio:>10.2f}{gain(row, dense):>9.2f}{row.pause_s * 1e3:>10.3f}"
+        for row in rows
+    ]
     phases = ((row.way, {n: s for n, s in row.phases.items() if s >= 0.05 * row.median_s}) for row in rows)
     lines += [
         f"{way}: " + ", ".join(f"{name} {s * 1e3:.1f} ms" for name, s in found.items())

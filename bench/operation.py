@@ -11,18 +11,7 @@ ALL_REDOPS = ("sum", "prod", "min", "max", "avg")
 
 @dataclass(frozen=True)
 class Operation:
-    """One collective.
-
-    Attributes:
-        name: the communicator's method, or "send_recv".
-        reduces: it takes a reduction and an order.
-        rooted: it has a root.
-        shared: it has a form whose result is one array for the node.
-        out_of_place: it can be called with two buffers.
-        in_place: it can be called on one.
-        whole_send: the send buffer is the larger one (else a rank's part of it).
-        whole_recv: the same of the receive buffer.
-    """
+    """One collective."""
 
     name: str
     reduces: bool = False
@@ -34,13 +23,7 @@ class Operation:
     whole_recv: bool = True
 
     def sizes(self, size_bytes: int, itemsize: int, ranks: int) -> Sizes:
-        """Return the elements of each buffer for a size; one element a part at least.
-
-        Args:
-            size_bytes: bytes of the larger buffer, rounded down to whole and equal parts.
-            itemsize: bytes of an element.
-            ranks: number of ranks.
-        """
+        """Return the elements of each buffer for a size; one element a part at least."""
         if self.name == "barrier":
             return Sizes(0, 0, 0, 0)
         parts = self.divides
@@ -57,14 +40,7 @@ class Operation:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Elements of a call.
-
-    Attributes:
-        send: elements of the send buffer.
-        recv: elements of the receive buffer.
-        count: elements as nccl-tests lists them: those of a part where there are parts.
-        size_bytes: bytes of the larger buffer.
-    """
+    """Elements of a call."""
 
     send: int
     recv: int
@@ -92,15 +68,7 @@ OPERATIONS = {
 
 @dataclass(frozen=True)
 class Uneven:
-    """One rank's counts and displacements of an uneven exchange.
-
-    Attributes:
-        send_counts: elements for each rank.
-        send_displs: where they begin.
-        recv_counts: elements from each rank.
-        recv_displs: where they land.
-        peer_displs: where they begin in each sender's buffer.
-    """
+    """One rank's counts and displacements of an uneven exchange."""
 
     send_counts: tuple[int, ...]
     send_displs: tuple[int, ...]
@@ -110,10 +78,7 @@ class Uneven:
 
 
 def uneven(each: int, rank: int, ranks: int) -> Uneven:
-    """Return rank's part of an exchange in which parts are in turn a quarter larger and smaller than `each`.
-
-    What a rank sends and what it receives both come to `each` a rank, so that times compare with the even exchange.
-    """
+    """Return rank's part of an exchange in which parts are in turn a quarter larger and smaller than `each`."""
     skew = each // 4
     row = [each] * ranks
     for pair in range(ranks // 2):

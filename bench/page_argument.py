@@ -42,14 +42,7 @@ def require_page(args: argparse.Namespace) -> None:
 def write_result(
     args: argparse.Namespace, bench: str, found: Mapping[str, Any], show: Callable[[], object]
 ) -> None:
-    """Show the table, and write the JSON that `--json` asks for; or print JSON alone, where that is "-".
-
-    Args:
-        args: of the command.
-        bench: name of the benchmark.
-        found: what the JSON holds beside the name of its format, the benchmark's and the machine: "rows" and more.
-        show: prints the table.
-    """
+    """Show the table, and write the JSON that `--json` asks for; or print JSON alone, where that is "-"."""
     if args.json is None:
         show()
         return

@@ -18,13 +18,7 @@ PEERS = {"dtensor": ("torch", "PyTorch's DTensor"), "jax": ("jax", "JAX")}
 
 
 def peer_rows(request: Any, ranks: int, pythons: Sequence[str]) -> list[dict[str, Any]]:
-    """Return what the peers print, a row a transition; a row {"missing": text} where one is not installed or fails.
-
-    Args:
-        request: as for `measure_transitions`.
-        ranks: how many ranks or devices.
-        pythons: interpreters to look for them in.
-    """
+    """Return what the peers print, a row a transition; a row {"missing": text} where one is not installed or fails."""
     rows: list[dict[str, Any]] = []
     for name, (package, title) in PEERS.items():
         python = next((p for p in pythons if _has(p, package)), None)

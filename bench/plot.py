@@ -19,12 +19,7 @@ Line = tuple[str, list[int], list[float], list[float]]
 
 
 def require_plot(path: Path) -> None:
-    """Check that a picture can be drawn there, before the measurement it is to show.
-
-    Raises:
-        DependencyError: matplotlib is missing.
-        LowshardError: the name ends otherwise than pictures do.
-    """
+    """Check that a picture can be drawn there, before the measurement it is to show."""
     if path.suffix not in _SUFFIXES:
         raise LowshardError(f"--plot takes a file that ends in {', '.join(_SUFFIXES)}, got {path.name!r}")
     try:
@@ -34,11 +29,7 @@ def require_plot(path: Path) -> None:
 
 
 def draw(report: CollectiveReport, path: Path) -> None:
-    """Draw a report; the file appears whole or not at all.
-
-    Raises:
-        DependencyError: matplotlib is missing.
-    """
+    """Draw a report; the file appears whole or not at all."""
     require_plot(path)
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure as Picture

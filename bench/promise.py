@@ -32,15 +32,7 @@ EXTRA_S = {"off": 3e-6, "hash": 8e-6}
 
 @dataclass(frozen=True)
 class Verdict:
-    """A promised figure.
-
-    Attributes:
-        name: which one.
-        measured: what it came to.
-        limit: what it may come to.
-        unit: of both.
-        ok: whether it keeps the limit; None where the machine was too busy to tell.
-    """
+    """A promised figure."""
 
     name: str
     measured: float
@@ -55,16 +47,10 @@ class Verdict:
 
 
 def why_no_limits(settings: Settings, ranks: int, check: str) -> str | None:
-    """Return why none of a run's figures can have a limit, or None when some can.
-
-    Args:
-        settings: what is to be measured.
-        ranks: number of ranks.
-        check: LOWSHARD_CHECK.
-    """
+    """Return why none of a run's figures can have a limit, or None when some can."""
     if ranks != RANKS or settings.transport not in ("auto", "mpi"):
         return f"limits are promised for {RANKS} ranks on --transport mpi"
-    memcpy = _form(settings) is not None and settings.memcpy and _in_range(settings)
+    memcpy = _form(settings) is not None and _in_range(settings)
     small = check in EXTRA_S or max(settings.sizes) >= X_MPI_FROM_BYTES
     if memcpy or (settings.compare_mpi and small):
         return None
@@ -74,12 +60,7 @@ def why_no_limits(settings: Settings, ranks: int, check: str) -> str | None:
 
 
 def verdicts(report: CollectiveReport, check: str) -> tuple[Verdict, ...]:
-    """Return every promised figure of a run.
-
-    Args:
-        report: the run.
-        check: LOWSHARD_CHECK in it.
-    """
+    """Return every promised figure of a run."""
     if report.ranks != RANKS or report.transport != "mpi":
         return ()
     return tuple(v for row in report.rows for v in _judge(report, row, check))

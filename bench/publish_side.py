@@ -1,12 +1,14 @@
 """One of the two processes of `lowshard bench publish`: reads what to do from stdin, a line of JSON, and answers so.
 
-`python -m lowshard.bench.publish_side giver|taker`. It ends with its stdin.
+`python -m lowshard.bench.publish_side giver|taker`. It ends with its stdin. What versions are compared with are the
+same bytes over a bare socket: from memory to memory, no checksum; the side that receives says when, by a byte.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 import time
 from collections.abc import Mapping
@@ -15,15 +17,13 @@ from typing import Any, Literal
 import numpy as np
 
 from lowshard import dtypes
-from lowshard.bench import raw_stream
 from lowshard.checkpoint.crc import crc32
 from lowshard.layout import Layout
 from lowshard.mesh import DeviceMesh
 from lowshard.placement import Replicated
 from lowshard.reshard import Publisher, Subscriber
-from lowshard.reshard.stream_shares import share_count
-from lowshard.reshard.version_fetch import most_streams
 
+HOST = "127.0.0.1"
 TENSORS, COLUMNS = 16, 2048
 WHOLE, CHANGES = "whole", "changes"
 _LIMIT_S = 60.0
@@ -49,24 +49,28 @@ def _sums(arrays: Mapping[str, Any]) -> list[int]:
 
 
 class Giver:
-    """The side that publishes, and sends over bare sockets."""
+    """The side that publishes, and sends over a bare socket."""
 
-    def open(self, size_bytes: int, host: str, token: str) -> dict[str, Any]:
+    def open(self, size_bytes: int, token: str) -> dict[str, Any]:
         """Make a publisher and a socket that listens; return where they are, and how many bytes a version has."""
         layouts = layouts_of(size_bytes)
         self._arrays = _arrays(layouts)
         self._rng, self._version = np.random.default_rng(1), 0
         self._publisher = Publisher(
-            layouts, self._arrays, address=f"tcp://{host}:0", token=bytes.fromhex(token)
+            layouts, self._arrays, address=f"tcp://{HOST}:0", token=bytes.fromhex(token)
         )
-        self._listens, port = raw_stream.listening(host)
-        size_bytes = sum(array.nbytes for array in self._arrays.values())
-        self._memory = np.ones(size_bytes, np.uint8)
-        return {"address": self._publisher.address, "port": port, "bytes": size_bytes}
+        self._listens = socket.create_server((HOST, 0))
+        total = sum(array.nbytes for array in self._arrays.values())
+        self._memory = np.ones(total, np.uint8)
+        return {
+            "address": self._publisher.address,
+            "port": self._listens.getsockname()[1],
+            "bytes": total,
+        }
 
-    def accept(self, count: int) -> None:
-        """Take so many bare connections."""
-        self._sockets = raw_stream.accepted(self._listens, count)
+    def accept(self) -> None:
+        """Take the bare connection."""
+        self._socket, _ = self._listens.accept()
 
     def publish(self, changed: float) -> int:
         """Flip the lowest bit of about so great a share of the elements, and publish a version; return its number."""
@@ -78,9 +82,10 @@ class Giver:
         self._publisher.publish(self._version)
         return self._version
 
-    def send(self, size_bytes: int, hot: bool) -> None:
-        """Send so many bytes of memory over the bare connections."""
-        raw_stream.send(self._sockets, self._memory[:size_bytes], hot)
+    def send(self, size_bytes: int) -> None:
+        """Send so many bytes over the bare connection, once the other side asks for them."""
+        self._socket.recv(1)
+        self._socket.sendall(self._memory[:size_bytes].data)
 
     def sums(self) -> list[int]:
         """Return a checksum of each tensor."""
@@ -92,10 +97,10 @@ class Giver:
 
 
 class Taker:
-    """The side that subscribes, and receives over bare sockets."""
+    """The side that subscribes, and receives over a bare socket."""
 
-    def open(self, size_bytes: int, address: str, token: str, host: str, port: int) -> dict[str, Any]:
-        """Make two subscribers, one of which takes versions whole, and bare connections; return how many."""
+    def open(self, size_bytes: int, address: str, token: str, port: int) -> None:
+        """Make two subscribers, one of which takes versions whole, and the bare connection."""
         layouts = layouts_of(size_bytes)
         deltas: dict[str, Literal["auto", "off"]] = {WHOLE: "off", CHANGES: "auto"}
         self._taking = {
@@ -104,11 +109,8 @@ class Taker:
             )
             for name, delta in deltas.items()
         }
-        size_bytes = sum(array.nbytes for array in _arrays(layouts).values())
-        streams = share_count(size_bytes, most_streams())
-        self._sockets = raw_stream.connected(host, port, streams)
-        self._memory = np.ones(size_bytes, np.uint8)
-        return {"streams": streams}
+        self._socket = socket.create_connection((HOST, port))
+        self._memory = np.ones(sum(array.nbytes for array in _arrays(layouts).values()), np.uint8)
 
     def pull(self, which: str) -> dict[str, Any]:
         """Take the version that is offered; return the seconds that took, and the bytes that came."""
@@ -118,9 +120,16 @@ class Taker:
         seconds = time.perf_counter() - begin_s
         return {"version": version, "seconds": seconds, **taking.report()}
 
-    def receive(self, size_bytes: int, hot: bool) -> float:
-        """Receive so many bytes over the bare connections; return the seconds that took."""
-        return raw_stream.receive(self._sockets, self._memory[:size_bytes], hot)
+    def receive(self, size_bytes: int) -> float:
+        """Receive so many bytes over the bare connection; return the seconds that took."""
+        begin_s, got = time.perf_counter(), 0
+        self._socket.sendall(b"x")
+        while got < size_bytes:
+            count = self._socket.recv_into(self._memory[got:size_bytes].data, 0, socket.MSG_WAITALL)
+            if not count:
+                raise ConnectionError("the other side has gone")
+            got += count
+        return time.perf_counter() - begin_s
 
     def sums(self, which: str) -> list[int]:
         """Return a checksum of each tensor of a subscriber's version."""

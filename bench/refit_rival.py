@@ -20,10 +20,7 @@ Arrays = Mapping[str, Array]
 
 
 class GatherAndBroadcast:
-    """Each tensor is gathered whole on one rank, which gives it to everybody; who serves cuts out its part.
-
-    Made of a plan, this rank's sources and destinations by name, and an mpi4py communicator of the plan's ranks.
-    """
+    """Each tensor is gathered whole on one rank, which gives it to everybody; who serves cuts out its part."""
 
     name = "gather, broadcast"
 
@@ -77,10 +74,7 @@ class GatherAndBroadcast:
 
 
 class TensorByTensor:
-    """Each rank gives each other what that needs of a tensor, one tensor after the other, a message a box.
-
-    Made of the same as `GatherAndBroadcast`.
-    """
+    """Each rank gives each other what that needs of a tensor, one tensor after the other, a message a box."""
 
     name = "tensor by tensor"
 

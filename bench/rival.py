@@ -21,15 +21,7 @@ _SMALL_BYTES = 16
 
 
 def rival(mpi_comm: Any, request: Request, placement: Placement, case: Case | None = None) -> Work | None:
-    """Return mpi4py's call for a request; None where MPI has none.
-
-    Args:
-        mpi_comm: an mpi4py communicator over the ranks.
-        request: what is called.
-        placement: "in" passes MPI.IN_PLACE.
-        case: of ours, for the same request. A move takes its private buffers, since where these lie, and in pages of
-            which size, makes more difference than who copies them; other calls take buffers of their own.
-    """
+    """Return mpi4py's call for a request; None where MPI has none."""
     if request.redop == "avg" or (request.redop is not None and request.dtype in _NO_SUMS):
         return None
     return Rival(mpi_comm, request, placement, case).run
@@ -44,13 +36,7 @@ def small_all_reduce(mpi_comm: Any) -> Work:
 
 
 class Rival:
-    """One of mpi4py's calls, and its buffers.
-
-    Attributes:
-        send: this rank's operand, or None.
-        recv: where its result comes, or None; in place it lies within `send`, or the other way round.
-        run: the call.
-    """
+    """One of mpi4py's calls, and its buffers."""
 
     def __init__(
         self, mpi_comm: Any, request: Request, placement: Placement, case: Case | None = None

@@ -31,16 +31,7 @@ def _silent(what: str) -> None:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a sweep runs, as one rank sees it.
-
-    Attributes:
-        comm: the communicator that is measured; only its public methods are used.
-        meeting: how the ranks meet apart from it.
-        cores: cores that the ranks can fill, if they spin while they wait; None where CPU time says nothing.
-        mpi_comm: an mpi4py communicator over the same ranks, or None.
-        cpu_s: CPU time of this rank.
-        say: is told what goes on.
-    """
+    """Where a sweep runs, as one rank sees it."""
 
     comm: Any
     meeting: Meeting
@@ -85,24 +76,12 @@ def sweep(
     facts: tuple[tuple[str, str], ...] = (),
     show: Callable[[Row], object] = lambda row: None,
 ) -> CollectiveReport:
-    """Run a sweep and return what it found, the same on every rank.
-
-    Collective: all ranks of the place call this.
-
-    Args:
-        place: where it runs.
-        settings: what to do.
-        facts: names and values for the report.
-        show: gets each row when it is there.
-
-    Raises:
-        LowshardError: the settings do not fit the communicator, or the buffers not the memory.
-    """
+    """Run a sweep and return what it found, the same on every rank. Collective."""
     _require(place, settings)
     most = max(_request(settings, size, dtype).sizes(place.comm.size).size_bytes
                for size in settings.sizes for dtype in settings.dtypes)  # fmt: skip
     on_host = place.comm.xp is np
-    copies = Copies(most) if settings.memcpy and on_host and most else None
+    copies = Copies(most) if on_host and most else None
     small_s = None
     if settings.compare_mpi:
         small = Runner(small_all_reduce(place.mpi_comm))
@@ -120,10 +99,7 @@ def sweep(
 
 
 def check_all(place: Place, settings: Settings, request: Request, cases: list[Case]) -> list[int]:
-    """Return how many elements each case gets wrong over all ranks: exact data, then random, other values each time.
-
-    Collective: all ranks of the place call this.
-    """
+    """Return how many elements each case gets wrong over all ranks: exact data, then random, other values each time."""
     wrong = [0] * len(cases)
     for turn in range(settings.checks):
         kinds = (True, False) if is_float(request.dtype) else (True,)
@@ -138,8 +114,7 @@ def check_all(place: Place, settings: Settings, request: Request, cases: list[Ca
 def _row(place: Place, settings: Settings, request: Request, copies: Copies | None, cycle: int) -> Row:
     """Check and time one size."""
     comm, sizes = place.comm, request.sizes(place.comm.size)
-    placements = request.placements(settings.placements) or request.placements(("out", "in"))
-    cases = [Case(comm, request, placement) for placement in placements]
+    cases = [Case(comm, request, placement) for placement in request.placements()]
     wrong = check_all(place, settings, request, cases)
     last = Pattern(request.dtype, comm.size, request.redop)
     for case in cases:
@@ -212,7 +187,7 @@ def _require(place: Place, settings: Settings) -> None:
 
 def need_bytes(settings: Settings, ranks: int) -> int:
     """Return the host memory that the buffers of each rank take at most."""
-    pairs = 1 + OPERATIONS[settings.op].in_place + settings.memcpy + 2 * settings.compare_mpi
+    pairs = 2 + OPERATIONS[settings.op].in_place + 2 * settings.compare_mpi
     sizes = (
         _request(settings, s, d).sizes(ranks).size_bytes for s in settings.sizes for d in settings.dtypes
     )

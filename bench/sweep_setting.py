@@ -10,7 +10,6 @@ from typing import Any, Literal
 from lowshard.argument import brief
 from lowshard.bench.operation import ALL_REDOPS, OPERATIONS
 from lowshard.errors import LowshardError
-from lowshard.reading import reader
 
 Placement = Literal["out", "in"]
 
@@ -26,50 +25,21 @@ MOST_SIZES = 10_000
 AVERAGES = ("rank 0", "average", "fastest", "slowest")
 """Whose time counts, by the number of `-a`."""
 
-# What has to be equal for two runs to be compared; sizes, rounds and checks may differ.
-_COMPARED = {
-    "op": "collective", "dtypes": "-d", "redops": "-o", "root": "-r", "calls": "-m", "average": "-a", "each": "-I",
-    "transport": "--transport", "shared": "--shared", "window": "--window", "order": "--order",
-}  # fmt: skip
-"""By the option that asks for it."""
-
 
 @dataclass(frozen=True)
 class Settings:
-    """One sweep.
-
-    Attributes:
-        op: the collective, a name of `OPERATIONS`.
-        sizes: bytes of the larger of a rank's two buffers, size after size; (0,) for a barrier.
-        dtypes: element types, one after the other.
-        redops: reductions, one after the other; empty for a move.
-        root: rank of the root, where there is one.
-        rounds: timed rounds that count.
-        warmups: calls before them.
-        calls: calls in one timed batch; 0: as many as last two milliseconds.
-        checks: how often results are checked, each time with other data.
-        average: whose time counts: 0 rank 0's, 1 the average, 2 the fastest, 3 the slowest.
-        cycles: how often the whole sweep runs.
-        each: time each call by itself, and report how these times spread.
-        transport: what carries it.
-        shared: results are one array for the node (shared=True).
-        window: buffers come from `comm.empty`.
-        order: order of the operands in a reduction.
-        compare_mpi: also time mpi4py's own call, taking turns.
-        memcpy: also time a copy of as many bytes on all ranks at once, taking turns (host memory only).
-        placements: "out" of place, "in" place, or both.
-    """
+    """One sweep."""
 
     op: str
-    sizes: tuple[int, ...]
+    sizes: tuple[int, ...]  # bytes of the larger of a rank's two buffers; (0,) for a barrier
     dtypes: tuple[str, ...] = ("float32",)
     redops: tuple[str, ...] = ()
     root: int = 0
     rounds: int = 20
     warmups: int = 5
-    calls: int = 0
+    calls: int = 0  # in a timed batch; 0: as many as last two milliseconds
     checks: int = 1
-    average: int = 3
+    average: int = 3  # whose time counts: of `AVERAGES`
     cycles: int = 1
     each: bool = False
     transport: str = "auto"
@@ -77,8 +47,6 @@ class Settings:
     window: bool = False
     order: str = "fast"
     compare_mpi: bool = False
-    memcpy: bool = True
-    placements: tuple[Placement, ...] = ("out", "in")
 
     def __post_init__(self) -> None:
         operation = OPERATIONS.get(self.op)
@@ -100,34 +68,14 @@ class Settings:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Settings:
-        """Return the settings that `to_json` wrote; raises LowshardError for anything else."""
-        return _read(data)
-
-    def differences(self, other: Settings) -> tuple[str, ...]:
-        """Return what keeps the figures of two runs from being compared, a line each."""
-        mine, theirs = asdict(self), asdict(other)
-        return tuple(
-            f"{option}: {_in_words(mine[name])} here, {_in_words(theirs[name])} there"
-            for name, option in _COMPARED.items()
-            if mine[name] != theirs[name]
+        """Return the settings that `to_json` wrote, after a way through JSON."""
+        return cls(
+            **{name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
         )
 
 
-def _in_words(value: object) -> str:
-    if isinstance(value, bool):
-        return "with" if value else "without"
-    return (",".join(map(str, value)) or "none") if isinstance(value, tuple) else str(value)
-
-
-_read = reader("settings of lowshard bench", LowshardError)(Settings)
-
-
 def size_list(begin: int, end: int, factor: float | None, step: int | None) -> tuple[int, ...]:
-    """Return the sizes from one to another, by a factor or by a step.
-
-    Raises:
-        LowshardError: the last is smaller than the first, the factor leads nowhere, or there are too many.
-    """
+    """Return the sizes from one to another, by a factor or by a step."""
     if end < begin:
         raise LowshardError(f"-e is at least -b, got -b {begin} -e {end}")
     if step is None and (factor is None or not 1 < factor < inf):

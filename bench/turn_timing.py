@@ -18,13 +18,7 @@ from typing import Protocol
 
 import numpy as np
 
-from lowshard.errors import LowshardError
-
 Work = Callable[[], object]
-
-X_PROGRAM = 1.15
-"""A ratio may be so many times that of the program in C, where that is more than the promised one; a speed-up may be so
-many times less than the program's, where that is less."""
 
 
 class Clock(Protocol):
@@ -38,11 +32,7 @@ class Clock(Protocol):
 
 
 class HostClock:
-    """Work that is done when its call returns.
-
-    Args:
-        now: a clock in seconds.
-    """
+    """Work that is done when its call returns."""
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
         self._now = now
@@ -72,32 +62,8 @@ class Copy:
 
 
 @dataclass(frozen=True)
-class Program:
-    """The work of a case by a program in C.
-
-    Attributes:
-        ways: the same work, in different ways.
-        same: runs one of them and says whether it wrote what the case wrote.
-    """
-
-    ways: tuple[Work, ...]
-    same: Callable[[Work], bool]
-
-
-@dataclass(frozen=True)
 class Case:
-    """Work to time.
-
-    Attributes:
-        name: what the table calls it; cases of one measurement have different names.
-        run: does the work once, into buffers that are there.
-        moved_bytes: bytes the job has to read and write; temporaries of one way to do it do not count.
-        copy: its yardstick. Where the two move different numbers of bytes, ratios are those of the times a byte.
-        note: what to know about it; "" if nothing.
-        ratio_limit: the largest ratio that is promised, or None.
-        prepare: fills what the work reads; called once, untimed, right before the first call.
-        program: the same work in C, or None.
-    """
+    """Work to time."""
 
     name: str
     run: Work
@@ -106,18 +72,11 @@ class Case:
     note: str = ""
     ratio_limit: float | None = None
     prepare: Work | None = None
-    program: Program | None = None
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Two cases of one measurement, to say how many times faster one is than the other, a byte.
-
-    Attributes:
-        fast: name of the case that should be faster.
-        slow: name of the other.
-        least: the smallest speed-up that is promised, or None.
-    """
+    """Two cases of one measurement, to say how many times faster one is than the other, a byte."""
 
     fast: str
     slow: str
@@ -126,15 +85,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Workload:
-    """Cases that are measured together.
-
-    Attributes:
-        title: sizes, in words.
-        sizes: the same as names and numbers.
-        cases: what takes turns, in this order.
-        pairs: speed-ups to work out.
-        notes: what a reader of the figures should know.
-    """
+    """Cases that are measured together."""
 
     title: str
     sizes: tuple[tuple[str, int], ...]
@@ -161,19 +112,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Row:
-    """What came out for one case.
-
-    Attributes:
-        name: the case's name.
-        note: the case's note.
-        moved_bytes: bytes the work read and wrote.
-        copied_bytes: bytes its yardstick copied.
-        ratio_limit: the case's limit.
-        first_call_s: the first call, which is in no other figure: it compiles, and touches fresh memory.
-        work_s: seconds of the work, one a round.
-        copy_s: seconds of the yardstick, one a round.
-        program_s: seconds of the program in C, for each of its ways one a round.
-    """
+    """What came out for one case."""
 
     name: str
     note: str
@@ -183,7 +122,6 @@ class Row:
     first_call_s: float
     work_s: tuple[float, ...]
     copy_s: tuple[float, ...]
-    program_s: tuple[tuple[float, ...], ...] = ()
 
     @property
     def median_s(self) -> float:
@@ -203,64 +141,33 @@ class Row:
     @property
     def ratios(self) -> tuple[float, ...]:
         """The ratio of each round: time of the work over time of the copy, both a byte moved."""
-        return self._beside_copy(self.work_s)
-
-    def _beside_copy(self, seconds: tuple[float, ...]) -> tuple[float, ...]:
         per_byte = 2 * self.copied_bytes / self.moved_bytes
-        return tuple(work / copy * per_byte for work, copy in zip(seconds, self.copy_s, strict=True))
+        return tuple(work / copy * per_byte for work, copy in zip(self.work_s, self.copy_s, strict=True))
 
     @cached_property
     def ratio(self) -> Spread:
         """The ratio over the rounds; its median is the figure."""
         return Spread.of(self.ratios)
 
-    @cached_property
-    def program_ratio(self) -> float | None:
-        """The ratio of the program in C, in the quickest of its ways; None where it was not timed."""
-        return min((Spread.of(self._beside_copy(way)).median for way in self.program_s), default=None)
-
-    @property
-    def limit(self) -> float | None:
-        """What the ratio may be: as much as is promised, or X_PROGRAM times the program's; None without a promise."""
-        if self.ratio_limit is None or self.program_ratio is None:
-            return self.ratio_limit
-        return max(self.ratio_limit, X_PROGRAM * self.program_ratio)
-
     @property
     def ok(self) -> bool | None:
         """Whether the ratio keeps its limit; None without a limit."""
-        return None if self.limit is None else self.ratio.median <= self.limit
+        return None if self.ratio_limit is None else self.ratio.median <= self.ratio_limit
 
 
 @dataclass(frozen=True)
 class SpeedUp:
-    """How many times faster one case was than another, a byte, in each round.
-
-    Attributes:
-        fast: name of the case that should be faster.
-        slow: name of the other.
-        promised: the smallest speed-up that is promised, or None.
-        times: one a round.
-        program: the speed-up of the program in C, each case in the quickest of its ways; None where not timed.
-    """
+    """How many times faster one case was than another, a byte, in each round."""
 
     fast: str
     slow: str
-    promised: float | None
+    least: float | None
     times: tuple[float, ...]
-    program: float | None = None
 
     @cached_property
     def spread(self) -> Spread:
         """The speed-up over the rounds; its median is the figure."""
         return Spread.of(self.times)
-
-    @property
-    def least(self) -> float | None:
-        """What it has to be: as much as is promised, or the program's over X_PROGRAM; None without a promise."""
-        if self.promised is None or self.program is None:
-            return self.promised
-        return min(self.promised, self.program / X_PROGRAM)
 
     @property
     def ok(self) -> bool | None:
@@ -274,31 +181,13 @@ def measure(
     clock: Clock,
     step: Callable[[str], object] = lambda what: None,
 ) -> tuple[Row, ...]:
-    """Return a row for each case, measured in interleaved rounds.
-
-    Every case is called once for its first-call time and once more, with its copy, to warm buffers. Then each
-    round runs case, copy, case, copy, in the order given, with the garbage collector off.
-
-    Args:
-        cases: what to time.
-        rounds: rounds that count, at least 1.
-        clock: how to time it.
-        step: told what is about to run, `len(cases) + 1 + rounds` times.
-
-    Raises:
-        LowshardError: a case's program in C gives other bytes.
-    """
+    """Return a row for each case, measured in interleaved rounds."""
     first_s = []
     for case in cases:
         step(f"first call: {case.name}")
         if case.prepare is not None:
             case.prepare()
         first_s.append(clock.call_s(case.run))
-        if case.program is not None and not all(map(case.program.same, case.program.ways)):
-            raise LowshardError(f"the program in C and lowshard give different bytes: {case.name}")
-    programs: list[tuple[list[float], ...]] = [
-        tuple([] for _ in (case.program.ways if case.program else ())) for case in cases
-    ]
     work_s: list[list[float]] = [[] for _ in cases]
     copy_s: list[list[float]] = [[] for _ in cases]
     with no_collection():
@@ -306,12 +195,9 @@ def measure(
             step(f"round {index} of {rounds}" if index else "warming up")
             for place, case in enumerate(cases):
                 work, copy = clock.work_s(case.run), clock.work_s(case.copy.run)
-                ways_s = [clock.work_s(way) for way in (case.program.ways if case.program else ())]
                 if index:
                     work_s[place].append(work)
                     copy_s[place].append(copy)
-                    for times, way_s in zip(programs[place], ways_s, strict=True):
-                        times.append(way_s)
     return tuple(
         Row(
             case.name,
@@ -322,9 +208,8 @@ def measure(
             first,
             tuple(work),
             tuple(copy),
-            tuple(map(tuple, ways)),
         )
-        for case, first, work, copy, ways in zip(cases, first_s, work_s, copy_s, programs, strict=True)
+        for case, first, work, copy in zip(cases, first_s, work_s, copy_s, strict=True)
     )
 
 
@@ -338,8 +223,7 @@ def speed_ups(rows: Sequence[Row], pairs: Sequence[Pair]) -> tuple[SpeedUp, ...]
         fast, slow = named[pair.fast], named[pair.slow]
         per_byte = fast.moved_bytes / slow.moved_bytes
         times = tuple(s / f * per_byte for s, f in zip(slow.work_s, fast.work_s, strict=True))
-        both = fast.program_ratio and slow.program_ratio and slow.program_ratio / fast.program_ratio
-        found.append(SpeedUp(pair.fast, pair.slow, pair.least, times, both))
+        found.append(SpeedUp(pair.fast, pair.slow, pair.least, times))
     return tuple(found)
 
 

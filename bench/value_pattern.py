@@ -34,14 +34,7 @@ _BITS = {
 
 @dataclass(frozen=True)
 class Segment:
-    """A stretch of a result: `count` elements from `start` on are those of `table` from `first` on.
-
-    Attributes:
-        start: first element of the result.
-        count: number of elements.
-        table: index of the rank whose values they are; None for their reduction.
-        first: first element of that rank's buffer.
-    """
+    """A stretch of a result: `count` elements from `start` on are those of `table` from `first` on."""
 
     start: int
     count: int
@@ -50,18 +43,7 @@ class Segment:
 
 
 class Pattern:
-    """The buffers of all ranks for one check.
-
-    Args:
-        dtype: element type, a name of the table.
-        ranks: number of ranks.
-        redop: the reduction, or None for a move.
-        seed: other values for another seed.
-        exact: small integers and exact results; else random floats and a tolerance.
-
-    Raises:
-        LowshardError: exact data of this type cannot be reduced over so many ranks.
-    """
+    """The buffers of all ranks for one check."""
 
     def __init__(self, dtype: str, ranks: int, redop: str | None, seed: int = 0, exact: bool = True) -> None:
         self.dtype = dtypes.get(dtype).numpy

@@ -13,10 +13,7 @@ from lowshard.nearest import nearest
 
 __all__ = ["CommandParser", "expect_habits"]
 
-_REPORT = (
-    "there is no page of this: lowshard demo --report DIR makes one, and so does lowshard bench NAME --report DIR for "
-    "each NAME but profile and simulate"
-)
+_REPORT = "there is no page of this: lowshard demo --report DIR makes one, and so does lowshard bench NAME --report DIR"
 
 
 class CommandParser(argparse.ArgumentParser):

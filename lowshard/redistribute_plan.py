@@ -233,8 +233,8 @@ def plan_redistribute(
     Args:
         src: what the ranks hold; any placements, any mesh.
         dst: what they shall hold; the same global shape and dtype, on any mesh.
-        cost: a cluster's cost profile (`lowshard bench profile` measures one): the plan takes the fewest seconds by
-            it. Without one nothing is known of the cluster, and the plan moves the fewest bytes.
+        cost: a cluster's cost profile: the plan takes the fewest seconds by it. Without one the plan moves the
+            fewest bytes.
         node_size: ranks a node (rank r is on node r // node_size): copies on the own node are
             preferred as sources, and steps across nodes are priced as such.
 

@@ -1,4 +1,4 @@
-"""Seconds of one call by a cluster profile, quick enough to be asked thousands of times: no error bars, all kept."""
+"""Seconds of one call by a cluster profile, quick enough to be asked thousands of times."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Prices:
         )
 
     def seconds(self, op: str, ranks: int, size_bytes: int, level: Level = "node") -> float:
-        """Return what one call takes; see `ClusterProfile.seconds` for the arguments."""
+        """Return the seconds of one call; the size is that of the larger of a rank's two buffers."""
         if ranks <= 1:
             return 0.0
         key = (op, ranks, size_bytes, level)

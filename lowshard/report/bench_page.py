@@ -7,11 +7,8 @@ from typing import Any
 
 from lowshard.bench.bench_report import LEGEND, BenchReport
 from lowshard.bench.figure import CollectiveReport
-from lowshard.bench.fit import Point, fit_profile
 from lowshard.bench.plot import lines
 from lowshard.bench.turn_timing import Row as KernelRow
-from lowshard.cost import ClusterProfile
-from lowshard.errors import ProfileError
 from lowshard.report.page import (
     Bar,
     Bars,
@@ -65,13 +62,13 @@ def kernel_page(report: BenchReport) -> Page:
 
 def _ratios(rows: Sequence[KernelRow]) -> Bars:
     ratios = [row.ratio.median for row in rows]
-    limits = [row.limit or 0.0 for row in rows]
+    limits = [row.ratio_limit or 0.0 for row in rows]
     scaled = shares([*ratios, *limits, 1.0])
     count = len(ratios)
     bars = []
     for i, row in enumerate(rows):
-        limit = "" if row.limit is None else f", limit {row.limit:g}"
-        mark = None if row.limit is None else scaled[count + i]
+        limit = "" if row.ratio_limit is None else f", limit {row.ratio_limit:g}"
+        mark = None if row.ratio_limit is None else scaled[count + i]
         kind: Kind = "bad" if row.ok is False else "plain"
         bars.append(Bar(row.name, scaled[i], f"{row.ratio.median:.2f} x memcpy{limit}", kind, mark))
     return Bars(tuple(bars), "Shorter is faster. The line is the limit.")
@@ -108,8 +105,7 @@ def collective_page(report: CollectiveReport) -> Page:
         if report.is_busy
         else ""
     )
-    guess = _fitted(report)
-    sections = [*_curves(report, guess), _sizes(report, guess)]
+    sections = [*_curves(report), _sizes(report)]
     return Page(
         f"lowshard bench {report.settings.op}",
         f"{report.ranks} ranks over {report.transport}.{busy}",
@@ -121,23 +117,7 @@ def collective_page(report: CollectiveReport) -> Page:
     )
 
 
-def _fitted(report: CollectiveReport) -> ClusterProfile | None:
-    """Return the cost model of this run's own first kind of call; None where there are too few sizes."""
-    rows = [row for row in report.rows if row.cycle == 0 and row.size_bytes]
-    kinds = dict.fromkeys((row.dtype, row.redop) for row in rows)
-    first = next(iter(kinds), None)
-    points = [
-        Point(row.op, "any", "node", row.ranks, row.size_bytes, row.main.timing.median_s)
-        for row in rows
-        if (row.dtype, row.redop) == first
-    ]
-    try:
-        return fit_profile(points) if len(points) > 2 else None
-    except ProfileError:
-        return None
-
-
-def _curves(report: CollectiveReport, guess: ClusterProfile | None) -> Iterator[Section]:
+def _curves(report: CollectiveReport) -> Iterator[Section]:
     drawn = list(lines(report))
     if not drawn or len(drawn[0][1]) < 2:
         return
@@ -146,13 +126,6 @@ def _curves(report: CollectiveReport, guess: ClusterProfile | None) -> Iterator[
         for i, (name, sizes, took, _) in enumerate(drawn)
     ]
     legend = [(line.name, colour_of(line.colour)) for line in times]
-    if guess is not None:
-        sizes = drawn[0][1]
-        predicted = tuple(
-            (s, guess.seconds(report.settings.op, report.ranks, s).seconds * 1e6) for s in sizes
-        )
-        times.append(CurveLine("model", predicted, 0, is_guess=True))
-        legend.append(("dashed: the cost model fitted to the first of them", "c0"))
     speeds = [
         CurveLine(name, tuple((s, b) for s, b in zip(sizes, busbw, strict=True) if b > 0), i)
         for i, (name, sizes, _, busbw) in enumerate(drawn)
@@ -168,31 +141,22 @@ def _curves(report: CollectiveReport, guess: ClusterProfile | None) -> Iterator[
     )
 
 
-def _sizes(report: CollectiveReport, guess: ClusterProfile | None) -> Section:
+def _sizes(report: CollectiveReport) -> Section:
     rows = []
     for row in report.rows:
         for name, figure in row.figures:
             took = figure.timing.median_s
-            told = ""
-            if guess is not None and row.size_bytes:
-                told = f"{guess.seconds(row.op, row.ranks, row.size_bytes).seconds * 1e6:,.1f}"
             rows.append((
                 Cell(f"{row.size_bytes:,} B, {name}"),
                 Cell(" ".join(filter(None, (row.dtype, row.redop)))),
                 number(f"{took * 1e6:,.1f}"),
-                number(told),
                 number(f"{row.busbw(figure):.2f}"),
                 number("" if figure.x_memcpy is None else f"{figure.x_memcpy:.2f}"),
                 number("" if figure.x_mpi is None else f"{figure.x_mpi:.2f}"),
                 number("" if figure.wrong is None else f"{figure.wrong}", "bad" if figure.wrong else "plain"),
             ))  # fmt: skip
-    head = ("size", "type", "us", "model us", "busbw GB/s", "x memcpy", "x MPI", "wrong")
-    note = (
-        "Model: t = steps alpha + factor S beta, fitted to this run's own first kind of call."
-        if guess
-        else ""
-    )
-    return Section("Figures", "Measured beside what the model says.", (Table(head, tuple(rows), note),))
+    head = ("size", "type", "us", "busbw GB/s", "x memcpy", "x MPI", "wrong")
+    return Section("Figures", "", (Table(head, tuple(rows)),))
 
 
 def redistribute_page(report: Mapping[str, Any]) -> Page:
@@ -259,7 +223,7 @@ def refit_page(rows: Sequence[Any], limit: float) -> Page:
         for i, row in enumerate(rows)
     )
     table = Table(
-        ("case", "moved MB", "sent MB", "ready ms", "ms", "predicted ms"),
+        ("case", "moved MB", "sent MB", "ready ms", "ms"),
         tuple(
             (
                 Cell(f"{row.name}, {row.memory}"),
@@ -267,11 +231,9 @@ def refit_page(rows: Sequence[Any], limit: float) -> Page:
                 number(f"{row.sent_bytes / 1e6:.1f}"),
                 number(f"{row.prepare_s * 1e3:.1f}"),
                 number(f"{row.median_s * 1e3:.1f}"),
-                number("" if row.predicted_s is None else f"{row.predicted_s * 1e3:.1f}"),
             )
             for row in rows
         ),
-        "Predicted with --profile alone.",
     )
     best = min((row.ratio for row in rows), default=0.0)
     return Page(
@@ -293,7 +255,7 @@ def model_page(rows: Sequence[Any]) -> Page:
         for row, share in zip(rows, scaled, strict=True)
     )
     table = Table(
-        ("way", "changed %", "sent MB", "x least", "ms", "pause ms", "predicted ms"),
+        ("way", "changed %", "sent MB", "x least", "ms", "pause ms"),
         tuple(
             (
                 Cell(row.way),
@@ -302,7 +264,6 @@ def model_page(rows: Sequence[Any]) -> Page:
                 number(f"{row.sent_bytes / max(1, row.least_bytes):.2f}"),
                 number(f"{row.median_s * 1e3:,.1f}"),
                 number(f"{row.pause_s * 1e3:,.3f}"),
-                number("" if row.predicted_s is None else f"{row.predicted_s * 1e3:,.1f}"),
             )
             for row in rows
         ),

@@ -151,7 +151,7 @@ def _plan(plan: PlanView) -> Section:
             Bar("measured", scaled[1], f"{plan.measured_s * 1e3:.1f} ms"),
         ),
         "Predicted by the built-in cost profile, tensor after tensor: it has orders of magnitude, and knows nothing of "
-        "this machine. lowshard bench profile measures one that does.",
+        "this machine. ",
     )
     more = len(told) - len(rows)
     table = Table(

@@ -23,7 +23,6 @@ from lowshard.reshard.refit import Refit
 from lowshard.reshard.reshard_plan import Move, ReshardPlan
 from lowshard.reshard.reshard_run import Report, Reshard, execute_reshard_plan
 from lowshard.reshard.scale_slice import scale_slice_from_data_slice
-from lowshard.reshard.simulation import Simulation, simulate
 from lowshard.reshard.subscriber import Subscriber
 from lowshard.reshard.tensor_layout import TensorLayout
 from lowshard.reshard.version_server import Member
@@ -48,7 +47,6 @@ __all__ = [
     "ReshardPlan",
     "ReshardTransform",
     "Roster",
-    "Simulation",
     "Subscriber",
     "SwizzledMXFP8",
     "TensorLayout",
@@ -63,7 +61,6 @@ __all__ = [
     "plan_pages",
     "resolve_name",
     "scale_slice_from_data_slice",
-    "simulate",
     "ssm_state_layouts",
 ]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from math import prod
 
 from lowshard.box import full_box, volume
 from lowshard.errors import PlanError
@@ -135,28 +134,6 @@ class Schedule:
         if self.multicast:  # only the first replica of a destination asks
             kinds = tuple(replace(k, dst=_first_replicas(k.dst)) if self._hands_on(k) else k for k in kinds)
         return Shares(kinds, self.node_size)
-
-    def incoming_bytes(self, rank: int) -> dict[int, int]:
-        """Return the bytes that a rank gets from each rank, itself included; quicker than the moves."""
-        found: dict[int, int] = {}
-        for number, kind in enumerate(self.kinds):
-            seat = kind.dst.seats.seat(rank)
-            if seat is None:
-                continue
-            cell, replica = seat
-            if replica and self._hands_on(kind):
-                parent = kind.dst.seats.rank(cell, replica - (1 << (replica.bit_length() - 1)))
-                whole = (
-                    prod(kind.dst.partition.local_shape(cell)) * kind.src.itemsize_bytes * len(kind.entries)
-                )
-                found[parent] = found.get(parent, 0) + whole
-                continue
-            for src_cell in kind.pairing.sources(cell):
-                size = kind.moved_bytes(src_cell, cell)
-                for index in range(len(kind.entries)):
-                    peer = self.shares.source(number, src_cell, cell, replica, index)
-                    found[peer] = found.get(peer, 0) + size
-        return found
 
     def egress_bound_bytes(self, rank: int) -> float:
         """Return what a rank sends at most: for each line it serves, the mean and one request (see `share`)."""

@@ -17,13 +17,11 @@ from typing import Any, Literal
 
 from lowshard.argument import instance, items, whole, wholes
 from lowshard.box import Box, any_overlap, box_text, is_within, shape_of, volume
-from lowshard.cost import ClusterProfile, Estimate
 from lowshard.errors import PlanError
 from lowshard.reading import reader
 from lowshard.reshard.move_schedule import ENTRIES, Schedule
 from lowshard.reshard.replica_shares import Kind
 from lowshard.reshard.reshard_move import Entry, Move, RankPlan
-from lowshard.reshard.simulation import simulate
 from lowshard.reshard.tensor_layout import TensorLayout
 
 SCHEMA: Literal["lowshard-reshard-plan-1"] = "lowshard-reshard-plan-1"
@@ -122,15 +120,6 @@ class ReshardPlan:
         """Return the bytes that a rank sends to each other rank."""
         plan = self.for_rank(rank)
         return {peer: sum(self.move_bytes(m) for m in found) for peer, found in plan.sends.items()}
-
-    def incoming_bytes(self, rank: int) -> dict[int, int]:
-        """Return the bytes that a rank gets from each rank, itself included; quicker than the moves."""
-        return self._schedule.incoming_bytes(_rank(rank))
-
-    def predicted_s(self, profile: ClusterProfile) -> Estimate:
-        """Return what the plan is predicted to take on a cluster, with its error bar; see `simulate`."""
-        made = simulate(self, profile)
-        return Estimate(made.seconds, made.low, made.high, False, made.is_default)
 
     def sent_bytes(self, rank: int) -> int:
         """Return the bytes that a rank sends to others."""

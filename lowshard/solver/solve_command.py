@@ -11,7 +11,6 @@ from typing import Any
 
 from lowshard import dtypes
 from lowshard.argument import brief
-from lowshard.cost import ClusterProfile
 from lowshard.errors import LayoutError, MeshError, ShardingError, SolverError
 from lowshard.mesh import DeviceMesh
 from lowshard.placement import MOST_DIGITS
@@ -28,9 +27,9 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
 _SHOWN = 120
 _RUN_BYTES = 10**9
 DESCRIPTION = (
-    "Choose a layout for every tensor of a graph: least compute + collectives + redistribution by a cluster profile, "
-    "within a memory budget a device. Shows what an op-by-op solver (GreedyReshard, free tensors replicated) would do "
-    "beside it."
+    "Choose a layout for every tensor of a graph: least compute + collectives + redistribution, by built-in guesses "
+    "of a cluster, within a memory budget a device. Shows what an op-by-op solver (GreedyReshard, free tensors "
+    "replicated) would do beside it."
 )
 EPILOG = (
     "Exit codes: 0 solved, 1 nothing fits the budget (the tightest tensor and the smallest budget are named), 2 wrong "
@@ -51,25 +50,18 @@ def add_solve_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentPar
         "--budget", metavar="BYTES", help="what a device may hold at any time, such as 40GB or 512MiB"
     )
     parser.add_argument(
-        "--profile",
-        metavar="cluster.json",
-        help="cost profile of `lowshard bench profile`; default: built-in guesses",
-    )
-    parser.add_argument(
         "--size",
         action="append",
         default=[],
         metavar="NAME=N",
         help="a number for a symbol in shapes; may be repeated",
     )
-    parser.add_argument(
-        "--flops", type=float, metavar="N", help="flops a device does in a second (profile's, or 5e10)"
-    )
+    parser.add_argument("--flops", type=float, metavar="N", help="flops a device does in a second (5e10)")
     parser.add_argument(
         "--memory-bandwidth",
         type=float,
         metavar="BYTES",
-        help="bytes a device moves in a second (profile's, or 1e10)",
+        help="bytes a device moves in a second (1e10)",
     )
     parser.add_argument("--node-size", type=int, metavar="N", help="ranks a node; default: all on one")
     parser.add_argument(
@@ -111,7 +103,7 @@ def run_solve(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(_json(plan, greedy, errors), indent=1))
     else:
-        _show(plan, greedy, errors, solver.profile is None)
+        _show(plan, greedy, errors)
     return 0
 
 
@@ -137,12 +129,10 @@ def _plans(
 
 
 def _solver(args: argparse.Namespace) -> GraphSolver:
-    profile = None if args.profile is None else ClusterProfile.load(args.profile)
-    given = Rates.of(profile)
+    given = Rates()
     flops = given.flops_per_s if args.flops is None else args.flops
     bandwidth = given.memory_bytes_per_s if args.memory_bandwidth is None else args.memory_bandwidth
     return GraphSolver(
-        profile=profile,
         rates=Rates(flops, bandwidth),
         budget_bytes=None if args.budget is None else parse_bytes(args.budget),
         allow_partial_to_sharded=not args.no_partial_to_sharded,
@@ -225,7 +215,7 @@ def _one(plan: GraphPlan) -> dict[str, Any]:
     }
 
 
-def _show(plan: GraphPlan, greedy: GraphPlan | None, errors: dict[str, float], is_guess: bool) -> None:
+def _show(plan: GraphPlan, greedy: GraphPlan | None, errors: dict[str, float]) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
@@ -246,10 +236,7 @@ def _show(plan: GraphPlan, greedy: GraphPlan | None, errors: dict[str, float], i
     console.print(beside)
     for line in plan.why():
         console.print(line)
-    if is_guess:
-        console.print(
-            "times are of the built-in profile, not of this machine: lowshard bench profile measures one"
-        )
+    console.print("times are of the built-in profile, not of this machine")
     for name, error in errors.items():
         console.print(
             f"ran {name} on {plan.mesh.size} ranks: equal to the unsharded result within {error:.1e}"

@@ -36,7 +36,6 @@ With --delta BASE NEXT it writes what NEXT changes of BASE: a folder weight_v...
 an OUT that ends in .safetensors a sparse file. With --apply DELTA... it applies such deltas to IN, each to the version
 that it was made from, and all of them or none: OUT lies as IN does, and may be IN, unless that is a folder of several
 files of another program, which cannot be switched in one step; --to or --merged cut it anew.
-With --simulate nothing is read or written: IN is a reshard plan, whose time and load are predicted.
 """
 EPILOG = """\
 examples:
@@ -48,7 +47,6 @@ examples:
   lowshard reshard out/ hf/ --merged --file-size 2GB         # back to a folder that other libraries read
   lowshard reshard --delta v6/ v7/ -o deltas/weight_v000007
   lowshard reshard serving/ --apply deltas/ -o serving/      # all that it lacks, in one switch
-  lowshard reshard plan.json --simulate --profile cluster.json
 Strategies: llama, qwen, moe (Mixtral, DeepSeek), bert, or a YAML file of your own. Rules: a ready-made name or a
 path, as of `lowshard rules`.
 Exit codes: 0 done, 1 the input or a delta is damaged, a delta stands on another version, or the output cannot be
@@ -64,10 +62,6 @@ _NOT_OF_DELTA = {
     "no_verify": "--no-verify", "dry_run": "--dry-run", "timeout": "--timeout",
 }  # fmt: skip
 """Options that --delta does not read."""
-_OF_SIMULATE = {"profile": "--profile", "node_size": "--node-size"}
-"""Options that --simulate alone reads, beside --json."""
-_NOT_OF_SIMULATE = {"target": "OUT", "out": "-o", "delta": "--delta"} | _OF_DELTA | _NOT_OF_DELTA
-"""Options that --simulate does not read."""
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -153,14 +147,6 @@ def add_reshard_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentP
         "--dry-run", action="store_true", help="show what would be written, and write nothing"
     )
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
-    parser.add_argument(
-        "--simulate", action="store_true",
-        help="predict the plan IN (JSON, or the models dense and deepseek) instead; as `lowshard bench simulate`",
-    )  # fmt: skip
-    parser.add_argument("--profile", metavar="FILE", help="with --simulate: the cluster profile")
-    parser.add_argument(
-        "--node-size", type=int, default=8, metavar="N", help="with --simulate: ranks a node (8)"
-    )
     parser.add_argument("--timeout", type=float, metavar="S", help="end the job after S seconds")
     parser.set_defaults(func=lambda args: run(args, parser.get_default))
 
@@ -206,13 +192,6 @@ def run(args: argparse.Namespace, default: Callable[[str], Any]) -> int:
     """
     from lowshard.launch.environment import find_rank
 
-    if args.simulate:
-        _check_beside(args, _NOT_OF_SIMULATE, "--simulate reads a plan, and nothing of a checkpoint", default)
-        from lowshard.bench.bench_simulate import run_simulate
-
-        args.plan = args.source
-        return run_simulate(args)
-    _check_beside(args, _OF_SIMULATE, "with --simulate alone an option says what a plan runs on", default)
     _check_paths((args.source, args.target, args.out, *args.apply))
     if args.delta:
         _check_beside(args, _NOT_OF_DELTA, "--delta writes a delta, and does not read other options", default)

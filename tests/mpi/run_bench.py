@@ -1,23 +1,20 @@
 """Runs tiny sweeps of every collective on MPI ranks; rank 0 prints a JSON report a line.
 
-Usage: run_bench.py [levels]; with "levels", only the levels of a profile. Also runs what mpi4py does by itself, and
-checks that this is right: a rival that computes something else would be no measure.
+Also runs what mpi4py does by itself, and checks that this is right: a rival that computes something else would be no
+measure.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 import warnings
 from typing import Any
-from unittest import mock
 
 from mpi4py import MPI
 from support import mode
 
 from lowshard.bench.bench_seat import MpiSeat
 from lowshard.bench.case import Case, Request
-from lowshard.bench.cluster import measure_points
 from lowshard.bench.collective import measure_collective
 from lowshard.bench.operation import OPERATIONS
 from lowshard.bench.rival import Rival
@@ -65,7 +62,7 @@ def check_rivals(seat: MpiSeat) -> None:
                 op, 960, "int32", "sum" if operation.reduces else None, root=operation.rooted * 1
             )
             pattern = Pattern("int32", comm.size, request.redop)
-            for placement in request.placements(("out", "in")):
+            for placement in request.placements():
                 rival = Rival(comm, request, placement)
                 if rival.recv is not None:
                     spoil(rival.recv)
@@ -81,27 +78,12 @@ def check_rivals(seat: MpiSeat) -> None:
     assert call_of(comm, Request("all_gather", 64, "bfloat16"), "out") is not None
 
 
-def pretend_hosts(seat: MpiSeat, asked: dict[str, Any]) -> Any:
-    """Measure as if each two ranks were a host of their own, and a lone pair two of them."""
-    size = seat.meeting.size
-    name = f"host-{seat.meeting.rank // (2 if size > 2 else 1)}"
-    with mock.patch("socket.gethostname", return_value=name):
-        return measure_points(seat, {**asked, "ops": ["broadcast"]})
-
-
 def main() -> None:
     warnings.simplefilter("error")
     seat = MpiSeat(MPI.COMM_WORLD)
-    if sys.argv[1:] == ["levels"]:
-        asked = {"sizes": [64, 4096], "rounds": 2, "warmups": 1, "calls": 1, "transport": "mpi"}
-        say("levels", pretend_hosts(seat, asked))
-        return
     for form in FORMS:
         settings = settings_of(form)
         say("sweep", measure_collective(seat, {"settings": settings.to_json(), "table": False}))
-    asked = {"sizes": [64, 4096, 65536], "rounds": 2, "warmups": 1, "calls": 1, "transport": "mpi"}
-    say("profile", measure_points(seat, {**asked, "ops": ["all_reduce", "all_gather", "barrier"]}))
-    say("levels", pretend_hosts(seat, asked))
     check_rivals(seat)
     say("rivals", "right")
 

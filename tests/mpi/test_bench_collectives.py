@@ -1,4 +1,4 @@
-"""The benchmarks of collectives on real MPI ranks: every collective, MPI beside it, the profile."""
+"""The benchmarks of collectives on real MPI ranks: every collective, MPI beside it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,8 @@ import pytest
 from support import mode
 from support.starting import start_ranks
 
-from lowshard.bench.cluster import describe
 from lowshard.bench.figure import CollectiveReport
-from lowshard.bench.fit import Point, fit_profile
 from lowshard.bench.operation import OPERATIONS
-from lowshard.cost import ClusterProfile
 
 pytestmark = [pytest.mark.mpi, pytest.mark.one_mpi]
 
@@ -89,34 +86,6 @@ def test_mpis_own_calls_compute_what_ours_do(found: dict[str, list[Any]]) -> Non
     assert found["rivals"] == ["right"]
 
 
-def test_measured_points_make_a_profile(found: dict[str, list[Any]]) -> None:
-    (data,) = found["profile"]
-    assert data["wrong"] == 0
-    points = [Point(**point) for point in data["points"]]
-    assert [(p.op, p.size_bytes) for p in points] == [
-        *((op, size) for op in ("all_reduce", "all_gather") for size in (64, 4096, 65536)),
-        ("barrier", 0),
-    ]
-    assert {(p.transport, p.level, p.ranks) for p in points} == {("mpi", "node", 2)}
-    profile = fit_profile(points, tuple(data["machine"].items()))
-    estimate = profile.seconds("all_reduce", 2, 4096)
-    assert 0 < estimate.low < estimate.seconds < estimate.high
-    assert "cpu" in dict(profile.machine)
-    assert any("fit error" in line for line in describe(profile, points))
-
-
-def test_one_rank_a_host_is_the_network_level_and_the_ranks_of_one_the_node(
-    found: dict[str, list[Any]], full: bool
-) -> None:
-    (data,) = found["levels"]
-    assert {(p["level"], p["ranks"]) for p in data["points"]} == {("network", 2)}
-    if full:
-        ended = start_ranks(HERE / "run_bench.py", 6, ["levels"], timeout_s=100).ok()
-        ((_, data),) = map(json.loads, ended.stdout.splitlines())
-        assert {(p["level"], p["ranks"]) for p in data["points"]} == {("node", 2), ("network", 3)}
-        assert data["wrong"] == 0
-
-
 # ---- the command line
 
 
@@ -156,34 +125,6 @@ def test_inside_a_job_all_ranks_end_with_the_code_of_the_run(argv: list[str], co
     ended = start_ranks("lowshard", 2, ["bench", "all_reduce", *TINY, *argv], timeout_s=100)
     assert ended.returncode == code, ended.text
     assert said in ended.text
-
-
-@pytest.mark.full_only
-def test_profile_and_tune_write_their_files(tmp_path: Path) -> None:
-    path = tmp_path / "profile.json"
-    ended = run(
-        "profile",
-        "--ops",
-        "broadcast",
-        "-b",
-        "64",
-        "-e",
-        "64K",
-        "-f",
-        "16",
-        "-n",
-        "2",
-        "-m",
-        "1",
-        "-o",
-        str(path),
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert "fit error" in ended.stdout
-    profile = ClusterProfile.load(path)
-    assert [(curve.op, curve.ranks, curve.most_bytes) for curve in profile.curves] == [
-        ("broadcast", 2, 16384)
-    ]
 
 
 def test_a_run_that_takes_too_long_is_ended() -> None:

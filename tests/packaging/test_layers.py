@@ -77,7 +77,6 @@ FLOORS: dict[str, str] = {
     "lowshard.reshard.plan_builder": "3",
     "lowshard.reshard.model_tables": "3",
     "lowshard.reshard.scale_slice": "3",
-    "lowshard.reshard.simulation": "3",
     "lowshard.reshard.cache_layouts": "3",
     "lowshard.reshard.paged_layout": "3",
     "lowshard.reshard.page_plan": "3",

@@ -60,8 +60,8 @@ def test_every_data_file_is_matched_by_a_pattern_and_every_pattern_by_a_file() -
         for path in (ROOT / top).rglob("*")
         if path.is_file()
         and path.suffix not in (".py", ".pyc")
-        and not {"__pycache__", "results", "objects", "limit"} & set(path.parts)
-        # bench/results is a record, bench/limit what a checkout's benchmark builds, objects what a build compiles
+        and not {"__pycache__", "results", "objects"} & set(path.parts)
+        # bench/results is a record, objects what a build compiles
     }
     assert data == matched
 

@@ -17,10 +17,6 @@ from support.checkpoints import save_over
 
 import lowshard
 from lowshard import DeviceMesh, Layout, Partial, Replicated, Sharded, plan_redistribute
-from lowshard.bench.batch import Timing
-from lowshard.bench.change import changes
-from lowshard.bench.figure import CollectiveReport, Figure, Row, dump_csv
-from lowshard.bench.sweep_setting import Settings as SweepSettings
 from lowshard.calibration import SCHEMA as CALIBRATED
 from lowshard.checkpoint import Catalog
 from lowshard.checkpoint.checkpoint_index import INDEX_NAME, Index, IndexedFile, IndexedTensor, Part
@@ -184,10 +180,6 @@ def samples() -> Mapping[str, Any]:
     indexed.pop("digest")
     tensor = {"dtype": "bfloat16", "shape": [4, 3]}
     slot = {"step": 3, "state": {"lr": 0.1}}
-    timing = {"seconds": [0.5, 0.25], "shares": [1.0, 0.5], "calls": 3}
-    figure = Figure(Timing(**{n: tuple(v) if isinstance(v, list) else v for n, v in timing.items()}), 0, 1.5)
-    row = Row("all_reduce", 2, 64, 16, "float32", "sum", None, figure, None)
-    report = CollectiveReport((("cpu", "x"),), SweepSettings("all_reduce", (64,)), 2, "mpi", (row,)).to_json()
     changed = {"w": {"dtype": "bfloat16", "shape": [4, 3], "base": "00", "digest": "01"}}
     delta = {"base": "0a", "digest": "0b", "base_version": 4, "tensors": changed}
     said = {
@@ -238,11 +230,6 @@ def samples() -> Mapping[str, Any]:
         },
         "tensor of a model to benchmark": tensor,
         "model to benchmark": {"tensors": {"w": tensor}, "num_attention_heads": 8, "num_key_value_heads": 2},
-        "timing of lowshard bench": timing,
-        "figure of lowshard bench": plain(report["rows"][0]["out"]),
-        "row of lowshard bench": plain(report["rows"][0]),
-        "settings of lowshard bench": plain(report["settings"]),
-        "report of lowshard bench": plain(report),
         "message of a keeper": {
             "host": "h", "pid": 3, "boot": "b", "time_s": 1.5, "stopped_at_s": 0.0, "ended": True, "status": -9,
             "failure": {"rank": 1, "time_s": 1.5, "kind": "signal", "exit_code": 70, "message": "m", "about": [2]},
@@ -269,10 +256,7 @@ def use(name: str, value: Any) -> None:
         value.tiles(value.seats.span[0])
     if isinstance(value, ClusterProfile):
         for curve in value.curves:
-            value.seconds(curve.op, 3, 1000, curve.level, curve.transport)
-    if isinstance(value, CollectiveReport):
-        assert list(changes(value, value))
-        assert dump_csv(value)
+            curve.seconds(3, 1000)
     if isinstance(value, FlatPlan):
         value.views(np.zeros(min(value.size, 1 << 20))) if value.size <= 1 << 20 else None
 

@@ -37,7 +37,7 @@ def random_profile(rng: Rng) -> ClusterProfile:
     sums = ("all_reduce", "reduce_scatter", "reduce")
     return ClusterProfile(
         tuple(
-            Curve(op, "any", level, 2, 0, 1 << 40, (piece if op in sums else plain,))  # type: ignore[arg-type]
+            Curve(op, level, 2, (piece if op in sums else plain,))  # type: ignore[arg-type]
             for level in ("node", "network")
             for op in OPS
         )

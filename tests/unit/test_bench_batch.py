@@ -125,26 +125,6 @@ def test_short_calls_are_timed_in_batches_and_long_ones_alone() -> None:
     assert timings[1].median_s >= 5e-3
 
 
-def test_another_program_that_runs_at_first_does_not_make_batches_of_short_calls_short() -> None:
-    count = 0
-
-    def work() -> None:
-        nonlocal count
-        count += 1
-        time.sleep(3e-3 if count <= 7 else 2e-5)
-
-    (timing,) = on_threads(1, lambda meeting: measure(meeting, [Runner(work)], 2))[0]
-    assert timing.calls > 8
-
-
-def test_what_is_to_be_waited_for_belongs_to_the_batch() -> None:
-    def work(meeting: ThreadMeeting) -> list[Timing]:
-        return measure(meeting, [Runner(lambda: None, lambda: time.sleep(0.01))], 2, calls=5)
-
-    (timing,) = on_threads(1, work)[0]
-    assert timing.median_s >= 0.01 / 5
-
-
 @pytest.mark.parametrize(("share", "clean"), [(2.0, True), (0.3, False)])
 def test_rounds_are_added_up_to_three_times_while_others_use_the_machine(share: float, clean: bool) -> None:
     def work(meeting: ThreadMeeting) -> list[Timing]:
@@ -155,12 +135,6 @@ def test_rounds_are_added_up_to_three_times_while_others_use_the_machine(share: 
     assert len(timing.seconds) == len(timing.shares) == (4 if clean else 12)
     assert timing.is_bound is not clean
     assert all((found >= 0.9) is clean for found in timing.shares)
-
-
-def test_where_cpu_time_says_nothing_every_round_counts() -> None:
-    (timing,) = on_threads(1, lambda m: measure(m, [Runner(lambda: None)], 4, calls=1, cpu_s=Clock(0.0)))[0]
-    assert timing.shares == ()
-    assert len(timing.seconds) == 4
 
 
 def test_no_garbage_is_collected_meanwhile() -> None:

@@ -1,4 +1,4 @@
-"""What the rows of the benchmarks do: bytes against numbers worked out by hand, places of boxes, baselines' bytes."""
+"""What the rows of the benchmarks do: bytes against numbers worked out by hand, places of boxes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from lowshard.bench import baseline, bench_mxfp8, bench_pack, limit
+from lowshard.bench import bench_mxfp8, bench_pack, limit
 from lowshard.bench.bench_device import HostDevice
 from lowshard.bench.turn_timing import HostClock, measure
 from lowshard.kernels import BoxTable, MXFP8Tensor, dequantize_mxfp8, quantize_mxfp8
@@ -35,7 +35,7 @@ def test_quantising_moves_the_floats_a_code_each_and_a_scale_for_32() -> None:
 
 
 def test_mxfp8_rows_carry_their_bytes_and_a_copy_of_the_same_traffic() -> None:
-    load = bench_mxfp8.build(HostDevice(), 6400, bench_mxfp8.NAMES, False)
+    load = bench_mxfp8.build(HostDevice(), 6400, bench_mxfp8.NAMES)
     assert [case.name for case in load.cases] == list(bench_mxfp8.NAMES)
     bytes_of = {case.name: (case.moved_bytes, case.copy.moved_bytes) for case in load.cases}
     assert bytes_of["quantize bf16 -> e4m3 rceil"] == (19400, 19400)
@@ -63,23 +63,10 @@ def test_mxfp8_rows_do_what_they_are_called(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(bench_mxfp8, "quantize_mxfp8", quantize)
     monkeypatch.setattr(bench_mxfp8, "dequantize_mxfp8", dequantize)
-    load = bench_mxfp8.build(HostDevice(), 320, bench_mxfp8.NAMES, False)
+    load = bench_mxfp8.build(HostDevice(), 320, bench_mxfp8.NAMES)
     for case in load.cases:
         case.run()
     assert calls == list(bench_mxfp8.NAMES)
-
-
-def test_the_values_are_weights_of_the_said_deviation_and_repeat_where_they_are_many(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    values = bench_mxfp8.weights(1 << 16)
-    assert values.dtype == np.float32
-    assert abs(float(values.std()) - 0.02) < 5e-4
-    assert abs(float(values.mean())) < 5e-4
-    monkeypatch.setattr(bench_mxfp8, "FRESH_ELEMS", 100)
-    many = bench_mxfp8.weights(250)
-    assert many.shape == (250,)
-    np.testing.assert_array_equal(many[100:], np.tile(many[:100], 2)[:150])
 
 
 def test_boxes_are_disjoint_at_random_places_of_an_array_four_times_as_large() -> None:
@@ -117,7 +104,7 @@ def test_pack_rows_move_the_bytes_they_say(monkeypatch: pytest.MonkeyPatch) -> N
 
     for name in payload_bytes:
         monkeypatch.setattr(bench_pack, name, counted(name, getattr(bench_pack, name), 1))
-    load = bench_pack.build(HostDevice(), 8, 40_000, bench_pack.NAMES, False)
+    load = bench_pack.build(HostDevice(), 8, 40_000, bench_pack.NAMES)
     assert [case.name for case in load.cases] == list(bench_pack.NAMES)
     for case in load.cases:
         if case.prepare is not None:
@@ -138,32 +125,8 @@ def test_pack_rows_move_the_bytes_they_say(monkeypatch: pytest.MonkeyPatch) -> N
     }
 
 
-def test_tables_of_small_boxes_take_turns_and_the_same_table_does_not(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    used: list[tuple[int, int]] = []
-    tables: set[BoxTable] = set()
-
-    def recorded(src: Any, table: BoxTable, out: Any) -> Any:
-        used.append((src.ctypes.data, out.ctypes.data))
-        tables.add(table)
-        return pack_boxes(src, table, out)
-
-    monkeypatch.setattr(bench_pack, "pack", recorded)
-    load = bench_pack.build(HostDevice(), 8, 40_000, bench_pack.NAMES, False)
-    run = {case.name: case.run for case in load.cases}
-    run["pack boxes of 512 B"]()
-    assert len(used) == len(set(used)) == 5
-    assert len({source for source, _ in used}) == len({target for _, target in used}) == 5
-    assert len(tables) == 5
-    used.clear()
-    run["pack boxes of 512 B (same table)"]()
-    assert len(used) == 5
-    assert len(set(used)) == 1
-
-
 def test_no_row_changes_what_another_one_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    load = bench_pack.build(HostDevice(), 8, 40_000, bench_pack.NAMES, True)
+    load = bench_pack.build(HostDevice(), 8, 40_000, bench_pack.NAMES)
     packed: list[bytes] = []
 
     def recorded(src: Any, table: BoxTable, out: Any) -> Any:
@@ -188,10 +151,10 @@ def test_no_row_changes_what_another_one_reads(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_part_of_the_rows_can_be_built_alone() -> None:
     for names in (("unpack boxes of 512 B",), (f"unpack_dequantize {bench_pack.SLICE}",)):
-        load = bench_pack.build(HostDevice(), 4, 1000, names, True)
+        load = bench_pack.build(HostDevice(), 4, 1000, names)
         rows = measure(load.cases, 1, HostClock())
         assert tuple(row.name for row in rows) == names
-    load = bench_mxfp8.build(HostDevice(), 32, ("dequantize e5m2 -> bf16",), False)
+    load = bench_mxfp8.build(HostDevice(), 32, ("dequantize e5m2 -> bf16",))
     assert [row.name for row in measure(load.cases, 1, HostClock())] == ["dequantize e5m2 -> bf16"]
 
 
@@ -204,76 +167,3 @@ def test_every_limit_belongs_to_a_row_and_holds_on_the_host_alone() -> None:
     assert limit.ratio_limit("pack boxes of 512 B", "cuda") is None
     assert limit.speed_up_limit(bench_pack.FUSED, bench_pack.UNFUSED, "cpu") == 1.8
     assert limit.speed_up_limit(bench_pack.FUSED, bench_pack.UNFUSED, "cuda") is None
-
-
-def finite_blocks(rng: np.random.Generator) -> np.ndarray[Any, np.dtype[Any]]:
-    """Return every finite bf16 pattern, in random company and beside its neighbours; zeros; weights."""
-    every = np.arange(1 << 16, dtype=np.uint16)
-    finite = every[(every & 0x7F80) != 0x7F80]
-    finite = np.concatenate([finite, finite[: -finite.size % 32]])
-    zeros = np.tile(np.array([0x0000, 0x8000], np.uint16), 16)
-    weights = bench_mxfp8.weights(1 << 14).astype(BF16).view(np.uint16)
-    return np.concatenate([finite, rng.permutation(finite), zeros, weights]).view(BF16)
-
-
-def test_the_numpy_baseline_quantises_to_the_same_bytes_on_finite_data(rng: np.random.Generator) -> None:
-    x = finite_blocks(rng)
-    data, scale = np.empty(x.size, np.uint8), np.empty(x.size // 32, np.uint8)
-    baseline.numpy_quantize(x, data, scale)
-    q = quantize_mxfp8(x)
-    np.testing.assert_array_equal(scale, q.scale)
-    np.testing.assert_array_equal(data, q.data)
-
-
-def test_the_numpy_baseline_takes_the_scale_above_448_and_not_at_it() -> None:
-    x = np.zeros((3, 32), np.float32)
-    x[:, 5] = [
-        np.nextafter(np.float32(448), np.float32(0)),
-        448,
-        np.nextafter(np.float32(448), np.float32(449)),
-    ]
-    data, scale = np.empty(96, np.uint8), np.empty(3, np.uint8)
-    baseline.numpy_quantize(x.reshape(-1), data, scale)
-    assert scale.tolist() == [127, 127, 128]
-    np.testing.assert_array_equal(data, quantize_mxfp8(x).data.reshape(-1))
-
-
-def test_the_numpy_baseline_dequantises_to_the_same_values(rng: np.random.Generator) -> None:
-    q = quantize_mxfp8(finite_blocks(rng))
-    out = np.empty(q.shape, BF16)
-    with np.errstate(over="ignore"):  # the largest maxima round up to Inf
-        baseline.numpy_dequantize(q.data, q.scale, out)
-    np.testing.assert_array_equal(out.view(np.uint16), dequantize_mxfp8(q).view(np.uint16))
-
-
-def test_the_numpy_baseline_packs_the_same_bytes(rng: np.random.Generator) -> None:
-    table = bench_pack.box_table(50, 64)
-    array = rng.integers(0, 1 << 16, table.shape[0], dtype=np.uint16)
-    packed = np.zeros(table.total_elems, np.uint16)
-    baseline.numpy_pack(baseline.numpy_copies(array, table, packed))
-    np.testing.assert_array_equal(packed, pack_boxes(array, table))
-
-
-def test_baselines_run_on_fewer_elements_and_are_compared_a_byte() -> None:
-    assert baseline.fewer(64 * 2**20) == 4 * 2**20
-    assert baseline.fewer(32) == 32
-    assert baseline.fewer(32 * 100) == 32 * 6
-    load = bench_mxfp8.build(HostDevice(), 6400, bench_mxfp8.NAMES, True)
-    numpy_case = next(case for case in load.cases if case.name == "numpy: quantize bf16 -> e4m3 rceil")
-    assert numpy_case.moved_bytes == bench_mxfp8.moved_bytes(384, 2) == 1164
-    assert numpy_case.copy.copied_bytes == 9700  # as large as ours: a small one might stay in cache
-    assert "384 elements" in numpy_case.note
-    rows = {row.name: row for row in measure(load.cases, 2, HostClock())}
-    row = rows[numpy_case.name]
-    assert row.ratios[0] == pytest.approx(row.work_s[0] / 1164 / (row.copy_s[0] / 19400))
-
-
-def test_without_torchao_one_line_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(baseline, "version", lambda name: None)
-    found, notes = baseline.torchao_quantize(bench_mxfp8.weights(32).astype(BF16), "rceil")
-    assert found == []
-    assert notes == ["torchao is not compared: torch and torchao not installed"]
-    monkeypatch.setattr(baseline, "version", lambda name: "1.0" if name == "torch" else None)
-    assert baseline.torchao_quantize(bench_mxfp8.weights(32).astype(BF16), "rceil")[1] == [
-        "torchao is not compared: torchao not installed"
-    ]

@@ -118,7 +118,6 @@ def test_every_command_has_a_description() -> None:
         ("bench all_reduce --nthreads=4", "bench all_reduce", "--nthreads: ranks are processes here"),
         ("bench all_reduce -R 1", "bench all_reduce", "-R: write --window"),
         ("bench all_reduce -c 0", "bench all_reduce", "results are always checked"),
-        ("bench profile --json", "bench profile", "--json: the profile is JSON already: write -o FILE"),
         ("bench allreduce", "bench", r"invalid choice: 'allreduce' .*; did you mean all_reduce"),
         ("bench all_reduce -d flaot32", "bench all_reduce", "did you mean float32"),
         ("reshrad a b", "", "did you mean reshard"),

@@ -103,7 +103,6 @@ def test_a_device_stays_one_and_a_link_is_followed(tmp_path: Path) -> None:
         ("bench refit --ranks 2 --check", "--check judges rows of 4 ranks"),
         ("bench refit --ranks 5", "pass an even --ranks"),
         ("bench refit --size 900000000", "pass a smaller --size"),
-        ("bench host -n 900000000", "pass a smaller -n"),
         ("demo --model smollm2 --tp 2", "leave --tp out"),
     ],
 )
@@ -117,9 +116,8 @@ def test_what_measures_nothing_is_refused(line: str, told: str, capsys: pytest.C
     [
         *(
             f"bench {name} --json=~/x.json"
-            for name in ["all_reduce", "fsdp", "plan", "refit", "publish", "pick", "host", "mxfp8"]
+            for name in ["all_reduce", "fsdp", "plan", "refit", "publish", "mxfp8"]
         ),
-        "bench profile -o ~/x.json",
         "bench all_reduce --csv ~/x",
         "bench plan --plot ~/x.png",
         "bench broadcast -r -1",

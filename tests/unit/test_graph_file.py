@@ -11,7 +11,6 @@ import pytest
 
 from lowshard import DeviceMesh
 from lowshard.cli import main
-from lowshard.cost import ClusterProfile
 from lowshard.errors import LayoutError, MeshError, SolverError
 from lowshard.solver import GraphPlan, GraphSolver, GreedyReshard, solve_graph
 from lowshard.solver.graph.graph_file import examples, load_graph
@@ -165,26 +164,11 @@ def test_json_for_programs(file: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert plan == GraphSolver().solve(graph, plan.mesh, {**sizes, "tokens": 6})
 
 
-def test_a_profile_and_its_rates_count(
-    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    base = ClusterProfile.default()
-    facts = (("flops_per_s", "1e6"), ("memory_bytes_per_s", "1e6"))
-    (tmp_path / "cluster.json").write_text(json.dumps(ClusterProfile(base.curves, facts).to_json()))
-    given = ["solve", str(file), "--mesh", "tp=2", "--json"]
-    assert main(given) == 0
-    plain = json.loads(capsys.readouterr().out)
-    assert main([*given, "--profile", str(tmp_path / "cluster.json")]) == 0
-    slow = json.loads(capsys.readouterr().out)
-    assert slow["graph"]["compute"] > 100 * plain["graph"]["compute"]
-
-
 @pytest.mark.parametrize(
     ("more", "code", "text"),
     [
         (["--budget", "10"], 1, "smallest budget that would do is"),
         (["--size", "rows=3"], 2, "--size is NAME=N"),
-        (["--profile", "nowhere.json"], 2, "nowhere.json"),
         (["--budget", "much"], 2, "a budget is a number of bytes"),
         (["--budget", "0"], 2, "budget_bytes is a number of bytes above 0"),
         (["--flops", "0"], 2, "flops_per_s is a number of at least 1"),

@@ -116,7 +116,7 @@ def test_what_is_rounded_or_ordered_otherwise_axis_by_axis_is_folded_at_once(
 def test_small_arrays_go_in_few_messages_and_large_ones_in_few_bytes() -> None:
     slow_start = ClusterProfile(
         tuple(
-            Curve(c.op, "any", c.level, 2, 0, 1 << 40, (Piece(1e-3, 1e-12, 0.0),)) for c in PROFILE.curves
+            Curve(c.op, c.level, 2, (Piece(1e-3, 1e-12, 0.0),)) for c in PROFILE.curves
         )
     )  # fmt: skip
     small = plan_of("S0,S0,S0->S1,S1,S1", (2, 2, 2), slow_start, shape=(8, 8))
@@ -183,14 +183,15 @@ def test_predictions_are_kept_and_equal_what_the_plan_says() -> None:
 
 
 def test_a_profile_without_a_curve_is_helped_out() -> None:
-    only = Curve("all_gather", "mpi", "node", 2, 1, 1 << 20, (Piece(1e-6, 1e-9),))
+    only = Curve("all_gather", "node", 2, (Piece(1e-6, 1e-9),))
     prices = Prices(ClusterProfile((only,)))
     assert prices.seconds("all_gather", 2, 1000, "network") == pytest.approx(only.seconds(2, 1000))
     assert prices.seconds("all_reduce", 2, 1000) == pytest.approx(Prices().seconds("all_reduce", 2, 1000))
     assert prices.seconds("all_gather", 1, 1000) == 0
     assert prices_of(PROFILE) is prices_of(PROFILE)
-    estimate = PROFILE.seconds("all_to_all_v", 4, 1 << 20)
-    assert Prices(PROFILE).seconds("all_to_all_v", 4, 1 << 20) == pytest.approx(estimate.seconds)
+    slow, fast = (Curve("all_gather", "node", n, (Piece(s, 0.0),)) for n, s in ((2, 1e-6), (8, 1e-4)))
+    both = Prices(ClusterProfile((slow, fast))).seconds("all_gather", 4, 1000)  # 4 is half way from 2 to 8
+    assert both == pytest.approx((slow.seconds(4, 0) * fast.seconds(4, 0)) ** 0.5)
 
 
 def test_a_cost_that_is_no_profile_is_refused() -> None:

@@ -17,7 +17,6 @@ from support import mode, outside_data
 from support.sources import tree_of
 
 from lowshard import DeviceMesh, LowshardError
-from lowshard.bench.figure import load_report
 from lowshard.checkpoint import Catalog, read_header
 from lowshard.checkpoint.checkpoint_index import INDEX_NAME
 from lowshard.checkpoint.delta_file import Delta, open_deltas
@@ -170,7 +169,7 @@ def test_what_json_can_spell_and_a_value_cannot_be(text: str, said: str) -> None
 OF_FILES: dict[str, Callable[[str], object]] = {
     "checkpoint": Catalog.open, "header": read_header, "overview": look_at, "graph": load_graph,
     "name patterns": NamePatterns.load, "model's config": Sizes.from_config, "profile": ClusterProfile.load,
-    "rules": load_rules, "dump": read_dump, "report": load_report, "demo's checkpoint": user_checkpoint,
+    "rules": load_rules, "dump": read_dump, "demo's checkpoint": user_checkpoint,
     "delta": Delta.open, "deltas": lambda path: open_deltas([path]),
 }  # fmt: skip
 

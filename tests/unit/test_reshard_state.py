@@ -1,26 +1,18 @@
-"""Caches and states between servers, predictions, and the benches of planning: without a rank started."""
+"""Caches and states between servers, and the benches of planning: without a rank started."""
 
 from __future__ import annotations
-
-import json
-from pathlib import Path
 
 import numpy as np
 import pytest
 from support.recorded import oracle
 
 from lowshard.bench.bench_plan import cases, measure_plan
-from lowshard.cli import main
-from lowshard.cost import ClusterProfile
-from lowshard.errors import LayoutError, PlanError
+from lowshard.errors import LayoutError
 from lowshard.reshard import (
-    TensorLayout,
     build_reshard_plan,
     kv_cache_layout,
-    simulate,
     ssm_state_layouts,
 )
-from lowshard.reshard.model_tables import dense
 
 
 def transfers(plan: object, names: tuple[str, ...] = ("kv",)) -> list[tuple]:
@@ -117,37 +109,6 @@ def test_oracle_states() -> None:
         assert got == expected
 
 
-# ---- predictions
-
-
-def test_a_prediction_counts_what_the_plan_moves() -> None:
-    plan = build_reshard_plan(dense(16, 2, 1, 4, hidden=64), dense(16, 4, 1, 2, hidden=64, offset=8))
-    made = simulate(plan, ClusterProfile.default(), node_size=4)
-    assert made.ranks_load.total_bytes == sum(plan.received_bytes(r) for r in plan.ranks)
-    assert made.ranks_load.max_out_bytes == max(plan.sent_bytes(r) for r in plan.ranks)
-    assert made.max_peers >= max(len(plan.for_rank(r).receives) for r in plan.ranks)
-    assert made.nodes_load is not None
-    assert 0 < made.low < made.seconds < made.high
-    for rank in plan.ranks:
-        assert sum(plan.incoming_bytes(rank).values()) == plan.received_bytes(rank) + plan.copied_bytes(rank)
-    near = simulate(plan, ClusterProfile.default())
-    assert near.nodes_load is None
-    assert near.seconds < made.seconds  # within a node it is quicker
-    assert plan.predicted_s(ClusterProfile.default()).seconds == near.seconds
-    json.dumps(made.to_json())
-    assert "not measured" in made.explain()
-    with pytest.raises(PlanError, match="node_size"):
-        simulate(plan, ClusterProfile.default(), node_size=0)
-
-
-def test_more_bytes_take_longer() -> None:
-    def seconds(hidden: int) -> float:
-        tables = dense(8, 2, 1, 1, hidden=hidden), dense(8, 2, 1, 1, hidden=hidden, offset=2)
-        return simulate(build_reshard_plan(*tables), ClusterProfile.default()).seconds
-
-    assert seconds(4096) > 3 * seconds(2048) > 0
-
-
 # ---- planning times
 
 
@@ -157,25 +118,6 @@ def test_planning_time_hardly_grows_with_ranks() -> None:
     assert large.ranks == 64 * small.ranks
     assert large.total_s < 5 * small.total_s
     assert large.total_s < 0.1  # promised 30 ms; other work has the cores too
-
-
-def test_the_command_line_predicts_and_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    plan = build_reshard_plan(
-        {"w": TensorLayout.sharded((8, 8), "float32", {"tp": (2, 1)}, {0: "tp"})},
-        {"w": TensorLayout.sharded((8, 8), "float32", {}, offset=2)},
-    )
-    path = tmp_path / "plan.json"
-    path.write_text(json.dumps(plan.to_json()))
-    assert main(["bench", "simulate", str(path), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["ranks_load"]["total_bytes"] == 256
-    path.write_text("{}")
-    assert main(["bench", "simulate", str(path)]) == 2
-    assert "plan.json is not a valid reshard plan: at $.schema" in capsys.readouterr().err
-    path.write_text("[" * 200_000)
-    assert main(["bench", "simulate", str(path)]) == 2
-    assert "plan.json is not a valid reshard plan: it nests too deep" in capsys.readouterr().err
-    assert main(["bench", "simulate", "dens"]) == 2
-    assert "did you mean dense?" in capsys.readouterr().err
 
 
 def test_states_move_like_other_tensors(rng: np.random.Generator) -> None:

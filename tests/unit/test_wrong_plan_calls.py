@@ -20,7 +20,7 @@ from lowshard.checkpoint import (
     read_header,
 )
 from lowshard.comm import loopback, run_loopback
-from lowshard.cost import ClusterProfile, Curve, Piece, factor, steps, sums
+from lowshard.cost import ClusterProfile, Curve, Piece, factor
 from lowshard.fsdp import SGD, AdamW, FlatPlan, Param, Precision, ShardingStrategy, Slot
 from lowshard.kernels import (
     MXFP8Tensor,
@@ -52,7 +52,6 @@ from lowshard.reshard import (
     build_reshard_plan,
     kv_cache_layout,
     resolve_name,
-    simulate,
     ssm_state_layouts,
 )
 from lowshard.rules import (
@@ -180,35 +179,23 @@ COSTS: dict[str, Prepare] = {
         ClusterProfile, {"curves": PROFILE.curves, "machine": (("a", "b"),), "is_default": True},
     ),
     "ClusterProfile.curves_of": lambda: (
-        PROFILE.curves_of, {"op": "all_reduce", "level": "node", "transport": None},
+        PROFILE.curves_of, {"op": "all_reduce", "level": "node"},
     ),
     "ClusterProfile.from_json": lambda: (ClusterProfile.from_json, {"data": PROFILE.to_json()}),
     "ClusterProfile.save": lambda: (PROFILE.save, {"path": "profile"}),
     "ClusterProfile.load": lambda: (PROFILE.save("profile"), (ClusterProfile.load, {"path": "profile"}))[1],
-    "ClusterProfile.seconds": lambda: (
-        PROFILE.seconds,
-        {"op": "all_reduce", "ranks": 4, "size_bytes": 1e6, "level": "node", "transport": None},
-    ),
     "factor": lambda: (factor, {"op": "all_reduce", "ranks": 2}),
-    "steps": lambda: (steps, {"op": "all_reduce", "ranks": 2}),
-    "sums": lambda: (sums, {"op": "all_reduce", "ranks": 2}),
     "Piece": lambda: (
         Piece,
-        {"alpha_s": 1e-6, "beta_s_per_byte": 1e-9, "gamma_s_per_byte": 0.0, "below_bytes": 8, "log_error": 0.1},
+        {"alpha_s": 1e-6, "beta_s_per_byte": 1e-9, "gamma_s_per_byte": 0.0, "below_bytes": 8},
     ),
     "Curve": lambda: (
         Curve,
         {
-            "op": "all_reduce", "transport": "mpi", "level": "node", "ranks": 2, "least_bytes": 1,
-            "most_bytes": 100, "pieces": (Piece(1e-6, 1e-9),),
+            "op": "all_reduce", "level": "node", "ranks": 2, "pieces": (Piece(1e-6, 1e-9),),
         },
     ),
     "Curve.seconds": lambda: (PROFILE.curves[0].seconds, {"ranks": 2, "size_bytes": 10.0}),
-    "Curve.piece": lambda: (PROFILE.curves[0].piece, {"size_bytes": 10.0}),
-    "Curve.distance": lambda: (PROFILE.curves[0].distance, {"size_bytes": 10.0}),
-    "Piece.seconds": lambda: (
-        PROFILE.curves[0].pieces[0].seconds, {"op": "all_reduce", "ranks": 2, "size_bytes": 10.0},
-    ),
 }  # fmt: skip
 
 TENSOR = TensorLayout.from_layout(LAYOUT)
@@ -296,15 +283,13 @@ RESHARD: dict[str, Prepare] = {
     **{
         f"ReshardPlan.{name}": lambda name=name: (getattr(PLAN, name), {"rank": 1})
         for name in (
-            "copied_bytes", "copies", "egress_bound_bytes", "explain", "for_rank", "incoming_bytes", "peer_bytes",
+            "copied_bytes", "copies", "egress_bound_bytes", "explain", "for_rank", "peer_bytes",
             "received_bytes", "receives", "sends", "sent_bytes",
         )
     },
     "ReshardPlan.check_coverage": lambda: (PLAN.check_coverage, {"ranks": (0, 1)}),
     "ReshardPlan.multicast_groups": lambda: (PLAN.multicast_groups, {"entry": 0}),
-    "ReshardPlan.predicted_s": lambda: (PLAN.predicted_s, {"profile": PROFILE}),
     "ReshardPlan.move_bytes": lambda: (PLAN.move_bytes, {"move": PLAN.sends(0)[0]}),
-    "simulate": lambda: (simulate, {"plan": PLAN, "profile": PROFILE, "node_size": 2, "packed": True}),
     "MXFP8ReshardTransform": lambda: (
         MXFP8ReshardTransform,
         {

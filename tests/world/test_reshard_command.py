@@ -127,19 +127,6 @@ def test_options_of_a_delta_are_refused_without_it(place: Path, run: Run) -> Non
     assert (Delta.open(place / "new").version, Delta.open(place / "new").encoding) == (3, "overwrite")
 
 
-def test_options_of_simulate_and_others_are_not_mixed(place: Path, run: Run) -> None:
-    for given in (("--profile", "p.json"), ("--node-size", "4")):
-        for mode in (
-            (place / "v0", place / "out", "--merged"),
-            ("--delta", place / "v0", place / "v1", "-o", "d"),
-        ):
-            assert f"with --simulate alone an option says what a plan runs on, got {given[0]}" in run(
-                *mode, *given, code=2
-            )
-    for words, named in ((("dense", "out"), "OUT"), (("dense", "-o", "out", "--to", "tp=2"), "-o, --to")):
-        assert f"nothing of a checkpoint, got {named}:" in run(*words, "--simulate", code=2)
-
-
 def test_a_text_that_is_empty_is_no_path(
     place: Path, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -52,7 +52,7 @@ class GraphSolver(Bindable):
     may become terms, shards and other terms may not. A plan with `gap` 0 is the cheapest of these by a millionth.
 
     Args:
-        profile: the cluster's cost profile; None for the built-in default (`lowshard bench profile` measures one).
+        profile: the cluster's cost profile; None for the built-in default.
         rates: of one device; by default what the profile states, else a CPU core's order of magnitude.
         objective: "seconds", or "volume" or "published": the byte prices of `pick`, without compute.
         budget_bytes: what a device may hold at any step: weights, live tensors and copies, temporaries. By default the
