@@ -318,7 +318,7 @@ def _show(report: BenchReport, target: str | None) -> None:
 
     render_table(report, make_console())
     if target is not None:
-        from lowshard.demo.demo_report import write_whole
+        from lowshard.flag_value import write_whole
 
         write_whole(Path(target), dump_json(report).encode())
         print(f"written: {target}")

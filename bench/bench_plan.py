@@ -223,7 +223,7 @@ def draw(rows: list[Row], path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    from lowshard.demo.demo_report import write_whole
+    from lowshard.flag_value import write_whole
 
     picture = Figure(figsize=(7.0, 4.4), dpi=130, facecolor="white", layout="constrained")
     FigureCanvasAgg(picture)

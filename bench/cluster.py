@@ -193,7 +193,7 @@ def colours(hosts: Sequence[str], rank: int) -> list[tuple[Level, int | None]] |
 
 def _conclude(profile: ClusterProfile, points: Sequence[Point], wrong: int, out: str) -> int:
     """Print predicted beside measured, write the profile, and return the exit code."""
-    from lowshard.demo.demo_report import write_whole
+    from lowshard.flag_value import write_whole
 
     text = json.dumps(profile.to_json(), indent=1, allow_nan=False) + "\n"
     if out == "-":

@@ -271,7 +271,7 @@ def _conclude(report: CollectiveReport, args: argparse.Namespace, old: Collectiv
     from lowshard.bench.listing import Listing, ratios_of
     from lowshard.bench.plot import draw
     from lowshard.bench.promise import verdicts
-    from lowshard.demo.demo_report import write_whole
+    from lowshard.flag_value import write_whole
 
     listing = Listing(report.settings, ratios_of(report.settings, "gpu" not in dict(report.facts)))
     # With JSON on stdout what people read goes to stderr.

@@ -62,7 +62,7 @@ def write_result(
         sys.stdout.write(text)
         return
     show()
-    from lowshard.demo.demo_report import write_whole
+    from lowshard.flag_value import write_whole
 
     write_whole(Path(args.json), text.encode())
     print(f"written: {args.json}")

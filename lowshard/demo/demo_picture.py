@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from lowshard.box import Box, contains, volume
-from lowshard.demo.demo_report import Accuracy, DemoReport, MatrixView, PhaseRow, speed_text, write_whole
+from lowshard.demo.demo_report import Accuracy, DemoReport, MatrixView, PhaseRow, speed_text
 from lowshard.errors import DependencyError
+from lowshard.flag_value import write_whole
 
 _INK, _GREY, _PALE, _RED = "#22303c", "#66727e", "#e6eaee", "#c8453b"
 _RANK_COLOURS = ("#4c78a8", "#f2a541", "#59a36a", "#c56b86", "#7c6bb0", "#4fb0ae", "#d9c148", "#9c7459")

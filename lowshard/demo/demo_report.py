@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from lowshard.box import Box
 from lowshard.errors import CheckpointError
+from lowshard.flag_value import write_whole
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -175,22 +175,6 @@ class DemoReport:
 def write_json(report: DemoReport, path: str | os.PathLike[str]) -> None:
     """Write the report as JSON; the file appears whole or not at all."""
     write_whole(Path(path), (json.dumps(report.to_json(), indent=2) + "\n").encode())
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """Write a file beside its place and move it there, so that no half of it is ever seen.
-
-    A device or a pipe is written to as it is, and a link stays one.
-    """
-    if path.exists() and not path.is_file():  # /dev/null would be a file of ours from now on
-        path.write_bytes(data)
-        return
-    path = Path(os.path.realpath(path))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".write-", dir=path.parent) as tmp:
-        part = Path(tmp) / path.name
-        part.write_bytes(data)
-        os.replace(part, path)
 
 
 def render_table(report: DemoReport, console: Console) -> None:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from lowshard.demo.demo_report import write_whole
 from lowshard.errors import DependencyError
+from lowshard.flag_value import write_whole
 
 PAGE_NAME = "index.html"
 Kind = Literal["plain", "good", "bad"]

@@ -6,8 +6,8 @@ import io
 import os
 from pathlib import Path
 
-from lowshard.demo.demo_report import write_whole
 from lowshard.errors import DependencyError, RulesError
+from lowshard.flag_value import write_whole
 from lowshard.rules.holding import Holding, ranks_text
 
 _INK, _GREY = "#22303c", "#66727e"

@@ -413,7 +413,7 @@ def _against_rules(args: argparse.Namespace) -> list[Comparison]:
 
 
 def _write(out: str, text: str) -> None:
-    from lowshard.demo.demo_report import write_whole
+    from lowshard.flag_value import write_whole
 
     if out == "-":
         sys.stdout.write(text)

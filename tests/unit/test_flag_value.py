@@ -14,7 +14,6 @@ from rich.console import Console
 from rich.table import Table
 
 from lowshard import cli, plain_console
-from lowshard.demo.demo_report import write_whole
 from lowshard.flag_value import (
     bandwidth_of,
     count_of,
@@ -26,6 +25,7 @@ from lowshard.flag_value import (
     seconds_of,
     size_of,
     target_of,
+    write_whole,
 )
 from lowshard.plain_console import busy, print_table
 
