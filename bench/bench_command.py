@@ -20,7 +20,7 @@ from lowshard.bench.bench_refit import add_refit_parser
 from lowshard.bench.bench_simulate import add_simulate_parser
 from lowshard.bench.cluster import add_profile_parser
 from lowshard.bench.collective import add_collective_parsers
-from lowshard.bench.page_argument import add_json_argument, add_report_argument, require_page, write_report
+from lowshard.bench.json_argument import add_json_argument
 from lowshard.errors import LowshardError
 from lowshard.flag_value import count_of
 from lowshard.nearest import nearest
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from lowshard.bench.bench_report import BenchReport, Section
     from lowshard.bench.limit_program import LimitProgram
     from lowshard.bench.turn_timing import Workload
-    from lowshard.report.page import Page
 
     Build = Callable[
         [Device, "Size", tuple[str, ...], Callable[[str], object], LimitProgram | None], Workload
@@ -136,7 +135,6 @@ def _add(
         help="also other ways to do it on the host: NumPy with ml_dtypes, torchao if it is installed",
     )
     add_json_argument(parser)
-    add_report_argument(parser)
     parser.add_argument(
         "--check",
         action="store_true",
@@ -238,7 +236,6 @@ def _run(
     from lowshard.kernels.engine import host_engine
 
     names = selected(all_names, args.only)
-    require_page(args)
     device = open_device(args.device)
     if args.baseline and device.kind != "cpu":
         raise LowshardError("--baseline runs on the host alone: pass --device cpu with it")
@@ -266,18 +263,11 @@ def _run(
             sections.append(section)
     report = BenchReport(bench, ran, args.rounds, tuple(sections))
     _show(report, args.json)
-    write_report(args, lambda: _page(report))
     if args.check and report.misses:
         for miss in report.misses:
             print(f"lowshard bench {bench}: {miss}", file=sys.stderr)
         return 1
     return 0
-
-
-def _page(report: BenchReport) -> Page:
-    from lowshard.report.bench_page import kernel_page
-
-    return kernel_page(report)
 
 
 def _section(

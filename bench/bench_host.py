@@ -12,32 +12,23 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from lowshard.bench.bench_device import HostDevice
 from lowshard.bench.bench_progress import Progress
-from lowshard.bench.page_argument import (
-    add_json_argument,
-    add_report_argument,
-    require_page,
-    write_report,
-    write_result,
-)
+from lowshard.bench.json_argument import add_json_argument, write_result
 from lowshard.comm import Communicator
 from lowshard.comm.loopback import Board, LoopbackTransport
 from lowshard.comm.nccl import nccl_communicator
 from lowshard.comm.nccl_bindings import Binding
 from lowshard.errors import BufferMismatchError
 from lowshard.flag_value import count_of
-
-if TYPE_CHECKING:
-    from lowshard.report.page import Page
 
 Array = Any
 
@@ -215,14 +206,12 @@ def add_host_parser(benches: argparse._SubParsersAction[argparse.ArgumentParser]
     parser.add_argument("-n", "--ranks", type=count_of, default=8, metavar="N", help="ranks (default 8)")
     parser.add_argument("--rounds", type=count_of, default=25, metavar="N", help="rounds (default 25)")
     add_json_argument(parser)
-    add_report_argument(parser)
     parser.add_argument("--check", action="store_true", help="exit code 1 if a figure misses its limit")
     parser.set_defaults(func=run_host)
 
 
 def run_host(args: argparse.Namespace) -> int:
     """Run `lowshard bench host` and return the exit code."""
-    require_page(args)
     need, free = 8 * ELEMS * args.ranks, HostDevice().free_bytes()
     if free is not None and need > free:
         raise BufferMismatchError(
@@ -233,39 +222,12 @@ def run_host(args: argparse.Namespace) -> int:
         rows = measure(args.ranks, args.rounds, progress.step)
     about = {"ranks": args.ranks, "arrays": _arrays()[0].__name__}
     write_result(args, "host", {**about, "rows": [asdict(row) for row in rows]}, lambda: _show(rows, about))
-    write_report(args, lambda: page_of(rows, about))
     misses = [row.miss for row in rows if row.miss]
     if args.check and misses:
         for miss in misses:
             print(f"lowshard bench host: {miss}", file=sys.stderr)
         return 1
     return 0
-
-
-def page_of(rows: Sequence[HostRow], about: Mapping[str, Any]) -> Page:
-    """Return the page of some rows.
-
-    Args:
-        rows: the figures.
-        about: "ranks" and "arrays", what they are figures of.
-    """
-    from lowshard.report.figure_page import Figure, FigureGroup, figure_page
-    from lowshard.report.page import Cell, Table, number
-
-    head = ("collective", "NCCL's calls", "whole us", "bare calls us", "above us")
-    cells = tuple(
-        (
-            Cell(row.name),
-            number(str(row.calls)),
-            number(f"{row.whole_us:.1f}"),
-            number(f"{row.bare_us:.1f}"),
-            number(f"{row.above_us:.1f}"),
-        )
-        for row in rows
-    )
-    figures = tuple(Figure(r.name, r.above_us, f"{r.above_us:.1f} us", LIMITS_US.get(r.name)) for r in rows)
-    lead = f"{about['ranks']} ranks, {about['arrays']} arrays. NCCL is a stand-in whose calls do nothing."
-    return figure_page("host", lead, [FigureGroup("Above the bare calls", figures, Table(head, cells))])
 
 
 def _show(rows: list[HostRow], about: dict[str, Any]) -> None:

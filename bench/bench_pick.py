@@ -8,24 +8,15 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lowshard.bench.bench_progress import Progress
-from lowshard.bench.page_argument import (
-    add_json_argument,
-    add_report_argument,
-    require_page,
-    write_report,
-    write_result,
-)
+from lowshard.bench.json_argument import add_json_argument, write_result
 from lowshard.flag_value import count_of
 from lowshard.layout import Layout
 from lowshard.mesh import DeviceMesh
 from lowshard.placement import Partial, Placement, Replicated, Sharded
 from lowshard.solver import clear_picks, pick
-
-if TYPE_CHECKING:
-    from lowshard.report.page import Page
 
 DESCRIPTION = """\
 Times pick() alone: one process, no arrays. Each row is one op on one mesh; the operands' placements on the last mesh
@@ -85,48 +76,22 @@ def add_pick_parser(benches: argparse._SubParsersAction[argparse.ArgumentParser]
     )
     parser.add_argument("--rounds", type=count_of, default=200, metavar="N", help="rounds (default 200)")
     add_json_argument(parser)
-    add_report_argument(parser)
     parser.add_argument("--check", action="store_true", help="exit code 1 if a figure misses its limit")
     parser.set_defaults(func=run_pick)
 
 
 def run_pick(args: argparse.Namespace) -> int:
     """Run `lowshard bench pick` and return the exit code."""
-    require_page(args)
     with Progress("pick") as progress:
         progress.expect(len(MESHES) * sum(len(ways) for _, ways in OPS))
         rows = measure(args.rounds, progress.step)
     write_result(args, "pick", {"rows": [asdict(row) for row in rows]}, lambda: _show(rows))
-    write_report(args, lambda: page_of(rows))
     misses = [miss for row in rows for miss in row.misses]
     if args.check and misses:
         for miss in misses:
             print(f"lowshard bench pick: {miss}", file=sys.stderr)
         return 1
     return 0
-
-
-def page_of(rows: Sequence[PickRow]) -> Page:
-    """Return the page of some rows."""
-    from lowshard.report.figure_page import Figure, FigureGroup, figure_page
-
-    names = [f"{row.op} {' '.join(row.placements)}, mesh {'x'.join(map(str, row.mesh))}" for row in rows]
-    columns = (
-        ("First sight", [row.first_us for row in rows], FIRST_LIMIT_US),
-        ("The same layouts again", [row.again_us for row in rows], KEPT_LIMIT_US),
-        ("A new number of rows", [row.new_rows_us for row in rows], KEPT_LIMIT_US),
-    )
-    groups = [
-        FigureGroup(
-            title,
-            tuple(
-                Figure(name, us, f"{us:.1f} us", limit if row.op == "matmul" else None)
-                for name, row, us in zip(names, rows, column, strict=True)
-            ),
-        )
-        for title, column, limit in columns
-    ]
-    return figure_page("pick", "Deciding how one op shall run: median time of pick() alone.", groups)
 
 
 def measure(rounds: int, step: Callable[[str], object] = lambda what: None) -> list[PickRow]:

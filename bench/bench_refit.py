@@ -13,21 +13,14 @@ import numpy as np
 
 from lowshard.bench.bench_device import HostDevice
 from lowshard.bench.bench_meeting import timed
+from lowshard.bench.json_argument import add_json_argument, write_result
 from lowshard.bench.limit import AGAIN
 from lowshard.bench.memcpy import BesideMemcpy
-from lowshard.bench.page_argument import (
-    add_json_argument,
-    add_report_argument,
-    require_page,
-    write_report,
-    write_result,
-)
 from lowshard.errors import BufferMismatchError, LowshardError
 from lowshard.flag_value import count_of, natural_of
 
 if TYPE_CHECKING:
     from lowshard.bench.bench_seat import Seat
-    from lowshard.report.page import Page
 
 DESCRIPTION = """\
 Moves a model of 268 MB (--size) between layouts of tensor parallelism, on ranks it starts itself or on those of the
@@ -114,7 +107,6 @@ def add_refit_parser(benches: argparse._SubParsersAction[argparse.ArgumentParser
     )
     parser.add_argument("--profile", metavar="FILE", help="cluster profile to predict by")
     add_json_argument(parser)
-    add_report_argument(parser)
     parser.add_argument(
         "--check",
         action="store_true",
@@ -127,7 +119,6 @@ def run_refit(args: argparse.Namespace) -> int:
     """Run `lowshard bench refit` and return the exit code."""
     from lowshard.bench.bench_world import job_size, run_entry
 
-    require_page(args)
     profile = None
     if args.profile is not None:
         from lowshard.cost import ClusterProfile
@@ -177,7 +168,6 @@ def _run_model(args: argparse.Namespace, profile: Any) -> int:
         for row in outcome.data
     ]
     _write(args, rows, show_ways(rows))
-    write_report(args, lambda: _model_page(rows))
     missed = misses(rows) if args.check else []
     for text in missed:
         print(f"lowshard bench refit: {text}", file=sys.stderr)
@@ -235,7 +225,6 @@ def _show(rows: Sequence[Row], args: argparse.Namespace) -> int:
             f"{r.prepare_s * 1e3:>9.1f}{r.median_s * 1e3:>8.1f}{r.ratio:>10.2f}{guess}"
         )
     _write(args, rows, "\n".join(lines))
-    write_report(args, lambda: _page(rows))
     missed = [r for r in rows if r.limit is not None and r.ratio > r.limit]
     if args.check:
         for r in missed:
@@ -244,18 +233,6 @@ def _show(rows: Sequence[Row], args: argparse.Namespace) -> int:
                 file=sys.stderr,
             )
     return 1 if args.check and missed else 0
-
-
-def _page(rows: Sequence[Row]) -> Page:
-    from lowshard.report.bench_page import refit_page
-
-    return refit_page(rows, LIMIT)
-
-
-def _model_page(rows: Sequence[Any]) -> Page:
-    from lowshard.report.bench_page import model_page
-
-    return model_page(rows)
 
 
 def _row(found: dict[str, Any]) -> Row:

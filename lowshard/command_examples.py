@@ -15,7 +15,6 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ("lowshard bench all_reduce --ranks 2", "how fast a collective is here"),
     ),
     "lowshard demo": (
-        ("lowshard demo --report page", "also page/index.html, for a browser"),
         ("lowshard demo --synthetic -n 2", "random weights on 2 ranks, no download"),
         ("lowshard demo --model smollm2 -n 3", "64 tokens of a language model"),
     ),
@@ -65,14 +64,13 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "lowshard bench": (
         ("lowshard bench all_reduce --ranks 4 -b 8 -e 128M -f 2", "as all_reduce_perf -g 4 of nccl-tests"),
-        ("lowshard bench all_reduce --ranks 2 --report page", "also page/index.html, for a browser"),
         ("lowshard bench profile --ranks 2,4 -o cluster.json", "a cost model of this machine"),
         ("lowshard bench mxfp8 --device cpu --size 64Mi", "kernels, as multiples of a memcpy"),
     ),
     **{
         f"lowshard bench {op}": (
             (f"lowshard bench {op} --ranks 2 -b 8 -e 64M -f 2", "2 ranks of this host, 8 bytes to 64 MiB"),
-            (f"lowshard bench {op} --ranks 2 --compare-mpi --report page", "beside mpi4py's, with a page"),
+            (f"lowshard bench {op} --ranks 2 --compare-mpi", "beside mpi4py's"),
         )
         for op in _COLLECTIVES
     },
@@ -83,12 +81,12 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "lowshard bench redistribute": (
         ("lowshard bench redistribute --ranks 4 --size 64M", "every transition"),
-        ("lowshard bench redistribute --only S0->S1 --report page", "one of them, with a page"),
+        ("lowshard bench redistribute --only S0->S1", "one of them"),
     ),
     "lowshard bench fsdp": (("lowshard bench fsdp --ranks 2 --mode full,none --width 1024", ""),),
     "lowshard bench refit": (
         ("lowshard bench refit --size 64 --rounds 3", "a small model, quickly"),
-        ("lowshard bench refit --profile cluster.json --report page", "predicted beside measured"),
+        ("lowshard bench refit --profile cluster.json", "predicted beside measured"),
         ("lowshard bench refit --model sample --to tp=1,dp=2", "dense, by what changed, and as others do it"),
     ),
     "lowshard bench publish": (
@@ -96,7 +94,7 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
             "lowshard bench publish --size 64M --rounds 5",
             "quickly; needs root, for two hosts on this machine",
         ),
-        ("lowshard bench publish --check --report page", "exit code 1 where a limit is missed, with a page"),
+        ("lowshard bench publish --check", "exit code 1 where a limit is missed"),
     ),
     "lowshard bench plan": (("lowshard bench plan --rounds 1", ""),),
     "lowshard bench simulate": (("lowshard bench simulate deepseek --profile cluster.json", ""),),
@@ -106,7 +104,7 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ("lowshard bench mxfp8 --device cpu --size 64Mi --check", "exit code 1 where a limit is missed"),
         ("lowshard bench mxfp8 --only dequantize --json -", "some rows, as JSON"),
     ),
-    "lowshard bench pack": (("lowshard bench pack --device cpu --size 100MB --report page", ""),),
+    "lowshard bench pack": (("lowshard bench pack --device cpu --size 100MB", ""),),
 }
 """For a command, as its usage names it: what to write, and what that does."""
 

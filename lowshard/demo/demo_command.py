@@ -61,10 +61,6 @@ def add_demo_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentPars
         "-o", "--out", type=folder_of, default="lowshard-demo", metavar="DIR",
         help="folder for demo.json and demo.png (default ./lowshard-demo)",
     )  # fmt: skip
-    parser.add_argument(
-        "--report", type=folder_of, metavar="DIR",
-        help="also write the report as a page for a browser, DIR/index.html, which needs no network",
-    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print the report as JSON instead of a table")
     parser.add_argument("--no-picture", action="store_true", help="write no demo.png")
     parser.add_argument(
@@ -109,10 +105,6 @@ def _generate(args: argparse.Namespace) -> int:
         raise LaunchError("--model smollm2 is cut over all of its ranks; leave --tp out")
     if args.checkpoint is not None:
         raise LaunchError("--model smollm2 brings its own checkpoint; leave --checkpoint out")
-    if args.report is not None:
-        raise LaunchError(
-            "--report shows the job of --model minilm; --model smollm2 prints a table, or --json"
-        )
     with tempfile.TemporaryDirectory(prefix="lowshard-demo-") as scratch:
         if args.synthetic:
             small = LlamaConfig(4096, 576, 2, 9, 3, 1536, 100000.0)
@@ -147,10 +139,6 @@ def _settings(args: argparse.Namespace, world_size: int, scratch: Path) -> Setti
         from lowshard.demo.demo_picture import require_matplotlib
 
         require_matplotlib()
-    if args.report is not None:
-        from lowshard.report.page import require_report
-
-        require_report()
     return Settings(source, tp)
 
 
@@ -223,11 +211,6 @@ def _show(report: DemoReport, args: argparse.Namespace) -> int:
 
         draw(report, args.out / "demo.png")
         written.append(str(args.out / "demo.png"))
-    if args.report is not None:
-        from lowshard.report.demo_page import demo_page
-        from lowshard.report.page import write_page
-
-        written.append(str(write_page(demo_page(report), args.report)))
     if args.json:
         print(json.dumps(report.to_json(), indent=2))
     else:

@@ -65,7 +65,6 @@ FLOORS: dict[str, str] = {
     "lowshard.solver.solve_command": "7",
     "lowshard.pool": "4",
     "lowshard.transfer": "4",
-    "lowshard.report": "7",
     "lowshard.reshard": "5",
     "lowshard.reshard.cut": "3",
     "lowshard.reshard.rank_grid": "3",

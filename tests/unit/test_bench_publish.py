@@ -15,7 +15,7 @@ import pytest
 from support.launching import wait_until
 
 from lowshard.bench import bench_publish, raw_stream
-from lowshard.bench.bench_publish import LEAST_OF_RAW, MOST_OF_WHOLE, Row, misses, page_of
+from lowshard.bench.bench_publish import LEAST_OF_RAW, MOST_OF_WHOLE, Row, misses
 from lowshard.cli import main
 from lowshard.launch.fake_hosts import why_not
 
@@ -37,11 +37,6 @@ def test_goals_are_checked_by_the_median_of_ratios() -> None:
     assert slow == "a whole version comes at 0.85 of the rate of bare sockets, the goal is 0.9"
     (long,) = misses(_rows(LEAST_OF_RAW, MOST_OF_WHOLE + 0.1))
     assert long == "what has changed takes 0.60 of the time of a whole version, the goal is 0.5"
-
-
-def test_the_page_shows_what_is_over_its_limit() -> None:
-    assert page_of(_rows(1.0, 0.2), 4).is_good
-    assert not page_of(_rows(0.5, 0.2), 4).is_good
 
 
 @pytest.mark.parametrize("hot", [False, True])
@@ -73,10 +68,9 @@ def test_it_measures_between_two_hosts(
 ) -> None:
     monkeypatch.setenv("LOWSHARD_STREAMS", "2")
     argv = ["bench", "publish", "--size", "20M", "--rounds", "2"]
-    assert main([*argv, "--json", str(tmp_path / "found.json"), "--report", str(tmp_path / "page")]) == 0
+    assert main([*argv, "--json", str(tmp_path / "found.json")]) == 0
     shown = capsys.readouterr().out
     assert "whole version" in shown
-    assert (tmp_path / "page" / "index.html").exists()
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["streams"] == 2
     whole, changed, hot = found["rows"]

@@ -1,4 +1,4 @@
-"""What benchmarks write: a table, JSON by `--json FILE`, a page by `--report DIR`, asked for before all else."""
+"""What benchmarks write: a table, and JSON by `--json FILE`."""
 
 from __future__ import annotations
 
@@ -7,36 +7,15 @@ import json
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from lowshard.flag_value import folder_of, target_of
-
-if TYPE_CHECKING:
-    from lowshard.report.page import Page
-
-
-def add_report_argument(parser: argparse._ActionsContainer) -> None:
-    """Add `--report`."""
-    parser.add_argument("--report", type=folder_of, metavar="DIR",
-                        help="write a page for a browser, DIR/index.html, which needs no network")  # fmt: skip
+from lowshard.flag_value import target_of, write_whole
 
 
 def add_json_argument(parser: argparse._ActionsContainer) -> None:
     """Add `--json`."""
     parser.add_argument("--json", type=target_of, metavar="FILE",
                         help="write JSON to FILE beside the table; -: print it, and no table")  # fmt: skip
-
-
-def require_page(args: argparse.Namespace) -> None:
-    """Raise where the page that `--report` asks for cannot be written; before anything is measured.
-
-    Raises:
-        DependencyError: jinja2 is missing.
-    """
-    if args.report is not None:
-        from lowshard.report.page import require_report
-
-        require_report()
 
 
 def write_result(
@@ -62,16 +41,5 @@ def write_result(
         sys.stdout.write(text)
         return
     show()
-    from lowshard.flag_value import write_whole
-
     write_whole(Path(args.json), text.encode())
     print(f"written: {args.json}")
-
-
-def write_report(args: argparse.Namespace, make: Callable[[], Page]) -> None:
-    """Write the page that `--report` asks for, and say where; to stderr where JSON has stdout."""
-    if args.report is not None:
-        from lowshard.report.page import write_page
-
-        path = write_page(make(), args.report)
-        print(f"written: {path}", file=sys.stderr if args.json == "-" else sys.stdout)
