@@ -16,7 +16,6 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "lowshard demo": (
         ("lowshard demo --synthetic -n 2", "random weights on 2 ranks, no download"),
-        ("lowshard demo --model smollm2 -n 3", "64 tokens of a language model"),
     ),
     "lowshard selftest": (
         ("lowshard selftest", "everything, on a GPU where there is one"),

@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lowshard.errors import CommError, LaunchError, LowshardError, VerificationError
+from lowshard.errors import CommError, LowshardError, VerificationError
 from lowshard.flag_value import count_of, folder_of, seconds_of
 from lowshard.settings import environment
 
@@ -49,11 +49,6 @@ def add_demo_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentPars
         metavar="T",
         help="ranks that share one serving copy (default 2, or all if N is odd)",
     )
-    parser.add_argument(
-        "--model", choices=("minilm", "smollm2"), default="minilm",
-        help="minilm: the job above; smollm2: 64 tokens of SmolLM2-135M, its 9 query and 3 key-value heads cut over "
-        "any number of ranks, compared with one process (fetched once, 0.6 GB)",
-    )  # fmt: skip
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--checkpoint", type=Path, metavar="FILE", help="a safetensors file of your own")
     which.add_argument("--synthetic", action="store_true", help="random weights, no download")
@@ -78,12 +73,6 @@ def run(args: argparse.Namespace) -> int:
     from lowshard.launch.environment import find_rank
 
     launched = find_rank(environment())
-    if args.model == "smollm2":
-        if launched is not None and launched.size > 1:
-            raise LaunchError(
-                "`lowshard demo --model smollm2` starts its own ranks: run it without mpiexec, with -n"
-            )
-        return _generate(args)
     if launched is not None and launched.size > 1:
         return _as_a_rank(args, launched.rank)
     with tempfile.TemporaryDirectory(prefix="lowshard-demo-") as scratch:
@@ -92,38 +81,6 @@ def run(args: argparse.Namespace) -> int:
         if isinstance(report, int):
             return report
         return _show(report, args)
-
-
-def _generate(args: argparse.Namespace) -> int:
-    """Run SmolLM2 (with --synthetic a small random decoder) on ranks of its own."""
-    from lowshard.demo import generate, smollm2
-    from lowshard.demo.llama import LlamaConfig
-    from lowshard.demo.progress_bar import Progress
-    from lowshard.launch.job import python_command, run_ranks
-
-    if args.tp is not None:
-        raise LaunchError("--model smollm2 is cut over all of its ranks; leave --tp out")
-    if args.checkpoint is not None:
-        raise LaunchError("--model smollm2 brings its own checkpoint; leave --checkpoint out")
-    with tempfile.TemporaryDirectory(prefix="lowshard-demo-") as scratch:
-        if args.synthetic:
-            small = LlamaConfig(4096, 576, 2, 9, 3, 1536, 100000.0)
-            model = smollm2.generated(Path(scratch), small, seed=0)
-        else:
-            model = smollm2.fetch(progress=Progress())
-        path = Path(scratch) / "report.json"
-        command = python_command(
-            "lowshard.demo.generate", [generate.settings_json(model), str(path)], module=True
-        )
-        result = run_ranks(command, args.ranks, timeout_s=args.timeout, prefix_output=False)
-        if result.exit_code != 0:
-            return result.exit_code
-        report = generate.GenerateReport.from_json(json.loads(path.read_text(encoding="utf-8")))
-    if args.json:
-        print(json.dumps(report.to_json(), indent=2))
-    else:
-        generate.show(report)
-    return 0 if report.ok else VerificationError.exit_code
 
 
 def _settings(args: argparse.Namespace, world_size: int, scratch: Path) -> Settings:

@@ -221,23 +221,3 @@ def test_with_no_index_in_reach_the_demo_says_so_and_offers_synthetic(tmp_path: 
     assert "--synthetic" in ran.stderr
     assert "Traceback" not in ran.stderr
     assert not list((tmp_path / "cache").rglob("*.safetensors"))
-
-
-@pytest.mark.full_only  # on threads: tests/unit/test_demo_llama.py
-@pytest.mark.one_mpi
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_a_decoder_generates_the_tokens_of_one_process(tmp_path: Path, ranks: int) -> None:
-    ran = demo("--model", "smollm2", "--synthetic", "-n", ranks, "--json", cwd=tmp_path)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    report = json.loads(ran.stdout)
-    assert report["ok"] is True
-    assert len(report["ranks"]) == ranks
-    assert report["tokens"] == report["reference_tokens"]
-    assert report["logits_difference"] <= 1e-4
-
-
-@pytest.mark.one_mpi
-def test_a_decoder_brings_its_own_checkpoint_and_ranks(tmp_path: Path) -> None:
-    ran = demo("--model", "smollm2", "--checkpoint", "x.safetensors", cwd=tmp_path)
-    assert ran.returncode == 2
-    assert "leave --checkpoint out" in ran.stderr

@@ -147,7 +147,6 @@ HEAVY = (
     "rich",
     "matplotlib",
     "tokenizers",
-    "gguf",
     "ml_dtypes",
     "scipy",
     "torch",

@@ -104,7 +104,6 @@ def test_a_device_stays_one_and_a_link_is_followed(tmp_path: Path) -> None:
         ("bench refit --ranks 5", "pass an even --ranks"),
         ("bench refit --size 900000000", "pass a smaller --size"),
         ("bench host -n 900000000", "pass a smaller -n"),
-        ("demo --model smollm2 --tp 2", "leave --tp out"),
     ],
 )
 def test_what_measures_nothing_is_refused(line: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
