@@ -14,9 +14,7 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ("lowshard run -n 4 examples/all_reduce.py", "a program of yours on 4 ranks"),
         ("lowshard bench all_reduce --ranks 2", "how fast a collective is here"),
     ),
-    "lowshard demo": (
-        ("lowshard demo --synthetic -n 2", "random weights on 2 ranks, no download"),
-    ),
+    "lowshard demo": (("lowshard demo --synthetic -n 2", "random weights on 2 ranks, no download"),),
     "lowshard selftest": (
         ("lowshard selftest", "everything, on a GPU where there is one"),
         ("lowshard selftest --device cpu -n 4 -o selftest", "on 4 ranks of the CPU, logs to selftest/"),

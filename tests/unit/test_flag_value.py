@@ -27,7 +27,7 @@ from lowshard.flag_value import (
     target_of,
     write_whole,
 )
-from lowshard.plain_console import busy, print_table
+from lowshard.plain_console import busy, print_table, transfer
 
 NO_NUMBERS = ("", " ", "x", "nan", "inf", "-inf", "1e400", "-1", "é")
 
@@ -159,3 +159,22 @@ def test_what_takes_long_is_told_of_in_a_pipe_too(
     with busy("solve", "solving 4 ops"):
         time.sleep(0.2)
     assert capsys.readouterr().err == "lowshard solve: solving 4 ops\n"
+
+
+def test_a_terminal_gets_a_bar_and_a_pipe_a_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with transfer("inspect", "comparing checksums", 100) as update:
+        update(50)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(plain_console, "_QUIET_S", 0.01)
+    with transfer("inspect", "comparing checksums", 100):
+        time.sleep(0.2)
+    assert capsys.readouterr().err == "lowshard inspect: comparing checksums\n"
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr("sys.stderr", terminal)
+    with transfer("demo", "fetch a[b]", 100) as update:  # no markup
+        update(50)
+    assert "fetch a[b]" in terminal.getvalue()
+    assert "50/100 bytes" in terminal.getvalue()
