@@ -141,17 +141,8 @@ def embed(
     tp: Communicator | None = None,
     compute: Compute = "float32",
 ) -> F32:
-    """Return the embeddings `[batch, hidden]`; with `tp` the same on each of its ranks, which all call this.
-
-    Args:
-        weights: every tensor of `expected_shapes`; with `tp` this rank's part, as `tensor_parallel_spec` cuts it.
-        config: the sizes of the whole encoder.
-        token_ids: `[batch, seq]`.
-        mask: `[batch, seq]`, 1 where a token counts.
-        tp: the ranks that the weights are cut over; None: they are whole.
-        compute: "bfloat16" rounds weights, and activations after each operation, to bf16; products are
-            summed in float32 and partial sums cross ranks in float32.
-    """
+    """Return the embeddings `[batch, hidden]`, with `tp` on each of its ranks; ids and mask are `[batch, seq]`."""
+    # "bfloat16" rounds weights, and activations after each operation; sums, also those across ranks, are in float32.
     batch, seq = token_ids.shape
     hidden, head_dim = config.hidden_size, config.hidden_size // config.num_heads
     rounded: Callable[[F32], F32] = _round_bf16 if compute == "bfloat16" else lambda x: x

@@ -184,10 +184,7 @@ def _folder_bytes(folder: Path) -> int:
 
 
 def user_checkpoint(path: str | os.PathLike[str]) -> Source:
-    """Return a safetensors file of the user's, with the config.json and tokenizer.json beside it.
-
-    Files of other architectures than BERT are taken too; `skip_reason` then says why there is no forward.
-    """
+    """Return a safetensors file of the user's, of any architecture, with what lies beside it."""
     checkpoint = Path(path)
     if not os.path.isfile(checkpoint):
         what = "a folder: name the .safetensors file in it" if os.path.isdir(checkpoint) else "not there"
@@ -227,13 +224,10 @@ def _find_config(path: Path, shapes: dict[str, tuple[int, ...]]) -> tuple[Encode
 
 
 def synthetic(folder: Path, seed: int, config: EncoderConfig = SYNTHETIC_CONFIG) -> Source:
-    """Write a random checkpoint with the tensors of a BERT encoder, and its config.json, into a folder.
-
-    The same seed and config give the same bytes. Weights are large enough for every layer to matter, so
-    that a slice in the wrong place changes the embeddings.
-    """
+    """Write a random BERT encoder and its config.json into a folder: the same bytes for the same seed."""
     from safetensors.numpy import save_file
 
+    # Weights are large enough for every layer to matter: a slice in the wrong place changes the embeddings.
     rng = np.random.default_rng(seed)
     hidden = config.hidden_size
     pooler: dict[str, tuple[int, ...]] = {
