@@ -16,7 +16,7 @@ from lowshard.bench.bench_publish import add_publish_parser
 from lowshard.bench.bench_redistribute import add_redistribute_parser
 from lowshard.bench.bench_refit import add_refit_parser
 from lowshard.bench.collective import add_collective_parsers
-from lowshard.bench.page_argument import add_json_argument, add_report_argument, require_page, write_report
+from lowshard.bench.json_argument import add_json_argument
 from lowshard.errors import LowshardError
 from lowshard.flag_value import count_of
 from lowshard.nearest import nearest
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from lowshard.bench.bench_progress import Progress
     from lowshard.bench.bench_report import BenchReport, Section
     from lowshard.bench.turn_timing import Workload
-    from lowshard.report.page import Page
 
     Build = Callable[[Device, "Size", tuple[str, ...]], Workload]
 
@@ -120,7 +119,6 @@ def _add(
         help="only rows whose names begin with these words, such as quantize or 'pack boxes of 4 KB'",
     )
     add_json_argument(parser)
-    add_report_argument(parser)
     parser.add_argument(
         "--check",
         action="store_true",
@@ -188,7 +186,6 @@ def _run(
     from lowshard.kernels.engine import host_engine
 
     names = selected(all_names, args.only)
-    require_page(args)
     device = open_device(args.device)
     if args.check and all(ratio_limit(name, device.kind) is None for name in names):
         raise LowshardError(
@@ -210,18 +207,11 @@ def _run(
             sections.append(section)
     report = BenchReport(bench, ran, args.rounds, tuple(sections))
     _show(report, args.json)
-    write_report(args, lambda: _page(report))
     if args.check and report.misses:
         for miss in report.misses:
             print(f"lowshard bench {bench}: {miss}", file=sys.stderr)
         return 1
     return 0
-
-
-def _page(report: BenchReport) -> Page:
-    from lowshard.report.bench_page import kernel_page
-
-    return kernel_page(report)
 
 
 def _section(
@@ -261,7 +251,7 @@ def _show(report: BenchReport, target: str | None) -> None:
 
     render_table(report, make_console())
     if target is not None:
-        from lowshard.demo.demo_report import write_whole
+        from lowshard.flag_value import write_whole
 
         write_whole(Path(target), dump_json(report).encode())
         print(f"written: {target}")

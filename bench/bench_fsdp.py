@@ -10,23 +10,14 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lowshard.bench.bench_progress import Progress
-from lowshard.bench.page_argument import (
-    add_json_argument,
-    add_report_argument,
-    require_page,
-    write_report,
-    write_result,
-)
+from lowshard.bench.json_argument import add_json_argument, write_result
 from lowshard.errors import DependencyError, LowshardError, TimedOut
 from lowshard.flag_value import count_of, counts_of, natural_of
 from lowshard.nearest import nearest
 from lowshard.settings import environment
-
-if TYPE_CHECKING:
-    from lowshard.report.page import Page
 
 DESCRIPTION = """\
 Trains an MLP (eight layers of 2560 by default, 52 million parameters, AdamW, one thread a rank) in NumPy with each
@@ -83,7 +74,6 @@ def add_fsdp_parser(benches: argparse._SubParsersAction[argparse.ArgumentParser]
         "--check", action="store_true", help="exit code 1 where a ratio to torch is above 0.5"
     )
     add_json_argument(parser)
-    add_report_argument(parser)
     parser.set_defaults(func=run_fsdp)
 
 
@@ -99,7 +89,6 @@ def run_fsdp(args: argparse.Namespace) -> int:
             f"hybrid cuts the ranks into groups of --intra {args.intra}, which divides none of --ranks "
             f"{','.join(map(str, args.ranks))}: pass a divisor"
         )
-    require_page(args)
     rows = []
     with Progress("fsdp") as progress:
         progress.expect(len(cases) * (1 + args.compare_torch))
@@ -116,7 +105,6 @@ def run_fsdp(args: argparse.Namespace) -> int:
             progress.step(f"{mode} on {ranks} ranks")
             rows.append(_row(request, _own(request), theirs))
     write_result(args, "fsdp", {"rows": rows}, lambda: _print(rows, args.compare_torch))
-    write_report(args, lambda: page_of(rows))
     wrong = [row for row in rows if row["sent_bytes"] != row["expected_bytes"]]
     for row in wrong:
         print(f"lowshard bench fsdp: {row['mode']} on {row['ranks']} ranks sent {row['sent_bytes']} bytes a step, the "
@@ -240,43 +228,6 @@ def _print(rows: list[dict[str, Any]], compared: bool) -> None:
         for row in rows
     ]  # fmt: skip
     show("torch, and ours as a multiple of it", ("wall s", "cpu s", "peak", "x wall", "x cpu"), theirs)
-
-
-def page_of(rows: list[dict[str, Any]]) -> Page:
-    """Return the page of some rows, as the JSON has them."""
-    from lowshard.report.figure_page import Figure, FigureGroup, figure_page
-    from lowshard.report.page import Cell, Table, number
-
-    named = [(f"{row['mode']}, {row['ranks']} ranks", row) for row in rows]
-    head = ("strategy", "wall ms", "cpu ms", "sent", "by the formula", "pool MiB", "state MiB", "peak MiB")
-    cells = tuple(
-        (
-            Cell(name),
-            number(f"{row['wall_s'] * 1e3:.1f}"),
-            number(f"{row['cpu_s'] * 1e3:.1f}"),
-            number(f"{row['sent_bytes'] / (4 * row['params']):.4f}",
-                   "plain" if row["sent_bytes"] == row["expected_bytes"] else "bad"),
-            number(f"{row['expected_bytes'] / (4 * row['params']):.4f}"),
-            number(f"{row['pool_bytes'] / 2**20:.0f}"),
-            number(f"{row['state_bytes'] / 2**20:.0f}"),
-            number(f"{row['peak_mib']:.0f}"),
-        )
-        for name, row in named
-    )  # fmt: skip
-    table = Table(head, cells, "Sent: bytes of all ranks in a step, in parameters of four bytes.")
-    steps = tuple(Figure(name, row["wall_s"], f"{row['wall_s'] * 1e3:.1f} ms") for name, row in named)
-    beside = tuple(
-        Figure(f"{name}, {what}", row[key], f"{row[key]:.2f} of torch's", _LIMIT)
-        for name, row in named
-        for what, key in (("wall time", "wall_ratio"), ("processor time", "cpu_ratio"))
-        if key in row
-    )
-    groups = [FigureGroup("A step of training", steps, table)]
-    if beside:
-        groups.append(FigureGroup("Beside torch FSDP2 over gloo", beside))
-    wrong = sum(row["sent_bytes"] != row["expected_bytes"] for row in rows)
-    told = f"{wrong} rows sent other bytes than the formula's" if wrong else ""
-    return figure_page("fsdp", "An MLP trained with AdamW in NumPy, one thread a rank.", groups, told)
 
 
 def _modes(text: str) -> list[str]:

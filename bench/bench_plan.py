@@ -12,17 +12,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lowshard.bench.page_argument import (
-    add_json_argument,
-    add_report_argument,
-    require_page,
-    write_report,
-    write_result,
-)
+from lowshard.bench.json_argument import add_json_argument, write_result
 from lowshard.flag_value import count_of, file_of
 
 if TYPE_CHECKING:
-    from lowshard.report.page import Page
     from lowshard.reshard import ReshardPlan
 
 DESCRIPTION = """\
@@ -63,7 +56,6 @@ def add_plan_parser(benches: argparse._SubParsersAction[argparse.ArgumentParser]
     parser.add_argument(
         "--plot", type=file_of, metavar="FILE", help="draw time over ranks (.png, .svg, .pdf)"
     )
-    add_report_argument(parser)
     parser.add_argument("--check", action="store_true", help="exit code 1 if a row misses its limit")
     parser.set_defaults(func=run_plan)
 
@@ -76,7 +68,6 @@ def run_plan(args: argparse.Namespace) -> int:
         from lowshard.bench.plot import require_plot
 
         require_plot(args.plot)
-    require_page(args)
     made = cases()
     with Progress("plan") as progress:
         progress.expect(len(made))
@@ -88,7 +79,6 @@ def run_plan(args: argparse.Namespace) -> int:
     if args.plot is not None:
         draw(rows, args.plot)
         print(f"written: {args.plot}", file=sys.stderr if args.json == "-" else sys.stdout)
-    write_report(args, lambda: page_of(rows))
     missed = [row for row in rows if row.limit_s is not None and row.total_s > row.limit_s]
     if args.check:
         for row in missed:
@@ -185,35 +175,12 @@ def forget() -> None:
                 clear()
 
 
-def page_of(rows: Sequence[Row]) -> Page:
-    """Return the page of some rows."""
-    from lowshard.report.figure_page import Figure, FigureGroup, figure_page
-    from lowshard.report.page import Cell, Table, number
-
-    head = ("case", "tensors", "ranks", "plan ms", "rank ms", "limit ms", "grown MiB")
-    cells = tuple(
-        (
-            Cell(row.name),
-            number(f"{row.tensors:,}"),
-            number(f"{row.ranks:,}"),
-            number(f"{row.build_s * 1e3:.1f}"),
-            number(f"{row.rank_s * 1e3:.1f}"),
-            number("" if row.limit_s is None else f"{row.limit_s * 1e3:,.0f}"),
-            number(f"{row.memory_mib:.1f}"),
-        )
-        for row in rows
-    )
-    figures = tuple(Figure(r.name, r.total_s, f"{r.total_s * 1e3:.1f} ms", r.limit_s) for r in rows)
-    lead = "CPU time of one rank, from two tables of layouts to what the rank sends and receives."
-    return figure_page("plan", lead, [FigureGroup("Planning a reshard", figures, Table(head, cells))])
-
-
 def draw(rows: list[Row], path: Path) -> None:
     """Draw the time of a rank over the number of ranks."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    from lowshard.demo.demo_report import write_whole
+    from lowshard.flag_value import write_whole
 
     picture = Figure(figsize=(7.0, 4.4), dpi=130, facecolor="white", layout="constrained")
     FigureCanvasAgg(picture)

@@ -13,20 +13,11 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from lowshard.bench.page_argument import (
-    add_json_argument,
-    add_report_argument,
-    require_page,
-    write_report,
-    write_result,
-)
+from lowshard.bench.json_argument import add_json_argument, write_result
 from lowshard.errors import BufferMismatchError, LowshardError, VerificationError
 from lowshard.flag_value import count_of, size_of
-
-if TYPE_CHECKING:
-    from lowshard.report.page import Page
 
 DESCRIPTION = """\
 Starts a publisher and a subscriber as two processes of this machine, and takes version after version over TCP of the
@@ -83,7 +74,6 @@ def add_publish_parser(benches: argparse._SubParsersAction[argparse.ArgumentPars
                         help="bytes of a version (default 256M)")  # fmt: skip
     parser.add_argument("--rounds", type=count_of, default=15, metavar="N", help="rounds (default 15)")
     add_json_argument(parser)
-    add_report_argument(parser)
     parser.add_argument(
         "--check", action="store_true",
         help=f"exit code 1 where a whole version is below {LEAST_OF_RAW:g} of the rate of a bare socket, or one of "
@@ -98,7 +88,6 @@ def run_publish(args: argparse.Namespace) -> int:
     from lowshard.bench.bench_progress import Progress
     from lowshard.bench.bench_world import job_size
 
-    require_page(args)
     if job_size() is not None:
         raise LowshardError(
             "lowshard bench publish starts its own two processes: run it outside of an MPI job"
@@ -254,41 +243,10 @@ def _conclude(report: dict[str, Any], args: argparse.Namespace) -> int:
     rows: list[Row] = report["rows"]
     plain = {**report, "rows": [{**asdict(r), "median_s": r.median_s, "of_raw": r.of_raw} for r in rows]}
     write_result(args, "publish", plain, lambda: _show(report))
-    write_report(args, lambda: page_of(rows))
     missed = list(misses(rows)) if args.check else []
     for miss in missed:
         print(f"lowshard bench publish: {miss}", file=sys.stderr)
     return 1 if missed else 0
-
-
-def page_of(rows: Sequence[Row]) -> Page:
-    """Return the page of some rows."""
-    from lowshard.report.figure_page import Figure, FigureGroup, figure_page
-    from lowshard.report.page import Cell, Table, number
-
-    whole, changed = rows
-    assert changed.of_whole is not None
-    head = ("way", "MB", "ms", "GB/s", "bare sockets ms")
-    cells = tuple(
-        (
-            Cell(row.name),
-            number(f"{row.bytes / 1e6:.1f}"),
-            number(f"{row.median_s * 1e3:.1f}"),
-            number(f"{row.bytes / row.median_s / 1e9:.2f}"),
-            number(f"{statistics.median(row.raw_s) * 1e3:.1f}"),
-        )
-        for row in rows
-    )
-    figures = (
-        Figure(
-            "whole version, x bare sockets", 1 / whole.of_raw, f"{1 / whole.of_raw:.2f} x", 1 / LEAST_OF_RAW
-        ),
-        Figure(
-            f"{changed.name}, x whole version", changed.of_whole, f"{changed.of_whole:.2f} x", MOST_OF_WHOLE
-        ),
-    )
-    lead = "A publisher and a subscriber on one machine, over TCP."
-    return figure_page("publish", lead, [FigureGroup("Times", figures, Table(head, cells))])
 
 
 def _show(report: dict[str, Any]) -> None:

@@ -12,20 +12,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lowshard.bench.bench_transition import ONE_AXIS, TWO_AXES, Transition, floor_of, mpi_way, transitions
-from lowshard.bench.page_argument import (
-    add_json_argument,
-    add_report_argument,
-    require_page,
-    write_report,
-    write_result,
-)
+from lowshard.bench.json_argument import add_json_argument, write_result
 from lowshard.errors import BufferMismatchError, LowshardError
 from lowshard.flag_value import count_of, seconds_of, size_of
 
 if TYPE_CHECKING:
     from lowshard.bench.bench_seat import Seat
     from lowshard.bench.sweep import Place
-    from lowshard.report.page import Page
 
 DESCRIPTION = """\
 Moves a square fp32 matrix from one layout to another, transition by transition, and prints each way's time as a
@@ -74,7 +67,6 @@ def add_redistribute_parser(benches: argparse._SubParsersAction[argparse.Argumen
     parser.add_argument("--peer-python", action="append", metavar="FILE", default=[],
                         help="a Python that has PyTorch or JAX installed (default: this one)")  # fmt: skip
     add_json_argument(parser)
-    add_report_argument(parser)
     parser.add_argument("--check-limits", action="store_true",
                         help="exit code 1 if a figure is above its limit")  # fmt: skip
     parser.add_argument("-T", "--timeout", type=seconds_of, metavar="S", help="end the run after S seconds")
@@ -86,7 +78,6 @@ def run_redistribute(args: argparse.Namespace) -> int:
     from lowshard.bench.bench_device import HostDevice
     from lowshard.bench.bench_world import DEFAULT_RANKS, job_size, run_entry
 
-    require_page(args)
     ranks = job_size() or args.ranks or DEFAULT_RANKS
     names = args.only or [*ONE_AXIS, *TWO_AXES]
     every = [t for size in args.size for t in transitions(names, ranks, size)]
@@ -204,7 +195,6 @@ def _measure(place: Place, transition: Transition, rounds: int) -> dict[str, Any
 def _conclude(report: dict[str, Any], args: argparse.Namespace) -> int:
     """Print the table, write the JSON, and return the exit code."""
     write_result(args, "redistribute", report, lambda: _show(report))
-    write_report(args, lambda: _page(report))
     wrong = sum(row["wrong"] for row in report["rows"])
     if wrong:
         print(f"lowshard bench redistribute: {wrong} elements are wrong", file=sys.stderr)
@@ -212,12 +202,6 @@ def _conclude(report: dict[str, Any], args: argparse.Namespace) -> int:
     for miss in misses:
         print(f"lowshard bench redistribute: {miss}", file=sys.stderr)
     return 1 if wrong or misses else 0
-
-
-def _page(report: dict[str, Any]) -> Page:
-    from lowshard.report.bench_page import redistribute_page
-
-    return redistribute_page(report)
 
 
 def above_limits(report: dict[str, Any]) -> Sequence[str]:

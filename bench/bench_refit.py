@@ -13,21 +13,14 @@ import numpy as np
 
 from lowshard.bench.bench_device import HostDevice
 from lowshard.bench.bench_meeting import timed
+from lowshard.bench.json_argument import add_json_argument, write_result
 from lowshard.bench.limit import AGAIN
 from lowshard.bench.memcpy import BesideMemcpy
-from lowshard.bench.page_argument import (
-    add_json_argument,
-    add_report_argument,
-    require_page,
-    write_report,
-    write_result,
-)
 from lowshard.errors import BufferMismatchError, LowshardError
 from lowshard.flag_value import count_of, natural_of
 
 if TYPE_CHECKING:
     from lowshard.bench.bench_seat import Seat
-    from lowshard.report.page import Page
 
 DESCRIPTION = """\
 Moves a model of 268 MB (--size) between layouts of tensor parallelism, on ranks it starts itself or on those of the
@@ -94,7 +87,6 @@ def add_refit_parser(benches: argparse._SubParsersAction[argparse.ArgumentParser
         "--seed", type=natural_of, default=1, metavar="N", help="of which elements change (default 1)"
     )
     add_json_argument(parser)
-    add_report_argument(parser)
     parser.add_argument(
         "--check",
         action="store_true",
@@ -107,7 +99,6 @@ def run_refit(args: argparse.Namespace) -> int:
     """Run `lowshard bench refit` and return the exit code."""
     from lowshard.bench.bench_world import job_size, run_entry
 
-    require_page(args)
     if args.model is not None:
         return _run_model(args)
     ranks = job_size() or args.ranks or _RANKS
@@ -149,7 +140,6 @@ def _run_model(args: argparse.Namespace) -> int:
         for row in outcome.data
     ]
     _write(args, rows, show_ways(rows))
-    write_report(args, lambda: _model_page(rows))
     missed = misses(rows) if args.check else []
     for text in missed:
         print(f"lowshard bench refit: {text}", file=sys.stderr)
@@ -203,7 +193,6 @@ def _show(rows: Sequence[Row], args: argparse.Namespace) -> int:
         for r in rows
     ]
     _write(args, rows, "\n".join([head, *lines]))
-    write_report(args, lambda: _page(rows))
     missed = [r for r in rows if r.limit is not None and r.ratio > r.limit]
     if args.check:
         for r in missed:
@@ -212,18 +201,6 @@ def _show(rows: Sequence[Row], args: argparse.Namespace) -> int:
                 file=sys.stderr,
             )
     return 1 if args.check and missed else 0
-
-
-def _page(rows: Sequence[Row]) -> Page:
-    from lowshard.report.bench_page import refit_page
-
-    return refit_page(rows, LIMIT)
-
-
-def _model_page(rows: Sequence[Any]) -> Page:
-    from lowshard.report.bench_page import model_page
-
-    return model_page(rows)
 
 
 def _row(found: dict[str, Any]) -> Row:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lowshard.bench.operation import ALL_REDOPS, OPERATIONS
-from lowshard.bench.page_argument import add_report_argument, require_page
 from lowshard.bench.sweep_setting import (
     DTYPES,
     MORE_DTYPES,
@@ -164,7 +163,6 @@ def _add_results(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--plot", type=file_of, metavar="FILE", help="draw time and bus bandwidth over size (.png, .svg)"
     )
-    add_report_argument(group)
     group.add_argument("--min-busbw", type=bandwidth_of, metavar="GBPS",
                        help="exit code 1 if the average bus bandwidth is below this")  # fmt: skip
     group.add_argument("--check-limits", action="store_true",
@@ -187,7 +185,6 @@ def run_collective(args: argparse.Namespace) -> int:
         reason = why_no_limits(settings, ranks, _check_mode())
         if reason is not None:
             raise LowshardError(f"--check-limits has nothing to judge here: {reason}")
-    require_page(args)
     require_possible(settings, ranks)
     request = {"settings": settings.to_json(), "table": args.json != "-"}
     outcome = run_entry(measure_collective, request, args.ranks, settings.transport, args.timeout)
@@ -256,7 +253,7 @@ def _conclude(report: CollectiveReport, args: argparse.Namespace) -> int:
     from lowshard.bench.listing import Listing, ratios_of
     from lowshard.bench.plot import draw
     from lowshard.bench.promise import verdicts
-    from lowshard.demo.demo_report import write_whole
+    from lowshard.flag_value import write_whole
 
     listing = Listing(report.settings, ratios_of(report.settings, "gpu" not in dict(report.facts)))
     # With JSON on stdout what people read goes to stderr.
@@ -279,11 +276,6 @@ def _conclude(report: CollectiveReport, args: argparse.Namespace) -> int:
     if args.plot is not None:
         draw(report, args.plot)
     written = [str(path) for path in (args.json, args.csv, args.plot) if path not in (None, "-")]
-    if args.report is not None:
-        from lowshard.report.bench_page import collective_page
-        from lowshard.report.page import write_page
-
-        written.append(str(write_page(collective_page(report), args.report)))
     if written:
         print(f"# written: {', '.join(written)}", file=out)
     return 1 if failed else 0

@@ -14,11 +14,7 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ("lowshard run -n 4 examples/all_reduce.py", "a program of yours on 4 ranks"),
         ("lowshard bench all_reduce --ranks 2", "how fast a collective is here"),
     ),
-    "lowshard demo": (
-        ("lowshard demo --report page", "also page/index.html, for a browser"),
-        ("lowshard demo --synthetic -n 2", "random weights on 2 ranks, no download"),
-        ("lowshard demo --model smollm2 -n 3", "64 tokens of a language model"),
-    ),
+    "lowshard demo": (("lowshard demo --synthetic -n 2", "random weights on 2 ranks, no download"),),
     "lowshard selftest": (
         ("lowshard selftest", "everything, on a GPU where there is one"),
         ("lowshard selftest --device cpu -n 4 -o selftest", "on 4 ranks of the CPU, logs to selftest/"),
@@ -52,20 +48,20 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "lowshard bench": (
         ("lowshard bench all_reduce --ranks 4 -b 8 -e 128M -f 2", "as all_reduce_perf -g 4 of nccl-tests"),
-        ("lowshard bench all_reduce --ranks 2 --report page", "also page/index.html, for a browser"),
+        ("lowshard bench all_reduce --ranks 2 --json found.json", "also every round's times"),
         ("lowshard bench mxfp8 --device cpu --size 64Mi", "kernels, as multiples of a memcpy"),
     ),
     **{
         f"lowshard bench {op}": (
             (f"lowshard bench {op} --ranks 2 -b 8 -e 64M -f 2", "2 ranks of this host, 8 bytes to 64 MiB"),
-            (f"lowshard bench {op} --ranks 2 --compare-mpi --report page", "beside mpi4py's, with a page"),
+            (f"lowshard bench {op} --ranks 2 --compare-mpi", "beside mpi4py's"),
         )
         for op in _COLLECTIVES
     },
     "lowshard bench barrier": (("lowshard bench barrier --ranks 4 --compare-mpi", "beside mpi4py's"),),
     "lowshard bench redistribute": (
         ("lowshard bench redistribute --ranks 4 --size 64M", "every transition"),
-        ("lowshard bench redistribute --only S0->S1 --report page", "one of them, with a page"),
+        ("lowshard bench redistribute --only S0->S1", "one of them"),
     ),
     "lowshard bench fsdp": (("lowshard bench fsdp --ranks 2 --mode full,none --width 1024", ""),),
     "lowshard bench refit": (
@@ -74,14 +70,14 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "lowshard bench publish": (
         ("lowshard bench publish --size 64M --rounds 5", "quickly"),
-        ("lowshard bench publish --check --report page", "exit code 1 where a limit is missed, with a page"),
+        ("lowshard bench publish --check", "exit code 1 where a limit is missed"),
     ),
     "lowshard bench plan": (("lowshard bench plan --rounds 1", ""),),
     "lowshard bench mxfp8": (
         ("lowshard bench mxfp8 --device cpu --size 64Mi --check", "exit code 1 where a limit is missed"),
         ("lowshard bench mxfp8 --only dequantize --json -", "some rows, as JSON"),
     ),
-    "lowshard bench pack": (("lowshard bench pack --device cpu --size 100MB --report page", ""),),
+    "lowshard bench pack": (("lowshard bench pack --device cpu --size 100MB", ""),),
 }
 """For a command, as its usage names it: what to write, and what that does."""
 

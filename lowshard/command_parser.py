@@ -13,8 +13,6 @@ from lowshard.nearest import nearest
 
 __all__ = ["CommandParser", "expect_habits"]
 
-_REPORT = "there is no page of this: lowshard demo --report DIR makes one, and so does lowshard bench NAME --report DIR"
-
 
 class CommandParser(argparse.ArgumentParser):
     """An `ArgumentParser` that knows what people are used to write elsewhere; subparsers are of its class too.
@@ -26,7 +24,7 @@ class CommandParser(argparse.ArgumentParser):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.suggest_on_error = False  # Python 3.15 makes a suggestion of its own
-        self.habits: dict[str, str] = {"--report": _REPORT}
+        self.habits: dict[str, str] = {}
         self._options: list[str] = []
 
     def parse_known_args(  # type: ignore[override]  # as argparse's; its overloads are about the namespace's class

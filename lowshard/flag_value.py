@@ -1,20 +1,24 @@
-"""Types of the flags of commands: each returns what the text of a flag means, or says what to write instead."""
+"""Types of the flags of commands: each returns what the text of a flag means, or says what to write instead.
+
+`write_whole` writes the files that they name.
+"""
 
 from __future__ import annotations
 
 import argparse
 import math
+import os
 import re
 from decimal import Decimal
 from pathlib import Path
-from tempfile import TemporaryFile
+from tempfile import TemporaryDirectory, TemporaryFile
 
 from lowshard import argument
 from lowshard.errors import LowshardError
 
 __all__ = [
     "bandwidth_of", "count_of", "counts_of", "file_of", "folder_of", "made_target_of", "natural_of", "seconds_of",
-    "size_of", "target_of",
+    "size_of", "target_of", "write_whole",
 ]  # fmt: skip
 
 _MOST_COUNT = 10**9
@@ -91,6 +95,22 @@ def folder_of(text: str) -> Path:
     path = _path(text, "a folder")
     _require_writable(path.absolute())
     return path
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file beside its place and move it there, so that no half of it is ever seen.
+
+    A device or a pipe is written to as it is, and a link stays one.
+    """
+    if path.exists() and not path.is_file():  # /dev/null would be a file of ours from now on
+        path.write_bytes(data)
+        return
+    path = Path(os.path.realpath(path))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=".write-", dir=path.parent) as tmp:
+        part = Path(tmp) / path.name
+        part.write_bytes(data)
+        os.replace(part, path)
 
 
 def _file(text: str) -> Path:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-__all__ = ["busy", "make_console", "print_table"]
+__all__ = ["busy", "make_console", "print_table", "transfer"]
 
 _QUIET_S = 2.0
 
@@ -54,3 +54,19 @@ def busy(command: str, doing: str) -> Iterator[None]:
         yield
     finally:
         line.cancel()
+
+
+@contextmanager
+def transfer(command: str, label: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
+    """Show on stderr how much is done: a bar on a terminal, elsewhere as `busy`. Gives what takes the bytes so far."""
+    if not sys.stderr.isatty():
+        with busy(command, label):
+            yield lambda done_bytes: None
+        return
+    from rich import progress
+
+    columns = (progress.BarColumn(), progress.DownloadColumn(), progress.TimeRemainingColumn())
+    text = progress.TextColumn("{task.description}", markup=False)
+    with progress.Progress(text, *columns, console=make_console(stderr=True)) as bar:
+        task = bar.add_task(label, total=total_bytes)
+        yield lambda done_bytes: bar.update(task, completed=min(done_bytes, total_bytes))

@@ -54,7 +54,7 @@ def add_inspect_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentP
 def run(args: argparse.Namespace) -> int:
     """Run the subcommand and return the exit code."""
     from lowshard.checkpoint.overview import look_at, tensor_json, verified
-    from lowshard.demo.progress_bar import Progress
+    from lowshard.plain_console import transfer
 
     if not os.path.exists(Path(args.path)):
         raise CheckpointError(f"{args.path}: there is no such file or folder")
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     chosen = overview.tensors if args.tensor is None else (overview.tensor(args.tensor),)
     if args.verify:
         total = sum(p.size_bytes for t in chosen for p in t.parts)
-        with Progress(command="inspect").transfer("comparing checksums", total) as update:
+        with transfer("inspect", "comparing checksums", total) as update:
             overview = verified(overview, {t.name for t in chosen}, update)
         chosen = overview.tensors if args.tensor is None else (overview.tensor(args.tensor),)
     if args.json:

@@ -7,25 +7,21 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import tempfile
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-from lowshard.errors import CommError, LaunchError, LowshardError, VerificationError
-from lowshard.flag_value import count_of, folder_of, seconds_of
-from lowshard.settings import environment
-
-if TYPE_CHECKING:
-    from lowshard.demo.demo_job import Settings
-    from lowshard.demo.demo_report import DemoReport
-    from lowshard.demo.source import Source
+from lowshard.errors import VerificationError
+from lowshard.flag_value import count_of, folder_of, seconds_of, write_whole
 
 DESCRIPTION = """\
 Runs the main job on a real checkpoint, on ranks it starts itself. Each rank reads its own byte ranges of the
 file in a training layout (cut over all ranks); the weights move to a serving layout (dp x tp) and every element
-is compared with the file; three refits write them into persistent MXFP8 buffers; a sentence encoder then runs
-tensor parallel in fp32, bf16 and MXFP8, beside the unsharded fp32 model. Exit code 1 if any check fails.
+is compared with the file; three refits bring versions of them as MXFP8, each compared with the file; a sentence
+encoder then runs tensor parallel in fp32, bf16 and MXFP8, beside the unsharded fp32 model. Exit code 1 if any
+check fails.
 """
 
 
@@ -44,15 +40,8 @@ def add_demo_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentPars
         "-n", "--ranks", type=count_of, default=4, metavar="N", help="ranks to start (default 4)"
     )
     parser.add_argument(
-        "--tp",
-        type=count_of,
-        metavar="T",
-        help="ranks that share one serving copy (default 2, or all if N is odd)",
-    )
-    parser.add_argument(
-        "--model", choices=("minilm", "smollm2"), default="minilm",
-        help="minilm: the job above; smollm2: 64 tokens of SmolLM2-135M, its 9 query and 3 key-value heads cut over "
-        "any number of ranks, compared with one process (fetched once, 0.6 GB)",
+        "--tp", type=count_of, metavar="T",
+        help="ranks that share one serving copy, whole attention heads each (default 2; where N is odd N, or 1)",
     )  # fmt: skip
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--checkpoint", type=Path, metavar="FILE", help="a safetensors file of your own")
@@ -61,176 +50,67 @@ def add_demo_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentPars
         "-o", "--out", type=folder_of, default="lowshard-demo", metavar="DIR",
         help="folder for demo.json and demo.png (default ./lowshard-demo)",
     )  # fmt: skip
-    parser.add_argument(
-        "--report", type=folder_of, metavar="DIR",
-        help="also write the report as a page for a browser, DIR/index.html, which needs no network",
-    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print the report as JSON instead of a table")
     parser.add_argument("--no-picture", action="store_true", help="write no demo.png")
     parser.add_argument(
-        "--timeout",
-        type=seconds_of,
-        default=600.0,
-        metavar="S",
-        help="end the job after S seconds (default 600)",
-    )
+        "--timeout", type=seconds_of, default=600.0, metavar="S", help="end the job after S seconds (default 600)"
+    )  # fmt: skip
     parser.set_defaults(func=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the subcommand and return the exit code."""
-    from lowshard.launch.environment import find_rank
+    from lowshard.bench.bench_world import job_size, leads, run_entry
+    from lowshard.demo import demo_job
+    from lowshard.plain_console import busy
 
-    launched = find_rank(environment())
-    if args.model == "smollm2":
-        if launched is not None and launched.size > 1:
-            raise LaunchError(
-                "`lowshard demo --model smollm2` starts its own ranks: run it without mpiexec, with -n"
-            )
-        return _generate(args)
-    if launched is not None and launched.size > 1:
-        return _as_a_rank(args, launched.rank)
+    size, first = job_size(), leads()
+    ranks = size or args.ranks
     with tempfile.TemporaryDirectory(prefix="lowshard-demo-") as scratch:
-        settings = _settings(args, args.ranks, Path(scratch))
-        report = _on_own_ranks(args, settings, Path(scratch) / "report.json")
-        if isinstance(report, int):
-            return report
-        return _show(report, args)
+        # In a job rank 0 finds it where an error ends the job, after MPI has begun.
+        find = partial(_request, args, ranks, Path(scratch))
+        request = find() if size is None else find if first else ""
+        with busy("demo", f"running on {ranks} ranks") if first else nullcontext():
+            outcome = run_entry(demo_job.run, request, ranks, timeout_s=args.timeout)
+    if outcome.exit_code or not outcome.leads:
+        return outcome.finish(outcome.exit_code)
+    _show(outcome.data, args)
+    return outcome.finish(0 if outcome.data["ok"] else VerificationError.exit_code)
 
 
-def _generate(args: argparse.Namespace) -> int:
-    """Run SmolLM2 (with --synthetic a small random decoder) on ranks of its own."""
-    from lowshard.demo import generate, smollm2
-    from lowshard.demo.llama import LlamaConfig
-    from lowshard.demo.progress_bar import Progress
-    from lowshard.launch.job import python_command, run_ranks
-
-    if args.tp is not None:
-        raise LaunchError("--model smollm2 is cut over all of its ranks; leave --tp out")
-    if args.checkpoint is not None:
-        raise LaunchError("--model smollm2 brings its own checkpoint; leave --checkpoint out")
-    if args.report is not None:
-        raise LaunchError(
-            "--report shows the job of --model minilm; --model smollm2 prints a table, or --json"
-        )
-    with tempfile.TemporaryDirectory(prefix="lowshard-demo-") as scratch:
-        if args.synthetic:
-            small = LlamaConfig(4096, 576, 2, 9, 3, 1536, 100000.0)
-            model = smollm2.generated(Path(scratch), small, seed=0)
-        else:
-            model = smollm2.fetch(progress=Progress())
-        path = Path(scratch) / "report.json"
-        command = python_command(
-            "lowshard.demo.generate", [generate.settings_json(model), str(path)], module=True
-        )
-        result = run_ranks(command, args.ranks, timeout_s=args.timeout, prefix_output=False)
-        if result.exit_code != 0:
-            return result.exit_code
-        report = generate.GenerateReport.from_json(json.loads(path.read_text(encoding="utf-8")))
-    if args.json:
-        print(json.dumps(report.to_json(), indent=2))
-    else:
-        generate.show(report)
-    return 0 if report.ok else VerificationError.exit_code
-
-
-def _settings(args: argparse.Namespace, world_size: int, scratch: Path) -> Settings:
-    """Find the checkpoint and check it against everything that can be known before a rank starts."""
+def _request(args: argparse.Namespace, ranks: int, scratch: Path) -> str:
+    """Find the checkpoint, and check all that can be known before a rank starts."""
     from lowshard.checkpoint import read_header
-    from lowshard.demo.demo_job import Settings, grid
-    from lowshard.demo.weights import Layouts
+    from lowshard.demo import demo_job, source
 
-    dp, tp = grid(world_size, args.tp)
-    source = _source(args, scratch)
-    Layouts.of(read_header(source.checkpoint), source.config, dp, tp)
+    if args.checkpoint is not None:
+        found = source.user_checkpoint(args.checkpoint)
+    elif args.synthetic:
+        found = source.synthetic(scratch, seed=0)
+    else:
+        found = source.fetch_minilm()
+    dp, tp = demo_job.grid(ranks, args.tp, found.config)
+    demo_job.layouts_of(read_header(found.checkpoint), found.config, dp, tp)
     if not args.no_picture:
         from lowshard.demo.demo_picture import require_matplotlib
 
         require_matplotlib()
-    if args.report is not None:
-        from lowshard.report.page import require_report
-
-        require_report()
-    return Settings(source, tp)
+    return demo_job.request_of(found, args.tp)
 
 
-def _source(args: argparse.Namespace, scratch: Path) -> Source:
-    from lowshard.demo import source
-    from lowshard.demo.progress_bar import Progress
-
-    if args.checkpoint is not None:
-        return source.user_checkpoint(args.checkpoint)
-    if args.synthetic:
-        return source.synthetic(scratch, seed=0)
-    return source.cached_minilm() or source.fetch_minilm(progress=Progress())
-
-
-def _on_own_ranks(args: argparse.Namespace, settings: Settings, path: Path) -> DemoReport | int:
-    """Start the ranks; return their report, or the exit code of a job that failed."""
-    from lowshard.demo.demo_report import DemoReport
-    from lowshard.launch.job import python_command, run_ranks
-
-    command = python_command("lowshard.demo.demo_job", [settings.to_json(), str(path)], module=True)
-    result = run_ranks(command, args.ranks, timeout_s=args.timeout, prefix_output=False)
-    if result.exit_code != 0:
-        return result.exit_code
-    return DemoReport.from_json(json.loads(path.read_text(encoding="utf-8")))
-
-
-def _as_a_rank(args: argparse.Namespace, rank: int) -> int:
-    """Run this process as one rank of the user's own MPI job."""
-    from lowshard import comm as lc
-    from lowshard.comm import Communicator
-    from lowshard.comm.abort import install_abort_hook
-    from lowshard.comm.mpi import MPITransport, load_mpi
-    from lowshard.demo.demo_job import Settings, run_rank
-
-    world = Communicator(MPITransport(load_mpi().COMM_WORLD))
-    if world.rank != rank:
-        raise CommError(
-            f"the launcher calls this process rank {rank}, MPI calls it rank {world.rank} of {world.size}: "
-            "mpiexec belongs to another MPI than mpi4py; see `lowshard doctor`"
-        )
-    install_abort_hook()
-    with tempfile.TemporaryDirectory(prefix="lowshard-demo-") as scratch:
-        error, text = None, ""
-        if rank == 0:  # one rank finds (and perhaps fetches) the checkpoint; all hear how that went
-            try:
-                text = _settings(args, world.size, Path(scratch)).to_json()
-            except LowshardError as caught:
-                error = caught
-        try:
-            lc.agree(world, b"", error, "demo")
-        except LowshardError as agreed:
-            if rank == 0:
-                print(f"lowshard demo: {agreed}", file=sys.stderr)
-            return agreed.exit_code
-        report = run_rank(Settings.from_json(lc.share_text(world, text)[0]))
-        world.barrier()
-    return _show(report, args) if rank == 0 else (0 if report.ok else VerificationError.exit_code)
-
-
-def _show(report: DemoReport, args: argparse.Namespace) -> int:
-    """Write the files, print the table or JSON, and return the exit code."""
-    from lowshard.demo.demo_report import render_table, write_json
+def _show(report: dict[str, Any], args: argparse.Namespace) -> None:
+    """Write the files, and print the table or JSON."""
+    from lowshard.demo.demo_report import render_table
     from lowshard.plain_console import make_console
 
-    args.out.mkdir(parents=True, exist_ok=True)
-    write_json(report, args.out / "demo.json")
-    written = [str(args.out / "demo.json")]
+    text = json.dumps(report, indent=2, allow_nan=False)
+    write_whole(args.out / "demo.json", f"{text}\n".encode())
     if not args.no_picture:
         from lowshard.demo.demo_picture import draw
 
         draw(report, args.out / "demo.png")
-        written.append(str(args.out / "demo.png"))
-    if args.report is not None:
-        from lowshard.report.demo_page import demo_page
-        from lowshard.report.page import write_page
-
-        written.append(str(write_page(demo_page(report), args.report)))
     if args.json:
-        print(json.dumps(report.to_json(), indent=2))
-    else:
-        render_table(report, make_console(piped_width=80))
-        print(f"written: {', '.join(written)}")
-    return 0 if report.ok else VerificationError.exit_code
+        print(text)
+        return
+    render_table(report, make_console())
+    print(f"written: {args.out / 'demo.json'}{'' if args.no_picture else ', ' + str(args.out / 'demo.png')}")

@@ -1,301 +1,311 @@
-"""The main job on each rank: read, move, verify, refit to MXFP8, run the encoder, report.
-
-`python -m lowshard.demo.demo_job SETTINGS` (JSON) is what `lowshard demo` starts; inside the user's own MPI
-`lowshard demo` calls `run_rank` itself.
-"""
+"""The main job on each rank: read, move, verify, refit to MXFP8 three times, verify, encode and compare."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
-import sys
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from lowshard import DeviceMesh, Layout, Replicated, Sharded, __version__, redistribute
-from lowshard import comm as lc
-from lowshard.bench.memcpy import memcpy_bytes_per_s
+from lowshard import DeviceMesh, Layout, Replicated, Sharded, __version__, dtypes, execute_all, redistribute
 from lowshard.box import split_interval
-from lowshard.checkpoint import CheckpointReader
-from lowshard.comm import Communicator
-from lowshard.demo.demo_report import Accuracy, DemoReport, PhaseRow, PlanView
-from lowshard.demo.encoder import EncoderConfig, embed, embed_tensor_parallel
-from lowshard.demo.progress_bar import Progress
+from lowshard.checkpoint import CheckpointReader, Header
+from lowshard.comm import Communicator, share_text
+from lowshard.demo.demo_report import FORMAT, accuracy_text
+from lowshard.demo.encoder import Compute, EncoderConfig, embed, tensor_parallel_spec
 from lowshard.demo.source import Source
 from lowshard.demo.text import SENTENCES, tokenize, tokenizer_name
-from lowshard.demo.weights import Layouts, MXFP8Buffers, count_wrong, move_to_serving, read_training
 from lowshard.errors import MeshError
+from lowshard.kernels import MXFP8Tensor, dequantize_mxfp8, quantize_mxfp8
+from lowshard.redistribute_plan import plan_redistribute
+from lowshard.reshard import MXFP8ReshardTransform, Refit, build_reshard_plan
 
-REFITS = 3
-FP32_BOUND, BF16_BOUND, MXFP8_BOUND = 1e-5, 0.999, 0.99
+if TYPE_CHECKING:
+    from lowshard.bench.bench_seat import Seat
 
+Local = Mapping[str, np.ndarray]
+Layouts = dict[str, Layout]
+Found = TypeVar("Found")
 
-@dataclass(frozen=True)
-class Settings:
-    """What the ranks are told."""
-
-    source: Source
-    tp: int
-    """Ranks that share one copy of the serving weights."""
-
-    def to_json(self) -> str:
-        """Return one line that `from_json` reads."""
-        source = asdict(self.source) | {
-            "checkpoint": str(self.source.checkpoint),
-            "tokenizer": None if self.source.tokenizer is None else str(self.source.tokenizer),
-        }
-        return json.dumps({"source": source, "tp": self.tp})
-
-    @classmethod
-    def from_json(cls, text: str) -> Settings:
-        """Return the settings that `to_json` wrote."""
-        data = json.loads(text)
-        source = data["source"]
-        return cls(
-            Source(
-                Path(source["checkpoint"]),
-                None if source["tokenizer"] is None else Path(source["tokenizer"]),
-                None if source["config"] is None else EncoderConfig(**source["config"]),
-                source["name"],
-                source["skip_reason"],
-            ),
-            data["tp"],
-        )
+FACTORS = (0.5, 0.75, 1.0)
+"""What the weights of each version are of the file's."""
+_FP32_BOUND, _BF16_BOUND, _MXFP8_BOUND = 1e-5, 0.999, 0.99
+_BLOCK_ELEMS = 32
 
 
-def grid(world_size: int, tp: int | None) -> tuple[int, int]:
-    """Return (dp, tp) of the serving mesh; without a tp, 2 where it divides, else all ranks.
+def request_of(source: Source, tp: int | None) -> str:
+    """Return what the ranks are told."""
+    return json.dumps(asdict(source) | {"tp": tp}, default=str)
 
-    Raises:
-        MeshError: tp does not divide the number of ranks.
-    """
-    tp = tp if tp is not None else 2 if world_size % 2 == 0 else world_size
-    if tp < 1 or world_size % tp:
+
+def run(seat: Seat, request: str | Callable[[], str]) -> dict[str, Any]:
+    """Do the job and return its report; rank 0's request counts. Collective: all ranks of the seat call this."""
+    text = request() if callable(request) else request
+    with seat.open("mpi") as place:
+        told = json.loads(share_text(place.comm, text)[0])
+        tp, config = told.pop("tp"), told.pop("config")
+        for name in ("checkpoint", "tokenizer"):
+            told[name] = told[name] and Path(told[name])
+        return _Job(Source(config=config and EncoderConfig(**config), **told), tp, place.comm).report()
+
+
+def grid(world_size: int, tp: int | None, config: EncoderConfig | None) -> tuple[int, int]:
+    """Return (dp, tp) of the serving mesh; without a tp, 2 where it fits, else all ranks, else 1."""
+    heads = 0 if config is None else config.num_heads
+    if tp is None:
+        tp = next(n for n in (2, world_size, 1) if world_size % n == 0 and heads % n == 0)
+    if world_size % tp or heads % tp:
+        what = f"{world_size} ranks" if world_size % tp else f"the model's {heads} attention heads"
         raise MeshError(
-            f"a serving mesh is dp x tp ranks: tp={tp} does not divide {world_size}; pass --tp with a divisor "
-            "of the number of ranks, or other --ranks"
+            f"a serving mesh is dp x tp ranks, each with whole heads: tp={tp} does not divide {what}; pass another "
+            "--tp, or other --ranks"
         )
     return world_size // tp, tp
 
 
-class _Run:
+def layouts_of(header: Header, config: EncoderConfig | None, dp: int, tp: int) -> tuple[Layouts, Layouts]:
+    """Return the training layout of every tensor, cut on dim 0 over all ranks, and its serving layout."""
+    flat, mesh = DeviceMesh((dp * tp,), ("fsdp",)), DeviceMesh((dp, tp), ("dp", "tp"))
+    training, serving = {}, {}
+    for name, entry in header.tensors.items():
+        ndim = len(entry.shape)
+        if config is not None:
+            spec = tensor_parallel_spec(name, ndim, config)
+        else:  # nothing is known of the model: cut the last dim of matrices
+            spec = (*[None] * (ndim - 1), "tp") if ndim > 1 else (None,) * ndim
+        training[name] = Layout.from_spec(flat, entry.shape, entry.dtype, ("fsdp",) if ndim else ())
+        serving[name] = Layout.from_spec(mesh, entry.shape, entry.dtype, spec)
+    return training, serving
+
+
+class _Job:
     """One rank's walk through the phases."""
 
-    def __init__(self, settings: Settings, comm: Communicator, progress: Progress) -> None:
-        self.source, self.comm, self.progress = settings.source, comm, progress
-        self.dp, self.tp = grid(comm.size, settings.tp)
-        self.rows: list[PhaseRow] = []
-        self.accuracy: tuple[Accuracy, ...] = ()
-        self.note: str | None = None
-        self.plan: PlanView | None = None
-        self.memcpy_per_s = 1.0
+    def __init__(self, source: Source, tp: int | None, comm: Communicator) -> None:
+        self.source, self.comm = source, comm
+        self.dp, self.tp = grid(comm.size, tp, source.config)
+        self.rows: list[dict[str, Any]] = []
+        self.accuracy: list[dict[str, Any]] = []
+        self.note = f"no forward pass: {source.skip_reason}"
 
-    def all(self) -> DemoReport:
+    def report(self) -> dict[str, Any]:
         """Do every phase and return the report, equal on all ranks."""
-        with self.progress.phase("memcpy, the yardstick"):
-            self.memcpy_per_s = memcpy_bytes_per_s(self.comm)
-        with CheckpointReader(self.source.checkpoint) as reader:
-            layouts = Layouts.of(reader.header, self.source.config, self.dp, self.tp)
-            training = self._read(reader, layouts)
-            serving = self._move(training, layouts, reader)
-            buffers = self._refit(training, layouts, reader)
-            if self.source.config is None:
-                self.note = f"no forward pass: {self.source.skip_reason}"
-            else:
-                self._forward(self.source.config, serving, buffers)
-            return DemoReport(
-                checkpoint=self.source.name,
-                checkpoint_bytes=reader.header.file_bytes,
-                world_size=self.comm.size,
-                before=f"every tensor cut on dim 0 over {self.comm.size} ranks",
-                after=f"dp {self.dp} x tp {self.tp}, attention and MLP weights cut over tp",
-                rows=tuple(self.rows),
-                memcpy_gb_per_s=self.memcpy_per_s / 1e9,
-                accuracy=self.accuracy,
-                accuracy_note=self.note,
-                matrices=layouts.views(reader.header),
-                environment=tuple(_environment().items()),
-                plan=self.plan,
-            )
+        with CheckpointReader(self.source.checkpoint) as self.reader:
+            header = self.reader.header
+            self.training, self.serving = layouts_of(header, self.source.config, self.dp, self.tp)
+            training = self._read()
+            serving = self._move(training)
+            served = self._refit(training)
+            if self.source.config is not None:
+                self._encode(self.source.config, serving, served)
+        return {
+            "format": FORMAT,
+            "ok": all(row["ok"] for row in self.rows),
+            "checkpoint": self.source.name,
+            "checkpoint_bytes": header.file_bytes,
+            "world_size": self.comm.size,
+            "before": f"every tensor cut on dim 0 over {self.comm.size} ranks",
+            "after": f"dp {self.dp} x tp {self.tp}, attention and MLP weights cut over tp",
+            "rows": self.rows,
+            "accuracy": self.accuracy,
+            "accuracy_note": self.note,
+            "matrices": self._matrices(),
+            "environment": _environment(),
+        }
 
     # ---- phases
 
-    def _read(self, reader: CheckpointReader, layouts: Layouts) -> dict[str, np.ndarray]:
-        with self._timed("read the training layout") as phase:
-            training = read_training(reader, layouts, self.comm.rank)
-        own = sum(lay.local_bytes(self.comm.rank) for lay in layouts.training.values())
-        read, wanted = self._sum(reader.bytes_read), self._sum(own)
-        size = sum(lay.size_bytes for lay in layouts.training.values())
-        copies = sum(
-            lay.size_bytes * (self.comm.size - 1) for lay in layouts.training.values() if not lay.shape
-        )
-        phase.done(
-            reader.bytes_read,
-            f"{size / 1e6:.1f} MB, each byte read by one rank",
-            read == wanted == size + copies,
-        )
+    def _read(self) -> Local:
+        training, seconds = self._timed(lambda: self._local(self.training))
+        moved = self.reader.bytes_read
+        wanted = sum(lay.local_bytes(rank) for lay in self.training.values() for rank in lay.mesh.ranks)
+        whole = sum(lay.size_bytes for lay in self.training.values())
+        check = f"{whole / 1e6:.1f} MB, each byte read by one rank"
+        self._row("read the training layout", seconds, check, self._sum(moved) == wanted, moved)
         return training
 
-    def _make_ready(self, training: Mapping[str, np.ndarray], layouts: Layouts) -> None:
-        """Do once what is measured afterwards: code that is not compiled yet is compiled here, and in no figure."""
-        with self._timed("make ready: move and refit") as phase:
-            move_to_serving(training, layouts, self.comm)
-            MXFP8Buffers(layouts, self.comm.rank).refit(training, self.comm)
-        phase.done(None, "loads code, or compiles it the first time, for what follows")
+    def _move(self, training: Local) -> Local:
+        plans = {name: plan_redistribute(lay, self.serving[name]) for name, lay in self.training.items()}
+        planned = sum(plan.received_bytes(self.comm.rank) for plan in plans.values())
+        execute_all(
+            plans, training, self.comm
+        )  # code that is not compiled yet is compiled here, and in no figure
 
-    def _move(
-        self, training: Mapping[str, np.ndarray], layouts: Layouts, reader: CheckpointReader
-    ) -> dict[str, np.ndarray]:
-        with self._timed(f"plan {len(layouts.training)} moves") as phase:
-            planned = sum(plan.received_bytes(self.comm.rank) for plan in layouts.plans.values())
-        phase.done(None, f"{self._sum(planned) / 1e6:.1f} MB will move")
-        self._make_ready(training, layouts)
-        self.comm.traffic.clear()
-        with self._timed("move to the serving layout") as phase:
-            serving = move_to_serving(training, layouts, self.comm)
-            moved = self.comm.traffic.received_bytes
-        phase.done(moved, "moved what was planned, no more", self._sum(moved != planned) == 0)
-        self._note_plan(layouts, moved, phase.seconds)
-        with self._timed("verify every element") as phase:
-            wrong, elems = map(self._sum, count_wrong(serving, layouts, reader, self.comm.rank))
-        phase.done(None, f"{elems:,} elements, {wrong} differ from the file", wrong == 0)
+        def move() -> tuple[dict[str, Any], int]:
+            self.comm.traffic.clear()
+            return execute_all(plans, training, self.comm), self.comm.traffic.received_bytes
+
+        (moved, received), seconds = self._timed(move)
+        right = self._sum(received != planned) == 0
+        self._row("move to the serving layout", seconds, "moved what was planned, no more", right, received)
+        serving = {name: np.asarray(array) for name, array in moved.items()}
+        pairs = ((serving[name], self._file(name)) for name in serving)
+        (wrong, elems), seconds = self._timed(lambda: self._compared(pairs))
+        check = f"{elems:,} elements, {wrong} differ from the file"
+        self._row("verify every element", seconds, check, wrong == 0)
         return serving
 
-    def _note_plan(self, layouts: Layouts, moved_bytes: int, measured_s: float) -> None:
-        """Keep what was planned and what came of it. Collective: all ranks call this."""
-        plans = layouts.plans
-        every = np.empty(self.comm.size, np.int64)
-        self.comm.all_gather(np.array([moved_bytes], np.int64), every)
-        example = max(plans, key=lambda name: len(plans[name].steps) * plans[name].src.size_bytes)
-        self.plan = PlanView(
-            tuple(sum(p.received_bytes(rank) for p in plans.values()) for rank in range(self.comm.size)),
-            tuple(every.tolist()),
-            sum(plan.predicted_s for plan in plans.values()),
-            measured_s,
-            example,
-            plans[example].explain(),
-        )
-
-    def _refit(
-        self, training: Mapping[str, np.ndarray], layouts: Layouts, reader: CheckpointReader
-    ) -> MXFP8Buffers:
-        buffers = MXFP8Buffers(layouts, self.comm.rank)
-        before = buffers.addresses()
-        moved_addresses = 0
-        for number in range(1, REFITS + 1):
-            self.comm.traffic.clear()
-            with self._timed(f"refit {number} of {REFITS} to MXFP8") as phase:
-                buffers.refit(training, self.comm)
-                moved = self.comm.traffic.received_bytes
-            moved_addresses = self._sum(buffers.addresses() != before)
-            phase.done(
-                moved,
-                f"{len(buffers.tensors)} matrices, {2 * self._sum(len(buffers.tensors)):,} buffers, addresses "
-                + ("unchanged" if moved_addresses == 0 else "CHANGED"),
-                moved_addresses == 0,
+    def _refit(self, training: Local) -> dict[str, MXFP8Tensor]:
+        names = [name for name, layout in self.serving.items() if _is_quantised(name, layout)]
+        if not names:
+            return {}
+        rooms = {}
+        for name in names:
+            rows, cols = self.serving[name].local_shape(self.comm.rank)
+            rooms[name] = MXFP8Tensor(
+                np.zeros((rows, cols), np.uint8), np.zeros((rows, cols // _BLOCK_ELEMS), np.uint8)
             )
-        with self._timed("verify the MXFP8 buffers") as phase:
-            wrong, total = map(self._sum, buffers.count_wrong(reader))
-        phase.done(None, f"{total:,} codes and scales, {wrong} wrong", wrong == 0)
-        return buffers
+        mine = {name: np.array(training[name]) for name in names}
+        plan = build_reshard_plan(
+            {name: self.training[name] for name in names}, {name: self.serving[name] for name in names}
+        )
+        how = MXFP8ReshardTransform(names, rooms, convert_on_send=True)
+        with Refit(plan, self.comm, mine, {}, how) as refit:
+            refit.push(0)  # nothing is compiled in a figure
+            for version, factor in enumerate(FACTORS, 1):
+                for name, array in mine.items():
+                    array[...] = training[name] * factor
+                _, seconds = self._timed(lambda: refit.push(version))  # noqa: B023  # called at once
+                wrong, total = self._compared(
+                    pair
+                    for name in names
+                    for true in [self._quantised(name, factor)]
+                    for pair in (
+                        (refit.weights[name].data, true.data),
+                        (refit.weights[name].scale, true.scale),
+                    )
+                )
+                check = f"version {refit.version}: {total:,} codes and scales, {wrong} wrong"
+                right = wrong == 0 and refit.version == version
+                moved = refit.report()["sent_bytes"]
+                self._row(f"refit {version} of {len(FACTORS)} to MXFP8", seconds, check, right, moved)
+            return dict(refit.weights)
 
-    def _forward(
-        self, config: EncoderConfig, serving: Mapping[str, np.ndarray], buffers: MXFP8Buffers
-    ) -> None:
+    def _encode(self, config: EncoderConfig, serving: Local, served: Mapping[str, MXFP8Tensor]) -> None:
         ids, mask = tokenize(self.source, SENTENCES)
+        truth = np.empty((len(ids), config.hidden_size), np.float32)
+        if self.comm.rank == 0:
+            truth[...] = embed(
+                {name: self.reader.read_box(name) for name in self.reader.names}, config, ids, mask
+            )
+        self.comm.broadcast(truth)
         mesh = DeviceMesh((self.dp, self.tp), ("dp", "tp"))
         dp_index, tp_index = mesh.coord(self.comm.rank)
+        start, stop = split_interval((0, len(ids)), self.dp, dp_index)
+        cut = Layout(mesh, truth.shape, "float32", (Sharded(0), Replicated()))
         group = self.comm.split(dp_index, tp_index)
         assert group is not None
-        start, stop = split_interval((0, len(ids)), self.dp, dp_index)
-        cut = Layout(mesh, (len(ids), config.hidden_size), "float32", (Sharded(0), Replicated()))
-        whole = cut.with_placements((Replicated(), Replicated()))
 
-        def tensor_parallel(weights: Mapping[str, np.ndarray], compute: str) -> np.ndarray:
-            part = embed_tensor_parallel(weights, config, ids[start:stop], mask[start:stop], group, compute)  # type: ignore[arg-type]
-            gathered = redistribute(np.ascontiguousarray(part), cut, whole, self.comm)
-            assert gathered is not None
-            return np.asarray(gathered)
+        def encoded(weights: Local, compute: Compute) -> np.ndarray:
+            part = embed(weights, config, ids[start:stop], mask[start:stop], group, compute)
+            whole = cut.with_placements((Replicated(), Replicated()))
+            return np.asarray(redistribute(np.ascontiguousarray(part), cut, whole, self.comm))
 
-        results = {}
-        with self._timed("make ready: encoder") as phase:
-            ways = (
-                ("fp32", serving, "float32"),
-                ("bf16", serving, "bfloat16"),
-                ("MXFP8", buffers.weights(serving), "bfloat16"),
-            )
-            for _, weights, compute in ways:
-                tensor_parallel(weights, compute)
-        phase.done(None, "loads code; decodes the weights in MXFP8")
-        for label, weights, compute in ways:
-            self.comm.traffic.clear()
-            group.traffic.clear()
-            with self._timed(f"encode {len(ids)} sentences, {label}") as phase:
-                results[label] = tensor_parallel(weights, compute)
-                moved = group.traffic.received_bytes + self.comm.traffic.received_bytes
-            phase.done(moved, f"tensor parallel over {self.tp}, dp {self.dp}", compare=False)
-        with self._timed("encode unsharded, one process") as phase:
-            truth = np.empty((len(ids), config.hidden_size), np.float32)
-            if self.comm.rank == 0:
-                with CheckpointReader(self.source.checkpoint) as reader:
-                    weights = {name: reader.read_box(name) for name in reader.names}
-                truth[...] = embed(weights, config, ids, mask)
-            self.comm.broadcast(truth)
-        phase.done(None, "fp32, the reference")
-        group.close()
-        self.accuracy = (
-            Accuracy(
-                "fp32 weights", "max_difference", float(np.abs(results["fp32"] - truth).max()), FP32_BOUND
-            ),
-            Accuracy("bf16 weights", "cosine", _lowest_cosine(results["bf16"], truth), BF16_BOUND),
-            Accuracy("MXFP8 weights", "cosine", _lowest_cosine(results["MXFP8"], truth), MXFP8_BOUND),
+        decoded = {name: dequantize_mxfp8(tensor, "bfloat16") for name, tensor in served.items()}
+        ways: tuple[tuple[str, Local, Compute, float], ...] = (
+            ("fp32", serving, "float32", _FP32_BOUND),
+            ("bf16", serving, "bfloat16", _BF16_BOUND),
+            ("MXFP8", {**serving, **decoded}, "bfloat16", _MXFP8_BOUND),
         )
-        self.note = f"{len(ids)} sentences, {int(mask.sum())} tokens, {tokenizer_name(self.source)}"
+        for label, weights, compute, bound in ways:
+            found, seconds = self._timed(lambda: encoded(weights, compute))  # noqa: B023  # called at once
+            exact = compute == "float32"
+            measured = float(np.abs(found - truth).max()) if exact else _lowest_cosine(found, truth)
+            figure: dict[str, Any] = {
+                "label": f"{label} weights",
+                "kind": "max_difference" if exact else "cosine",
+                "measured": measured if math.isfinite(measured) else None,  # JSON has no NaN
+                "bound": bound,
+                "ok": measured <= bound if exact else measured >= bound,
+            }
+            self.accuracy.append(figure)
+            self._row(f"encode with {label} weights", seconds, accuracy_text(figure), figure["ok"])
+        group.close()
+        tokens = f"{int(mask.sum())} tokens, {tokenizer_name(self.source)}"
+        self.note = f"{len(ids)} sentences, {tokens}, beside the unsharded fp32 model"
+
+    # ---- the file's values
+
+    def _local(self, layouts: Layouts) -> Local:
+        return {name: self.reader.read(name, lay, self.comm.rank) for name, lay in layouts.items()}
+
+    def _file(self, name: str) -> np.ndarray:
+        """Return what this rank's part of a tensor must be in the serving layout."""
+        return self.reader.read(name, self.serving[name], self.comm.rank)
+
+    def _quantised(self, name: str, factor: float) -> MXFP8Tensor:
+        true = self._file(name)
+        return quantize_mxfp8((true * factor).astype(true.dtype).astype(dtypes.get("bfloat16").numpy))
+
+    def _compared(self, pairs: Iterable[tuple[np.ndarray, np.ndarray]]) -> tuple[int, int]:
+        """Return how many elements of all ranks differ in any bit, and of how many."""
+        wrong = elems = 0
+        for found, true in pairs:
+            bits = np.dtype(f"u{true.itemsize}")  # NaN equals itself, -0 is not 0
+            a, b = (np.ascontiguousarray(array).reshape(-1).view(bits) for array in (found, true))
+            wrong += int(np.count_nonzero(a != b))
+            elems += true.size
+        return self._sum(wrong), self._sum(elems)
+
+    def _matrices(self) -> list[dict[str, Any]]:
+        """Return who holds what of the first matrices that tp cuts, one by rows and one by columns."""
+        found: dict[int, dict[str, Any]] = {}
+        for name, after in self.serving.items():
+            if len(after.shape) == 2 and "tp" in after.spec and (dim := after.spec.index("tp")) not in found:
+                before = self.training[name]
+                found[dim] = {
+                    "name": name, "shape": after.shape,
+                    "before": [before.box(rank) for rank in before.mesh.ranks],
+                    "after": [after.box(rank) for rank in after.mesh.ranks],
+                }  # fmt: skip
+        return [found[dim] for dim in sorted(found)]
 
     # ---- measuring
 
-    @contextmanager
-    def _timed(self, label: str) -> Iterator[_Phase]:
+    def _timed(self, work: Callable[[], Found]) -> tuple[Found, float]:
         self.comm.barrier()
-        phase = _Phase(self, label)
-        with self.progress.phase(label):
-            start_s = time.perf_counter()
-            yield phase
-            phase.seconds = self._max(time.perf_counter() - start_s)
+        start_s = time.perf_counter()
+        found = work()
+        return found, self._max(time.perf_counter() - start_s)
 
-    def _sum(self, value: float) -> int:
+    def _row(self, phase: str, seconds: float, check: str, ok: bool, moved: int | None = None) -> None:
+        """Add a line of the table. Collective: the largest byte count of all ranks is reported."""
+        most = None if moved is None else int(self._max(moved))
+        row = {
+            "phase": phase,
+            "moved_bytes_per_rank": most,
+            "seconds": seconds,
+            "check": check,
+            "ok": bool(ok),
+        }
+        self.rows.append(row)
+
+    def _sum(self, value: int) -> int:
         total = np.array([value], np.int64)
         self.comm.all_reduce(total, total)
         return int(total[0])
 
     def _max(self, value: float) -> float:
-        most = np.array([value])
+        most = np.array([value], np.float64)
         self.comm.all_reduce(most, most, op="max")
         return float(most[0])
 
 
-class _Phase:
-    """One row of the table in the making."""
-
-    def __init__(self, run: _Run, label: str) -> None:
-        self._run, self._label = run, label
-        self.seconds = 0.0
-
-    def done(self, moved_bytes: int | None, check: str, ok: bool = True, compare: bool = True) -> None:
-        """Add the row. Collective: the largest byte count of all ranks is reported."""
-        run = self._run
-        most = None if moved_bytes is None else int(run._max(moved_bytes))
-        speed = ratio = None
-        if most and compare:
-            speed = most / self.seconds / 1e9
-            ratio = self.seconds / (most / run.memcpy_per_s)
-        run.rows.append(PhaseRow(self._label, most, self.seconds, speed, ratio, check, ok))
+def _is_quantised(name: str, layout: Layout) -> bool:
+    """Say whether a tensor is a linear weight that is cut in whole blocks of 32 on every rank."""
+    return (
+        len(layout.shape) == 2
+        and "embeddings" not in name
+        and layout.dtype in ("float32", "bfloat16", "float16")
+        and all(layout.local_shape(rank)[1] % _BLOCK_ELEMS == 0 for rank in layout.mesh.ranks)
+    )
 
 
 def _lowest_cosine(a: np.ndarray, b: np.ndarray) -> float:
@@ -307,39 +317,10 @@ def _lowest_cosine(a: np.ndarray, b: np.ndarray) -> float:
 def _environment() -> dict[str, str]:
     from mpi4py import MPI
 
-    library = MPI.Get_library_version().split("\n")[0].split(",")[0].strip("\0 ")
     return {
         "lowshard": __version__,
         "python": platform.python_version(),
         "numpy": np.__version__,
-        "mpi": library,
+        "mpi": MPI.Get_library_version().split("\n")[0].split(",")[0].strip("\0 "),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
     }
-
-
-def run_rank(settings: Settings) -> DemoReport:
-    """Run the job on this rank of MPI's world and return the report.
-
-    Collective: all ranks of MPI's world call this.
-    """
-    from mpi4py import MPI
-
-    with lc.from_mpi(MPI.COMM_WORLD, device="cpu") as comm:
-        return _Run(settings, comm, Progress(comm.rank)).all()
-
-
-def main(arguments: list[str]) -> int:
-    """Run a rank as `lowshard demo` started it: settings in, report to a file."""
-    from lowshard.demo.demo_report import write_json
-
-    settings_json, report_path = arguments
-    report = run_rank(Settings.from_json(settings_json))
-    from mpi4py import MPI
-
-    if MPI.COMM_WORLD.Get_rank() == 0:
-        write_json(report, report_path)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

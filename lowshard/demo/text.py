@@ -63,20 +63,7 @@ def tokenizer_name(source: Source) -> str:
 def tokenize(
     source: Source, sentences: Sequence[str], max_length: int = 128
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return token ids and mask, both `[batch, seq]` int64; seq is the longest sentence's length.
-
-    With no tokenizer.json a hash of each word stands in for its id: it means nothing, but gives the
-    same ids everywhere.
-
-    Args:
-        source: its tokenizer.json is used; its config bounds ids and length.
-        sentences: at least one.
-        max_length: longer sentences are cut; at most the model's positions.
-
-    Raises:
-        CheckpointError: tokenizer.json cannot be read, or gives ids that the model has no embedding for.
-        DependencyError: `tokenizers` is missing.
-    """
+    """Return token ids and mask, `[batch, seq]` int64; without a tokenizer.json words have hashes as ids."""
     if source.config is not None:
         max_length = min(max_length, source.config.max_positions)
     rows = (

@@ -180,14 +180,7 @@ def dtensor(local: Tensor, layout: Layout, device_mesh: Any) -> Tensor:
 
 
 def _held(extent: int, sizes: Sequence[int], factors: Sequence[int], coord: Sequence[int]) -> list[Interval]:
-    """Return the intervals of a dim that torch gives a coordinate, in the order of its local tensor.
-
-    Args:
-        extent: of the dim.
-        sizes: of the mesh dims that cut it, in mesh order.
-        factors: the split factor of each; 1 for a plain Shard.
-        coord: the place along each.
-    """
+    """Return the intervals of a dim that torch gives a coordinate, in the order of its local tensor."""
     runs: list[Interval] = [(0, extent)]
     for parts, factor, index in zip(sizes, factors, coord, strict=True):
         length = sum(stop - start for start, stop in runs)
@@ -214,13 +207,7 @@ def _pick(runs: Sequence[Interval], wanted: Interval) -> list[Interval]:
 
 
 def _compare(layout: Layout, dim: int, factors: Sequence[int] | None) -> None:
-    """Raise ShardingError unless torch's placements hold along a dim what the layout does, on every rank.
-
-    Args:
-        layout: the layout.
-        dim: of the array.
-        factors: split factors of the mesh dims that cut it, in mesh order; None: torch has cut as the layout does.
-    """
+    """Raise ShardingError unless torch's placements hold along a dim what the layout does, on every rank."""
     order = layout.cutters[dim]
     sizes, extent = layout.mesh.shape, layout.shape[dim]
     if factors is None or extent % prod(sizes[a] for a in order) == 0:

@@ -16,15 +16,7 @@ _MOST_FINDINGS = 20
 
 @dataclass
 class Tally:
-    """What a step has compared so far.
-
-    Attributes:
-        checks: comparisons made.
-        wrong: those that failed.
-        findings: a line for each of the first that failed.
-        data: what else the step reports, as plain data.
-        summary: one line for a step that passes.
-    """
+    """What a step has compared so far."""
 
     checks: int = 0
     wrong: int = 0
@@ -35,15 +27,7 @@ class Tally:
     def same(
         self, what: str, got: Any, expected: np.ndarray, *, any_nan: bool = False, within: float = 0.0
     ) -> None:
-        """Compare two arrays bit for bit.
-
-        Args:
-            what: names the call, its options and dtype.
-            got: a NumPy or CuPy array.
-            expected: what plain NumPy gives.
-            any_nan: one NaN is as good as another.
-            within: the relative difference that is none; 0 compares bits.
-        """
+        """Compare two arrays bit for bit."""
         self.checks += 1
         found = host_of(got)
         if found.shape != expected.shape or found.dtype != expected.dtype:

@@ -12,11 +12,7 @@ from lowshard.selftest.step_setting import Device
 
 
 def array_module(device: Device) -> ModuleType:
-    """Return numpy or cupy.
-
-    Raises:
-        DependencyError: CuPy cannot be imported.
-    """
+    """Return numpy or cupy."""
     if device == "cpu":
         return np
     try:
@@ -36,9 +32,7 @@ def put(xp: ModuleType, array: np.ndarray) -> Any:
 
 
 def settle(xp: ModuleType) -> None:
-    """Wait for the work on the current stream; an error of the device is raised here.
-
-    Never for the whole device: there another rank's kernel may wait for this rank.
-    """
+    """Wait for the work on the current stream; an error of the device is raised here."""
+    # Never for the whole device: there another rank's kernel may wait for this rank.
     if xp is not np:
         xp.cuda.get_current_stream().synchronize()

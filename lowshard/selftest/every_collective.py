@@ -22,12 +22,7 @@ _ELEMS = (1, 1003, 70_000)
 
 
 class EveryCollective:
-    """The calls of one rank.
-
-    Args:
-        comm: the communicator.
-        tally: where results are noted.
-    """
+    """The calls of one rank."""
 
     def __init__(self, comm: Communicator, tally: Tally) -> None:
         self._comm, self._tally = comm, tally
@@ -62,11 +57,8 @@ class EveryCollective:
         return put(self._xp, np.zeros(elems, dtype))
 
     def _meet(self) -> None:
-        """Wait for the other ranks before a call on a GPU that they may share.
-
-        Arrays have been made by then: to allocate memory may mean to wait for the whole device, and there another
-        rank's kernel may wait for this rank.
-        """
+        """Wait for the other ranks before a call on a GPU that they may share."""
+        # Arrays have been made by then: to allocate memory may mean to wait for the whole device.
         if self._xp is not np:
             settle(self._xp)
             self._comm.control.barrier()

@@ -17,17 +17,7 @@ _LAST_S = 8.0
 
 
 def run_over_mpi(part: str, setting: Setting, tally: Tally, limit_s: float | None = None) -> str:
-    """Run `lowshard.selftest.step_rank` on the setting's ranks, and add what all of them found.
-
-    Args:
-        part: what the ranks do, a name of `rank.PARTS`.
-        setting: what they are told.
-        tally: where results go; a job that fails is a finding.
-        limit_s: seconds for the job; by default the step's.
-
-    Returns:
-        What carried the arrays; "" where the ranks did not get so far.
-    """
+    """Run `step_rank` on ranks, add what all of them found, and return what carried the arrays, or ""."""
     path = Path(setting.folder) / part
     results = [result_of(path, rank) for rank in range(setting.ranks)]
     for result in results:

@@ -13,11 +13,7 @@ _COMBINE = {"sum": np.add, "avg": np.add, "min": np.minimum, "max": np.maximum, 
 
 
 def plain_fold(terms: Sequence[np.ndarray], op: str, order: str) -> np.ndarray:
-    """Return the reduction of equal arrays.
-
-    Floats below 32 bits are folded in float32 and rounded once. order "tree" halves the terms, the left half the
-    larger one; "rank" goes from the left. An avg of integers is the floor of the exact quotient.
-    """
+    """Return the reduction of equal arrays; "tree" halves the terms, the left half the larger one."""
     row = dtypes.get(terms[0].dtype)
     if op == "avg" and row.kind != "float":
         total = sum(term.astype(object) for term in terms)

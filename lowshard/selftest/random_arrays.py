@@ -15,13 +15,7 @@ def rng(*words: object) -> np.random.Generator:
 
 
 def hard(shape: tuple[int, ...], dtype: str, *words: object) -> np.ndarray:
-    """Return values that show mistakes: ordinary ones, any bit pattern, subnormals, NaN, Inf and signed zeros.
-
-    Args:
-        shape: of the array.
-        dtype: a name of the dtype table.
-        words: the seed.
-    """
+    """Return values that show mistakes: ordinary ones, any bit pattern, subnormals, NaN, Inf and signed zeros."""
     row, random = dtypes.get(dtype), rng(dtype, *words)
     count = int(np.prod(shape))
     if row.kind == "bool":

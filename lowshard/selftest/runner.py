@@ -39,20 +39,7 @@ _CUDA = {"CUDA_MODULE_LOADING": "EAGER", "NCCL_DEBUG": "WARN"}
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a step.
-
-    Attributes:
-        name: of the step.
-        result: "ok", "FAILED" or "skipped".
-        seconds: it took.
-        limit_s: it was given.
-        finding: one line: what it showed, or what is wrong, or why it was skipped.
-        findings: what is wrong, a line each.
-        checks: comparisons made.
-        compiled: kernels for the CPU that were compiled meanwhile, and are in the cache now.
-        log: path of its output; "" where it did not run.
-        data: what else it reports.
-    """
+    """What became of a step; `compiled` counts kernels for the CPU that are in the cache now."""
 
     name: str
     result: Literal["ok", "FAILED", "skipped"]
@@ -67,15 +54,7 @@ class Outcome:
 
 
 class Runner:
-    """Runs steps and keeps what became of them, so that an interrupted run can be told too.
-
-    Args:
-        steps: in order.
-        device: where the arrays lie.
-        ranks: of the steps that start several.
-        folder: for logs and results.
-        say: takes lines of progress.
-    """
+    """Runs steps and keeps what became of them, so that an interrupted run can be told too."""
 
     def __init__(self, steps: Sequence[Step], device: Device, ranks: int, folder: Path, say: Say) -> None:
         self._steps, self._device, self._ranks = tuple(steps), device, ranks

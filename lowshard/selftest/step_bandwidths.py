@@ -94,10 +94,7 @@ def _kernels(setting: Setting, size_bytes: int) -> list[dict[str, Any]]:
 
 
 def measure_collectives(comm: Communicator, tally: Tally) -> None:
-    """Time all_reduce and all_gather of 16 MB, and on each rank a copy of the bytes that it gets.
-
-    Collective: all ranks of the communicator call this.
-    """
+    """Time all_reduce and all_gather of 16 MB, and on each rank a copy of the bytes that it gets. Collective."""
     xp = comm.xp
     elems = _REDUCED_BYTES // 4
     send, recv = comm.empty(elems, "float32"), comm.empty(elems, "float32")

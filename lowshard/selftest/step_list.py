@@ -9,15 +9,7 @@ from lowshard.selftest.step_setting import Device
 
 @dataclass(frozen=True)
 class Step:
-    """One step.
-
-    Attributes:
-        name: what the user calls it, and its log, and after `step_` the module whose `run(setting, tally)` does it.
-        shows: what it shows, in a few words.
-        cpu_limit_s: seconds it may take on a CPU, which includes compiling its kernels into an empty cache.
-        cuda_limit_s: the same on a GPU.
-        needs: findings of the step `facts` that must be ok for it to run at all.
-    """
+    """One step: its module is `step_NAME`, and `needs` names findings of `facts` that must be ok."""
 
     name: str
     shows: str

@@ -28,10 +28,7 @@ def run(setting: Setting, tally: Tally) -> None:
 
 
 def move_everything(comm: Communicator, tally: Tally) -> None:
-    """Run every transition as one rank.
-
-    Collective: all ranks of the communicator call this.
-    """
+    """Run every transition as one rank. Collective."""
     for mesh, have, want in _transitions(comm.size):
         for dtype in _DTYPES:
             src, dst = Layout(mesh, _SHAPE, dtype, have), Layout(mesh, _SHAPE, dtype, want)

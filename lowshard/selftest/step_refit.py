@@ -38,10 +38,7 @@ def run(setting: Setting, tally: Tally) -> None:
 
 
 def refit_everything(comm: Communicator, tally: Tally) -> None:
-    """Push three versions, plainly and into MXFP8 buffers, all of it and what changed, and publish them, as one rank.
-
-    Collective: all ranks of the communicator call this.
-    """
+    """Push three versions in every way, and publish them, as one rank. Collective."""
     _push_everything(comm, tally)
     _publish_everything(comm, tally)
 

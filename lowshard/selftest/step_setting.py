@@ -15,15 +15,7 @@ MULTI_RANK_NCCL = 23003
 
 @dataclass(frozen=True)
 class Setting:
-    """What a step runs with.
-
-    Attributes:
-        device: where the arrays lie.
-        ranks: ranks of the steps that start several.
-        folder: where logs and results go, an absolute path.
-        limit_s: seconds that the step may take.
-        transport: of the MPI ranks' GPU arrays: "staged", "nccl" or "auto"; of no meaning on a CPU.
-    """
+    """What a step runs with."""
 
     device: Device
     ranks: int

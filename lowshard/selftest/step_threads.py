@@ -73,11 +73,8 @@ def _on_memory(comm: Communicator) -> Tally:
 
 
 def _warm() -> None:
-    """Load every kernel of the run before ranks meet on the device.
-
-    CUDA loads a kernel on first use, which waits for the device; a rank that waits so while another one's NCCL
-    kernel waits for it waits for ever.
-    """
+    """Load every kernel of the run before ranks meet on the device."""
+    # CUDA loads a kernel on first use and waits for the device, where another rank's NCCL kernel may wait for this one.
     from lowshard.comm.nccl import nccl_communicator
     from lowshard.comm.nccl_bindings import Binding
 

@@ -12,7 +12,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -325,13 +325,15 @@ def _as_a_rank(settings: Settings) -> ConvertReport:
 
 def _converted(settings: Settings, comm: object) -> ConvertReport:
     from lowshard.comm import Communicator
-    from lowshard.demo.progress_bar import Progress
+    from lowshard.plain_console import transfer
 
     assert isinstance(comm, Communicator)
-    shown = Progress(comm.rank, command="reshard")
     source = Path(settings.source)
     all_bytes = _bytes_to_handle(settings)
-    with shown.transfer(f"{source.name or source} to {_aim(settings)}", all_bytes) as update:
+    label = f"{source.name or source} to {_aim(settings)}"
+    with (
+        transfer("reshard", label, all_bytes) if comm.rank == 0 else nullcontext(lambda done: None) as update
+    ):
         try:
             # of rank 0's own part, as a share of what all ranks handle
             return convert(settings, comm, lambda done, total: update(done * all_bytes // max(total, 1)))

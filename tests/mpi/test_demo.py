@@ -54,12 +54,14 @@ def test_the_demo_runs_on_ranks_it_starts_and_checks_itself(tmp_path: Path, rank
     assert report["world_size"] == ranks
     phases = {row["phase"]: row for row in report["rows"]}
     assert "0 differ from the file" in phases["verify every element"]["check"]
-    assert "addresses unchanged" in phases["refit 3 of 3 to MXFP8"]["check"]
-    assert "0 wrong" in phases["verify the MXFP8 buffers"]["check"]
+    for version in (1, 2, 3):
+        check = phases[f"refit {version} of 3 to MXFP8"]["check"]
+        assert check.startswith(f"version {version}: ")
+        assert check.endswith(" codes and scales, 0 wrong")
     # Each rank read its share alone: the largest share of an uneven cut is a little over 1/n.
     read = phases["read the training layout"]["moved_bytes_per_rank"]
     assert read < report["checkpoint_bytes"] / ranks * 1.1 + 4096
-    for shown in ("move to the serving layout", "x memcpy", "fp32 weights"):
+    for shown in ("move to the serving layout", "moved a rank", "every check holds"):
         assert shown in ran.stdout
     assert (tmp_path / "out" / "demo.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
@@ -109,7 +111,10 @@ def test_a_failed_check_is_exit_code_1_and_named(tmp_path: Path) -> None:
     assert "FAILED" in ran.stdout
     report = json.loads((tmp_path / "out" / "demo.json").read_text())
     assert report["ok"] is False
-    assert all(row["ok"] for row in report["rows"])  # NaN moves bit for bit; it is the embeddings that fail
+    # NaN moves bit for bit; it is the embeddings that fail
+    assert [row["ok"] for row in report["rows"]] == [
+        not row["phase"].startswith("encode") for row in report["rows"]
+    ]
 
 
 def corrupt_header(data: bytearray) -> bytearray:
@@ -185,7 +190,7 @@ def test_ctrl_c_ends_the_ranks_and_leaves_nothing(tmp_path: Path) -> None:
     try:
         assert started.stderr is not None
         for line in started.stderr:  # wait until the ranks work
-            if "read the training layout" in line:
+            if "running on 4 ranks" in line:
                 break
         started.send_signal(signal.SIGINT)
         begun = time.monotonic()
@@ -206,7 +211,7 @@ def test_wrong_options_are_exit_code_2_and_help_says_what_to_do(tmp_path: Path) 
     refused = demo("--synthetic", "--no-picture", "-o", "file", cwd=tmp_path)
     assert refused.returncode != 0
     assert "is a file: Not a directory" in refused.stderr
-    assert "ok read" not in refused.stderr  # no rank has started
+    assert "running on" not in refused.stderr  # no rank has started
     shown = demo("--help", cwd=tmp_path)
     assert shown.returncode == 0
     assert "--synthetic" in shown.stdout
@@ -221,23 +226,3 @@ def test_with_no_index_in_reach_the_demo_says_so_and_offers_synthetic(tmp_path: 
     assert "--synthetic" in ran.stderr
     assert "Traceback" not in ran.stderr
     assert not list((tmp_path / "cache").rglob("*.safetensors"))
-
-
-@pytest.mark.full_only  # on threads: tests/unit/test_demo_llama.py
-@pytest.mark.one_mpi
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_a_decoder_generates_the_tokens_of_one_process(tmp_path: Path, ranks: int) -> None:
-    ran = demo("--model", "smollm2", "--synthetic", "-n", ranks, "--json", cwd=tmp_path)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    report = json.loads(ran.stdout)
-    assert report["ok"] is True
-    assert len(report["ranks"]) == ranks
-    assert report["tokens"] == report["reference_tokens"]
-    assert report["logits_difference"] <= 1e-4
-
-
-@pytest.mark.one_mpi
-def test_a_decoder_brings_its_own_checkpoint_and_ranks(tmp_path: Path) -> None:
-    ran = demo("--model", "smollm2", "--checkpoint", "x.safetensors", cwd=tmp_path)
-    assert ran.returncode == 2
-    assert "leave --checkpoint out" in ran.stderr

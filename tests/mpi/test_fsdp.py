@@ -84,9 +84,3 @@ def test_a_bench_whose_ranks_fail_ends_with_their_exit_code() -> None:
     ran = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
     assert ran.returncode == 1, ran.stderr  # 2 is wrong usage
     assert "there is no memory for the model's buffer" in ran.stderr
-
-
-@pytest.mark.mpi
-def test_the_transformer_runs_as_a_program() -> None:
-    ran = start_ranks("lowshard.demo.transformer", 2, ["--steps", "3", "--strategy", "hybrid"], timeout_s=100)
-    assert "2 ranks" in ran.ok().stdout

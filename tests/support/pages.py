@@ -36,7 +36,9 @@ _COMMAND = re.compile(r"# ((?:lowshard run(?: -\S+(?: \d+)?)+|python) (\w+\.py)(
 _FILE = re.compile(r"# (\w+\.py)")
 _RANK = re.compile(r"\[(\d+)\] ")
 _PROGRESS = re.compile(
-    r"^lowshard [a-z ]+: (?:.* \d+ %|solving \d+ ops .*|resolving|checking)\n", re.MULTILINE
+    r"^lowshard [a-z ]+: (?:solving \d+ ops .*|resolving|checking|comparing checksums"
+    r"|running on \d+ ranks|[^:\n]+ to (?:\w+=\S+|a new version|whole tensors))\n",
+    re.MULTILINE,
 )
 """What commands print where they take more than two seconds: a busy machine is no other page."""
 _SNIPPET = re.compile(r'--8<-- "([^"]+)"\n')

@@ -14,7 +14,6 @@ from rich.console import Console
 from rich.table import Table
 
 from lowshard import cli, plain_console
-from lowshard.demo.demo_report import write_whole
 from lowshard.flag_value import (
     bandwidth_of,
     count_of,
@@ -26,8 +25,9 @@ from lowshard.flag_value import (
     seconds_of,
     size_of,
     target_of,
+    write_whole,
 )
-from lowshard.plain_console import busy, print_table
+from lowshard.plain_console import busy, print_table, transfer
 
 NO_NUMBERS = ("", " ", "x", "nan", "inf", "-inf", "1e400", "-1", "é")
 
@@ -103,7 +103,6 @@ def test_a_device_stays_one_and_a_link_is_followed(tmp_path: Path) -> None:
         ("bench refit --ranks 2 --check", "--check judges rows of 4 ranks"),
         ("bench refit --ranks 5", "pass an even --ranks"),
         ("bench refit --size 900000000", "pass a smaller --size"),
-        ("demo --model smollm2 --tp 2", "leave --tp out"),
     ],
 )
 def test_what_measures_nothing_is_refused(line: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -157,3 +156,22 @@ def test_what_takes_long_is_told_of_in_a_pipe_too(
     with busy("solve", "solving 4 ops"):
         time.sleep(0.2)
     assert capsys.readouterr().err == "lowshard solve: solving 4 ops\n"
+
+
+def test_a_terminal_gets_a_bar_and_a_pipe_a_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with transfer("inspect", "comparing checksums", 100) as update:
+        update(50)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(plain_console, "_QUIET_S", 0.01)
+    with transfer("inspect", "comparing checksums", 100):
+        time.sleep(0.2)
+    assert capsys.readouterr().err == "lowshard inspect: comparing checksums\n"
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr("sys.stderr", terminal)
+    with transfer("demo", "fetch a[b]", 100) as update:  # no markup
+        update(50)
+    assert "fetch a[b]" in terminal.getvalue()
+    assert "50/100 bytes" in terminal.getvalue()
