@@ -244,7 +244,10 @@ def _of_plain(paths: Sequence[Path], where: str) -> Catalog:
     for path in paths:
         header = read_header(path)
         if is_sparse_delta(header.metadata):
-            raise CheckpointError(_DELTA.format(path))
+            raise CheckpointError(
+                f"{path}: is a delta, which says what one version changes of another, and no checkpoint: `lowshard "
+                f"reshard BASE --apply {path} -o OUT` makes one"
+            )
         metadata |= header.metadata
         headers.append(header)
         for entry in header.tensors.values():
@@ -269,8 +272,6 @@ def _of_hugging_face(path: Path) -> Catalog:
     data = parse_json(text, f"{path} is not an index with a weight_map", CheckpointError)
     said = {k: v for k, v in data.items() if k in _HF_KEYS} if isinstance(data, dict) else data
     files, metadata = _read_hugging_face(said, str(path))
-    if "delta_encoding" in metadata:
-        raise CheckpointError(_DELTA.format(path.parent))
     headers = headers_of(path, files)
     for header in headers.values():
         metadata = dict(header.metadata) | metadata
@@ -304,10 +305,6 @@ def headers_of(path: Path, weight_map: Mapping[str, str]) -> dict[str, Header]:
     return headers
 
 
-_DELTA = (
-    "{0}: is a delta, which says what one version changes of another, and no checkpoint: "
-    "`lowshard reshard BASE --apply {0} -o OUT` makes one"
-)
 _HF_KEYS = ("weight_map", "metadata")
 """What is read of an index of Hugging Face's; what else there is, is theirs."""
 

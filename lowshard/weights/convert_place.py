@@ -50,10 +50,8 @@ def check_target(
             f"{target}: is the input, is a file of the input, or holds one: the output is another folder or file than "
             "the input. With --apply it may be the input, all of it"
         )
-    if place in _places_of(deltas):
-        raise CheckpointError(
-            f"{target}: is a delta that is applied, or a file of one: the output is another folder or file"
-        )
+    if place in {os.path.realpath(delta.where) for delta in deltas}:
+        raise CheckpointError(f"{target}: is a delta that is applied: the output is another folder or file")
     if is_file:
         if os.path.isdir(target):
             raise CheckpointError(
@@ -101,10 +99,3 @@ def _is_one_file(catalog: Catalog, mxfp8: bool) -> bool:
         and not mxfp8
         and all(tensor.parts for tensor in catalog.tensors.values())
     )
-
-
-def _places_of(deltas: Sequence[Delta]) -> set[str]:
-    """Return the folders and files of deltas, without links."""
-    found = {file for d in deltas for t in d.tensors.values() for file, _ in t.parts}
-    found |= {path for d in deltas for path in (d.where, os.path.join(d.where, HF_INDEX))}
-    return {os.path.realpath(path) for path in found}

@@ -32,11 +32,10 @@ The input is compared with its checksums, if it has any (a plain safetensors fil
 cannot be seen); what was written is read again and compared with the input, read a second time, before it takes its
 place. A run that is killed leaves what was there before, or the new checkpoint, whole. With --merged it writes whole
 tensors, for other readers, too.
-With --delta BASE NEXT it writes what NEXT changes of BASE: a folder weight_v... as other projects write them, or with
-an OUT that ends in .safetensors a sparse file. With --apply DELTA... it applies such deltas to IN, each to the version
-that it was made from, and all of them or none: OUT lies as IN does, and may be IN, unless that is a folder of several
-files of another program, which cannot be switched in one step; --to or --merged cut it anew.
-With --simulate nothing is read or written: IN is a reshard plan, whose time and load are predicted.
+With --delta BASE NEXT it writes what NEXT changes of BASE: OUT is a safetensors file of indices, values and digests.
+With --apply DELTA... it applies such deltas to IN, each to the version that it was made from, and all of them or none:
+OUT lies as IN does, and may be IN, unless that is a folder of several files of another program, which cannot be
+switched in one step; --to or --merged cut it anew.
 """
 EPILOG = """\
 examples:
@@ -46,17 +45,14 @@ examples:
   lowshard reshard ranks/ out/ --from-rules ep-as-cp --from fsdp=4,expert=2 --to-rules pure-fsdp --to fsdp=8
   lowshard reshard out/ model.safetensors --merged           # back to one plain file
   lowshard reshard out/ hf/ --merged --file-size 2GB         # back to a folder that other libraries read
-  lowshard reshard --delta v6/ v7/ -o deltas/weight_v000007
+  lowshard reshard --delta v6/ v7/ -o deltas/weight_v000007.safetensors
   lowshard reshard serving/ --apply deltas/ -o serving/      # all that it lacks, in one switch
-  lowshard reshard plan.json --simulate --profile cluster.json
 Strategies: llama, qwen, moe (Mixtral, DeepSeek), bert, or a YAML file of your own. Rules: a ready-made name or a
 path, as of `lowshard rules`.
 Exit codes: 0 done, 1 the input or a delta is damaged, a delta stands on another version, or the output cannot be
 written, 2 wrong usage, or nothing at IN, BASE, NEXT or DELTA.
 """
 _MOST_SIZE_BYTES = (1 << 63) - 1
-_OF_DELTA = {"version": "--version", "encoding": "--encoding", "compression": "--compression"}
-"""Options that --delta alone reads."""
 _NOT_OF_DELTA = {
     "to": "--to", "was": "--from", "strategies": "--strategies", "to_rules": "--to-rules",
     "from_rules": "--from-rules", "merged": "--merged", "file_size": "--file-size", "mxfp8": "--mxfp8",
@@ -66,7 +62,9 @@ _NOT_OF_DELTA = {
 """Options that --delta does not read."""
 _OF_SIMULATE = {"profile": "--profile", "node_size": "--node-size"}
 """Options that --simulate alone reads, beside --json."""
-_NOT_OF_SIMULATE = {"target": "OUT", "out": "-o", "delta": "--delta"} | _OF_DELTA | _NOT_OF_DELTA
+_NOT_OF_SIMULATE = (
+    {"target": "OUT", "out": "-o", "delta": "--delta"} | {"version": "--version"} | _NOT_OF_DELTA
+)
 """Options that --simulate does not read."""
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -131,15 +129,6 @@ def add_reshard_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentP
     )  # fmt: skip
     parser.add_argument(
         "--version", type=int, metavar="N", help="with --delta: its number (default: that in OUT, or 1)"
-    )
-    parser.add_argument(
-        "--encoding",
-        choices=["xor", "overwrite"],
-        default="xor",
-        help="with --delta: how a folder says what changes",
-    )
-    parser.add_argument(
-        "--compression", choices=["zlib", "zstd", "none"], default="zlib", help="with --delta: of a folder"
     )
     parser.add_argument("--heads", type=int, metavar="H", help="query heads (default: config.json beside IN)")
     parser.add_argument(
@@ -217,7 +206,7 @@ def run(args: argparse.Namespace, default: Callable[[str], Any]) -> int:
     if args.delta:
         _check_beside(args, _NOT_OF_DELTA, "--delta writes a delta, and does not read other options", default)
         return _write_delta(args)
-    _check_beside(args, _OF_DELTA, "with --delta alone an option says how a delta is written", default)
+    _check_beside(args, {"version": "--version"}, "--version goes with --delta", default)
     settings = _requested(args)
     launched = find_rank(environment())
     if args.dry_run:
@@ -293,10 +282,7 @@ def _write_delta(args: argparse.Namespace) -> int:
         raise LaunchError("--delta takes two checkpoints and OUT: lowshard reshard --delta BASE NEXT -o OUT")
     version_of(Path(args.out), args.version)  # what is wrong with the request is told before anything is read
     try:
-        report = write_delta(
-            args.source, args.target, args.out, version=args.version, encoding=args.encoding,
-            compression=args.compression,
-        )  # fmt: skip
+        report = write_delta(args.source, args.target, args.out, version=args.version)
     except CheckpointError as error:
         if all(map(os.path.exists, (args.source, args.target))):
             error.exit_code = 1  # the request was right

@@ -174,8 +174,10 @@ def test_indexes_of_version_1_are_read(tmp_path: Path) -> None:
     assert found[0]["rows"].shape == (7, 6)
     after = values_of(tilings, 1)
     save(tmp_path / "next", {n: (Tiling.whole(v.shape, tilings[n].dtype), v) for n, v in after.items()})
-    write_delta(tmp_path / "c", tmp_path / "next", tmp_path / "weight_v000001")
-    assert apply_deltas(tmp_path / "c", [tmp_path / "weight_v000001"], tmp_path / "out").applied == 1
+    write_delta(tmp_path / "c", tmp_path / "next", tmp_path / "weight_v000001.safetensors")
+    assert (
+        apply_deltas(tmp_path / "c", [tmp_path / "weight_v000001.safetensors"], tmp_path / "out").applied == 1
+    )
     assert Catalog.open(tmp_path / "out").num_ranks == 2
     assert all(same(a, after[n]) for n, a in load_sharded(tmp_path / "out").items())
 
