@@ -31,7 +31,7 @@ class ShardedWeights(dict[str, np.ndarray]):
 
     digests: Mapping[str, str] | None
     """By name, what `lowshard.reshard.digest` said of each tensor when it was saved: `digest(state, comm)` is equal as
-    long as nothing has changed. None where the checkpoint has none (a plain file, or one of an earlier version)."""
+    long as nothing has changed. None where the checkpoint has none (a plain file)."""
 
     def __init__(
         self,
@@ -99,8 +99,8 @@ def saved_tilings(catalog: Catalog, num_ranks: int) -> dict[str, Tiling]:
     - Another number: a tensor that was cut is cut along that dim (the first, of several) into balanced parts; one that
       was whole on all ranks is so again; one that was whole on some of n ranks (an expert) goes to the ranks
       r * num_ranks // n.
-    - A plain file, a Hugging Face folder, what one rank saved, or an index that does not say who held what, on more
-      than one rank: every tensor is cut along its first dim into balanced parts; one without dims is whole everywhere.
+    - A plain file, a Hugging Face folder, or what one rank saved, on more than one rank: every tensor is cut along its
+      first dim into balanced parts; one without dims is whole everywhere.
 
     Parts of a weight that has scales are of whole blocks, and its scales go with it.
 
