@@ -11,7 +11,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -53,19 +53,6 @@ Exit codes: 0 done, 1 the input or a delta is damaged, a delta stands on another
 written, 2 wrong usage, or nothing at IN, BASE, NEXT or DELTA.
 """
 _MOST_SIZE_BYTES = (1 << 63) - 1
-_NOT_OF_DELTA = {
-    "to": "--to", "was": "--from", "strategies": "--strategies", "to_rules": "--to-rules",
-    "from_rules": "--from-rules", "merged": "--merged", "file_size": "--file-size", "mxfp8": "--mxfp8",
-    "ranks": "-n", "memory": "--memory", "apply": "--apply", "heads": "--heads", "kv_heads": "--kv-heads",
-    "no_verify": "--no-verify", "dry_run": "--dry-run", "timeout": "--timeout",
-}  # fmt: skip
-"""Options that --delta does not read."""
-_OF_SIMULATE = {"profile": "--profile", "node_size": "--node-size"}
-"""Options that --simulate alone reads, beside --json."""
-_NOT_OF_SIMULATE = (
-    {"target": "OUT", "out": "-o", "delta": "--delta"} | {"version": "--version"} | _NOT_OF_DELTA
-)
-"""Options that --simulate does not read."""
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -82,10 +69,21 @@ def add_reshard_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentP
     parser.add_argument(
         "target", metavar="OUT", nargs="?", help="folder of the new checkpoint; an old one in it is replaced"
     )
-    parser.add_argument("--to", metavar="GRID", help="such as tp=2,dp=2 (axes tp, ep, dp; outer first)")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--to", metavar="GRID", help="such as tp=2,dp=2 (axes tp, ep, dp; outer first)")
+    what.add_argument(
+        "--merged",
+        action="store_true",
+        help="whole tensors: one plain file (OUT ends in .safetensors), or a folder of files with an index of Hugging "
+        "Face's",
+    )
+    what.add_argument(
+        "--delta",
+        action="store_true",
+        help="write what the second checkpoint changes of the first: BASE NEXT -o OUT",
+    )
     parser.add_argument(
         "--from",
-        dest="was",
         metavar="GRID",
         help="how IN is cut; needed for files of ranks without an index only, which are taken in the order of the "
         "numbers in their names; what several of them hold is compared",
@@ -100,12 +98,6 @@ def add_reshard_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentP
         "--from-rules", metavar="RULES", help="how IN is cut, as rules; --from has sizes of its mesh axes"
     )
     parser.add_argument(
-        "--merged",
-        action="store_true",
-        help="whole tensors again, without --to: one plain file (OUT ends in .safetensors), or a folder of files "
-        "with an index of Hugging Face's",
-    )
-    parser.add_argument(
         "--file-size", default="5GB", metavar="SIZE", help="with --merged: most bytes of a file (default 5GB)"
     )
     parser.add_argument(
@@ -118,11 +110,6 @@ def add_reshard_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentP
         "--memory", default="2GB", metavar="SIZE", help="most memory of a process (default 2GB)"
     )
     parser.add_argument("-o", "--out", metavar="OUT", help="the same as OUT")
-    parser.add_argument(
-        "--delta",
-        action="store_true",
-        help="write what the second checkpoint changes of the first: BASE NEXT -o OUT",
-    )
     parser.add_argument(
         "--apply", metavar="DELTA", nargs="+", default=[],
         help="deltas to apply, or a folder of them (what IN has already is left out)",
@@ -142,14 +129,6 @@ def add_reshard_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentP
         "--dry-run", action="store_true", help="show what would be written, and write nothing"
     )
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
-    parser.add_argument(
-        "--simulate", action="store_true",
-        help="predict the plan IN (JSON, or the models dense and deepseek) instead; as `lowshard bench simulate`",
-    )  # fmt: skip
-    parser.add_argument("--profile", metavar="FILE", help="with --simulate: the cluster profile")
-    parser.add_argument(
-        "--node-size", type=int, default=8, metavar="N", help="with --simulate: ranks a node (8)"
-    )
     parser.add_argument("--timeout", type=float, metavar="S", help="end the job after S seconds")
     parser.set_defaults(func=lambda args: run(args, parser.get_default))
 
@@ -169,44 +148,24 @@ def parse_size(text: str) -> int:
     return int(size_bytes)
 
 
-def _check_beside(
-    args: argparse.Namespace, names: Mapping[str, str], rule: str, default: Callable[[str], Any]
-) -> None:
-    """Raise LaunchError where an option of some was given."""
-    given = [option for name, option in names.items() if getattr(args, name) != default(name)]
-    if given:
-        raise LaunchError(f"{rule}, got {', '.join(given)}: leave {'it' if len(given) == 1 else 'them'} out")
-
-
-def _check_paths(paths: Collection[str | None]) -> None:
-    if "" in paths:
-        raise LaunchError("IN, OUT and DELTA are paths, got an empty text (a variable that is not set?)")
-    for given in paths:
-        if given is not None:
-            check_path(given, "IN, OUT and DELTA are paths", LaunchError)
-
-
 def run(args: argparse.Namespace, default: Callable[[str], Any]) -> int:
-    """Run the subcommand and return the exit code.
-
-    Args:
-        args: as the parser read them.
-        default: what an option has that was not given.
-    """
+    """Run the subcommand and return the exit code; `default` says what an option has that was not given."""
     from lowshard.launch.environment import find_rank
 
-    if args.simulate:
-        _check_beside(args, _NOT_OF_SIMULATE, "--simulate reads a plan, and nothing of a checkpoint", default)
-        from lowshard.bench.bench_simulate import run_simulate
-
-        args.plan = args.source
-        return run_simulate(args)
-    _check_beside(args, _OF_SIMULATE, "with --simulate alone an option says what a plan runs on", default)
-    _check_paths((args.source, args.target, args.out, *args.apply))
+    for given in (args.source, args.target, args.out, *args.apply):
+        if given == "":
+            raise LaunchError("IN, OUT and DELTA are paths, got an empty text (a variable that is not set?)")
+        if given is not None:
+            check_path(given, "IN, OUT and DELTA are paths", LaunchError)
     if args.delta:
-        _check_beside(args, _NOT_OF_DELTA, "--delta writes a delta, and does not read other options", default)
+        reads = ("source", "target", "out", "delta", "version", "json", "func")
+        others = [n for n, value in vars(args).items() if n not in reads and value != default(n)]
+        if others:
+            options = ", ".join(f"--{name.replace('_', '-')}" for name in others)
+            raise LaunchError(f"--delta does not read other options, got {options}: leave them out")
         return _write_delta(args)
-    _check_beside(args, {"version": "--version"}, "--version goes with --delta", default)
+    if args.version is not None:
+        raise LaunchError("--version is that of the delta that --delta writes: leave it out")
     settings = _requested(args)
     launched = find_rank(environment())
     if args.dry_run:
@@ -248,19 +207,18 @@ def _requested(args: argparse.Namespace) -> Settings:
     if args.out is not None and args.target is not None:
         raise LaunchError(f"OUT is given once, got {args.target} and -o {args.out}")
     target = args.target if args.out is None else args.out
-    if args.to_rules is not None and args.to is None and not args.merged:
+    was = vars(args)["from"]
+    if args.to_rules is not None and args.to is None:
         raise LaunchError("--to-rules needs the sizes of its mesh axes: --to fsdp=4,expert=2")
     if target is None or (args.to is None and not args.merged and not args.apply):
         raise LaunchError(
             "lowshard reshard takes IN, OUT and --to (such as --to tp=4), --apply or --merged; one is missing"
         )
-    for option, grid in (("--to", args.to), ("--from", args.was)):
+    for option, grid in (("--to", args.to), ("--from", was)):
         if grid is not None and not grid.strip():
             raise LaunchError(f"{option} takes a grid, got an empty text (a variable that is not set?)")
-    if args.merged and (args.to is not None or args.to_rules is not None):
-        raise LaunchError("--merged writes whole tensors, --to and --to-rules cut them: give one of them")
     cuts_out = args.to is not None and args.to_rules is None
-    has_cut_in = args.was is not None and args.from_rules is None
+    has_cut_in = was is not None and args.from_rules is None
     if args.strategies is not None and not (cuts_out or has_cut_in or args.merged):
         raise LaunchError(
             "--strategies says how --to cuts or how --from has cut, and here neither asks it: leave it out"
@@ -268,7 +226,7 @@ def _requested(args: argparse.Namespace) -> Settings:
     if args.ranks < 1:
         raise LaunchError(f"--ranks is at least 1, got {args.ranks}")
     return Settings(
-        source=args.source, target=target, strategies=args.strategies, to=args.to or "", was=args.was,
+        source=args.source, target=target, strategies=args.strategies, to=args.to or "", was=was,
         mxfp8=args.mxfp8, memory_bytes=parse_size(args.memory), num_heads=args.heads, num_kv_heads=args.kv_heads,
         verify=not args.no_verify, to_rules=args.to_rules, from_rules=args.from_rules,
         merged=args.merged, file_bytes=parse_size(args.file_size), deltas=tuple(args.apply),

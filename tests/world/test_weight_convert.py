@@ -20,12 +20,10 @@ from safetensors.numpy import save_file
 from support import mode
 from support.checkpoints import local_of, on_ranks, same
 
-from lowshard import DeviceMesh, Layout
 from lowshard.checkpoint import Catalog, write_delta
 from lowshard.cli import main
 from lowshard.errors import CheckpointError, MismatchError, RulesError, ShardingError, VerificationError
 from lowshard.kernels import quantize_mxfp8
-from lowshard.reshard import TensorLayout, build_reshard_plan
 from lowshard.tiling import Tiling
 from lowshard.weights import NamePatterns, Sizes, load, plan_load
 from lowshard.weights.checkpoint_convert import ConvertPlan, Settings, convert
@@ -306,18 +304,6 @@ def test_rule_cuts_that_cannot_be_are_refused(plain: Path, tmp_path: Path) -> No
         with pytest.raises(error, match=match):
             convert_alone(settings)
     assert not out.exists() or not list(out.glob("*.safetensors"))
-
-
-def test_a_plan_is_simulated_instead(tmp_path: Path, capsys: Any) -> None:
-    layout = TensorLayout.from_layout(
-        Layout.from_spec(DeviceMesh((2,), ("tp",)), (64, 32), "bfloat16", ("tp", None))
-    )
-    plan = build_reshard_plan({"w": layout}, {"w": layout})
-    file = tmp_path / "plan.json"
-    file.write_text(json.dumps(plan.to_json()))
-    assert run(file, "--simulate", "--json") == 0
-    assert json.loads(capsys.readouterr().out)
-    assert run(file, "--to", "tp=2") == 2  # without OUT
 
 
 def convert_alone(settings: Settings) -> Any:
