@@ -53,11 +53,7 @@ class StoredPart:
         return self.file, self.entry.start
 
     def check(self, name: str, value: int) -> None:
-        """Compare the checksum of the stored array, as it was read, with the index's.
-
-        Raises:
-            CheckpointError: they differ; the text names file and tensor.
-        """
+        """Compare the checksum of the stored array, as it was read, with the index's."""
         if self.crc32 is not None and value != self.crc32:
             raise CheckpointError(
                 f"{self.file}: tensor {name!r}: its data is damaged: the crc32 of bytes {self.entry.start} to "
@@ -280,11 +276,7 @@ def _of_hugging_face(path: Path) -> Catalog:
 
 
 def headers_of(path: Path, weight_map: Mapping[str, str]) -> dict[str, Header]:
-    """Return, by its name, the header of each file that an index of Hugging Face's names.
-
-    Raises:
-        CheckpointError: a file is missing or damaged, or holds tensors that the index does not place in it.
-    """
+    """Return, by its name, the header of each file that an index of Hugging Face's names."""
     held: dict[str, list[str]] = {}
     for name, file in weight_map.items():
         if not lies_beside(file):
@@ -339,11 +331,7 @@ def _of_index(folder: Path) -> Catalog:
 
 
 def stored_part(name: str, tensor: IndexedTensor, part: Part, header: Header) -> StoredPart:
-    """Return where a part of a tensor lies in its file.
-
-    Raises:
-        CheckpointError: the file has another array there, or none.
-    """
+    """Return where a part of a tensor lies in its file."""
     entry = header.entry(part.key)
     if entry.dtype != tensor.dtype or entry.shape != shape_of(part.box):
         raise CheckpointError(
@@ -360,11 +348,7 @@ def _missing(path: Path, index: str, tensors: Sequence[str]) -> str:
 
 
 def checked_header(folder: Path, name: str, index: Index) -> Header:
-    """Return the header of a data file of a sharded checkpoint, compared with what the index says of the file.
-
-    Raises:
-        CheckpointError: it is missing, damaged, or another file; the text says which.
-    """
+    """Return the header of a data file of a sharded checkpoint, compared with what the index says of the file."""
     if not os.path.exists(folder / name):
         held = [n for n, tensor in index.tensors.items() if any(p.file == name for p in tensor.parts)]
         raise CheckpointError(_missing(folder / name, INDEX_NAME, held))

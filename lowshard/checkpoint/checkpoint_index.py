@@ -118,11 +118,7 @@ class Index:
 
 
 def read_index(path: Path) -> Index:
-    """Return a checked index.
-
-    Raises:
-        CheckpointError: it is missing, damaged, or its parts do not cover a tensor once.
-    """
+    """Return a checked index."""
     text = read_text(path, "index of a sharded checkpoint", CheckpointError, _MOST_BYTES)
     body = parse_json(text, f"{path}: is not an index of a sharded checkpoint", CheckpointError, _MOST_VALUES)
     if not isinstance(body, dict) or "digest" not in body:

@@ -55,10 +55,7 @@ _LONG_BYTES = 120
 
 
 def together(comm: Communicator, path: FilePath, action: Callable[[], T], what: str) -> T:
-    """Run a local step and return its result if it succeeded on all ranks; else raise on all.
-
-    Collective: all ranks of the communicator call this. The step itself calls no collective.
-    """
+    """Run a local step and return its result if it succeeded on all ranks; else raise on all."""
     result: list[T] = []
     failed: Exception | None = None
     try:
@@ -75,15 +72,7 @@ def together(comm: Communicator, path: FilePath, action: Callable[[], T], what: 
 
 
 class Commit:
-    """A new checkpoint in the making, on all ranks. Use it in a `with` block, which all ranks enter together.
-
-    Args:
-        target: the file that the commit puts in place: the index of a sharded checkpoint, whose folder is made where it
-            is missing, or a merged file or a delta, in a folder that exists.
-        comm: the communicator.
-        what: the name of the call, for errors.
-        prepare: run by rank 0 on the descriptor of the new claim.
-    """
+    """A new checkpoint in the making, on all ranks. Use it in a `with` block, which all ranks enter together."""
 
     fd: int
     """The claim, open for writing on every rank."""
@@ -105,10 +94,7 @@ class Commit:
         return _claim(self.target, self.token)
 
     def __enter__(self) -> Commit:
-        """Make the claim.
-
-        Collective: all ranks of the communicator call this.
-        """
+        """Make the claim."""
         try:
             self._on_rank_0(self._open_place)
             self.token, made = share_text(self.comm.control, f"{self.token} {len(self._made)}")[0].split()
@@ -125,10 +111,7 @@ class Commit:
         self._leave(error)
 
     def step(self, action: Callable[[], T]) -> T:
-        """Run a local step of writing and return its result if it succeeded on all ranks; else raise on all.
-
-        Collective: all ranks of the communicator call this.
-        """
+        """Run a local step of writing and return its result if it succeeded on all ranks; else raise on all."""
         return together(self.comm, self.path, action, self._what)
 
     def data_file(self, number: int, count: int) -> Path:
@@ -143,19 +126,7 @@ class Commit:
         complete: Callable[[Sequence[str]], object] = lambda texts: None,
         after: Callable[[], object] = lambda: None,
     ) -> None:
-        """Put the new checkpoint in place, for good.
-
-        Collective: all ranks of the communicator call this, once their data is written and synced.
-
-        Args:
-            said: what this rank tells rank 0.
-            complete: run by rank 0 on the texts of all ranks, before the claim is synced and renamed.
-            after: run by rank 0 once the commit is done; what goes wrong there is passed over.
-
-        Raises:
-            CheckpointError: the system refused; the old checkpoint is in place.
-            NotDurable: the new one is in place, but its folder could not be synced.
-        """
+        """Put the new checkpoint in place, for good."""
         self._is_ready = True  # once rank 0 has heard of all ranks it may commit
         texts = share_text(self.comm.control, said)
         self._on_rank_0(lambda: self._publish(texts, complete, after))

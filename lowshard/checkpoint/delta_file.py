@@ -255,19 +255,9 @@ def open_deltas(paths: Iterable[FilePath]) -> tuple[Delta, ...]:
 
 
 def chain_of(deltas: Sequence[Delta], base: str, base_where: str) -> tuple[Delta, ...]:
-    """Return those deltas that lead from a base to the newest version, one standing on the content another makes.
-
-    Versions do not fall on the way; of several that stand on one content the one of the next version is taken. The
-    others are those that lead to the base.
-
-    Args:
-        deltas: in the order of their versions.
-        base: digest of the model that the first is to stand on.
-        base_where: what it is called, for errors.
-
-    Raises:
-        CheckpointError: none stands on the base, a link is missing, or two stand on the same version.
-    """
+    """Return those deltas that lead from a base to the newest version, one standing on the content another makes."""
+    # Versions do not fall on the way; of several that stand on one content the one of the next version is taken. The
+    # others are those that lead to the base.
     left, chain, at, contents = list(deltas), list[Delta](), base, {base}
     while found := [d for d in left if d.base_digest == at and d.version >= (chain or [d])[-1].version]:
         step = found[0]

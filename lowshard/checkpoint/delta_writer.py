@@ -107,10 +107,8 @@ def write_delta(
 
 
 def _complete(commit: Commit) -> None:
-    """Give the claim its name as a second one: who has taken it meanwhile keeps it.
-
-    The rename of the commit, from one name of the file to another, then changes nothing.
-    """
+    """Give the claim its name as a second one: who has taken it meanwhile keeps it."""
+    # The rename of the commit, from one name of the file to another, then changes nothing.
     sync_folder(commit.target.parent)
     try:
         os.link(commit.claim, commit.target)

@@ -48,10 +48,8 @@ def is_sparse_delta(metadata: Mapping[str, str]) -> bool:
 
 
 def plain_metadata(metadata: Mapping[str, str]) -> dict[str, str] | None:
-    """Return what stands in the header of a file of whole tensors, or None for nothing.
-
-    Readers of Hugging Face refuse a file that has metadata and names no format there.
-    """
+    """Return what stands in the header of a file of whole tensors, or None for nothing."""
+    # Readers of Hugging Face refuse a file that has metadata and names no format there.
     if not metadata:
         return None
     return dict(metadata) if "format" in metadata else {"format": "pt", **metadata}
@@ -60,19 +58,7 @@ def plain_metadata(metadata: Mapping[str, str]) -> dict[str, str] | None:
 def write_index(
     folder: Path, private: Path, files: Mapping[str, str] | None, size_bytes: int, is_in_place: Callable[[], bool]
 ) -> None:  # fmt: skip
-    """Put an index in place, or take one away that is of an earlier save. One that is not of a save stays.
-
-    Args:
-        folder: of the checkpoint.
-        private: a name in it that is free, and that the next save clears away.
-        files: by tensor the name of its file; None where a tensor is not a whole tensor of one file. Where there are no
-            tensors no index is written.
-        size_bytes: of all tensors.
-        is_in_place: says whether the checkpoint that the files are of is the one in place.
-
-    Raises:
-        OSError: it cannot be written; no index of a save is in place then.
-    """
+    """Put an index in place, or take one away that is of an earlier save. One that is not of a save stays."""
     path = folder / HF_INDEX
     with _alone(folder):
         if not is_in_place() or is_foreign(folder):

@@ -26,19 +26,7 @@ ALONE = 4
 
 
 class PatchedSource:
-    """What the deltas of a chain make of a checkpoint.
-
-    Args:
-        source: the checkpoint that the first stands on.
-        deltas: in the order of their versions; those that the checkpoint has already are left out.
-        most_bytes: memory for what is kept of the deltas of several tensors; of one tensor's, those of the whole chain
-            are held, and may take ALONE times as much.
-        advance: called with the bytes of the base that were read to compare.
-
-    Attributes:
-        chain: the deltas that are applied, one standing on the other; known once it was checked.
-        digests: of the tensors that result, where they are known.
-    """
+    """What the deltas of a chain make of a checkpoint."""
 
     def __init__(
         self, source: ByteSource, deltas: Sequence[Delta], most_bytes: int, advance: Callable[[int], None]
@@ -51,17 +39,7 @@ class PatchedSource:
         self.digests: dict[str, str] = {}
 
     def check(self, comm: Communicator, together: Callable[[Callable[[], None]], None]) -> None:
-        """Compare the base, every link and every tensor of the result with what the deltas say.
-
-        Collective: all ranks of the communicator call this; each looks at some of the tensors.
-
-        Args:
-            comm: the communicator.
-            together: runs a local step, and raises on all ranks what one of them raised.
-
-        Raises:
-            CheckpointError: the base is another one, a link is missing, or a delta is damaged; on every rank.
-        """
+        """Compare the base, every link and every tensor of the result with what the deltas say."""
         catalog = self._source.catalog
         base = catalog.digests
         mine: dict[str, str] = {}
@@ -186,11 +164,7 @@ class PatchedSource:
 
 
 def check_deltas(deltas: Sequence[Delta], catalog: Catalog, memory_bytes: int) -> None:
-    """Compare what deltas change with the tensors there are.
-
-    Raises:
-        CheckpointError: they are of another model, or a tensor needs more memory than there is.
-    """
+    """Compare what deltas change with the tensors there are."""
     for delta in deltas:
         for name in delta.tensors:
             tensor = catalog.tensors.get(name)

@@ -134,11 +134,7 @@ def add_reshard_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentP
 
 
 def parse_size(text: str) -> int:
-    """Return the bytes of a text such as 2GB, 500MB or 1.5GiB.
-
-    Raises:
-        CheckpointError: it is not a size.
-    """
+    """Return the bytes of a text such as 2GB, 500MB or 1.5GiB."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]?I?B?)\s*", text.upper())
     size_bytes = None if match is None or match[2] not in _UNITS else float(match[1]) * _UNITS[match[2]]
     if size_bytes is None or size_bytes > _MOST_SIZE_BYTES:

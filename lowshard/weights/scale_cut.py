@@ -60,13 +60,7 @@ def why_none(name: str, shapes: Mapping[str, Shape]) -> str:
 
 
 def blocks_of(weight: Shape, scales: Shape, dtype: str | None = None) -> Blocks | None:
-    """Return the blocks of a weight from the shapes of the weight and its scales; None where they do not fit.
-
-    Args:
-        weight: shape, in stored elements.
-        scales: shape.
-        dtype: of the scales, where it is known: of a part of a weight, shapes alone may not tell.
-    """
+    """Return the blocks of a weight from the shapes of the weight and its scales; None where they do not fit."""
     if prod(scales) == 1 and (len(scales) != len(weight) or dtype != _MX[0]):
         return (None,) * len(scales)
     if len(scales) < len(weight):  # an entry a row
@@ -107,11 +101,7 @@ def scales_shape(weight: Shape, blocks: Blocks) -> Shape:
 
 
 def scales_box(box: Box, weight: Shape, blocks: Blocks) -> Box:
-    """Return the box of the scales that a box of a weight has.
-
-    Raises:
-        ShardingError: the box begins or ends inside a block.
-    """
+    """Return the box of the scales that a box of a weight has."""
     found: list[Interval] = []
     for dim, block in enumerate(blocks):
         if block is None:
@@ -159,11 +149,7 @@ class ScalesOf(Rule):
 
 
 def scales_strategy(strategy: ShardingStrategy, weight: Shape, scales: Shape) -> ShardingStrategy:
-    """Return how the scales of a weight are cut that a strategy cuts.
-
-    Raises:
-        ShardingError: the shape of the scales has no entry for each block, or the strategy is a function.
-    """
+    """Return how the scales of a weight are cut that a strategy cuts."""
     blocks, rule = blocks_of(weight, scales), strategy.shard
     if blocks is None or not isinstance(rule, Rule):
         raise ShardingError(
@@ -174,11 +160,7 @@ def scales_strategy(strategy: ShardingStrategy, weight: Shape, scales: Shape) ->
 
 
 def scales_tiling(layout: Layout, shape: Shape, dtype: str) -> Tiling:
-    """Return the tiling of the scales of a weight that has a layout.
-
-    Raises:
-        ShardingError: the layout cuts a block, or the shape has no entry for each block.
-    """
+    """Return the tiling of the scales of a weight that has a layout."""
     blocks = blocks_of(layout.shape, shape, dtype)
     if blocks is None:
         raise ShardingError(
@@ -191,18 +173,7 @@ def scales_tiling(layout: Layout, shape: Shape, dtype: str) -> Tiling:
 def whole_scales(
     name: str, files: Sequence[FilePath], whole_weight: Shape, held_weight: Shape, held: TensorEntry
 ) -> Shape:
-    """Return the shape of all scales of a weight that files of ranks hold in parts.
-
-    Args:
-        name: of the scales.
-        files: one a rank.
-        whole_weight: the shape of the weight.
-        held_weight: what one rank holds of it,
-        held: and of the scales.
-
-    Raises:
-        CheckpointError: the parts do not fit one another.
-    """
+    """Return the shape of all scales of a weight that files of ranks hold in parts."""
     blocks = blocks_of(held_weight, held.shape, held.dtype)
     if blocks is None:
         raise CheckpointError(
