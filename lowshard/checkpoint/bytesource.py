@@ -151,7 +151,7 @@ class ByteSource:
         """Fill `out`, strided or not, with one run of a file."""
         for piece in _pieces(out, _SCRATCH_BYTES):
             if piece.flags.c_contiguous:
-                self.read_run(name, part, at, _flat_bytes(piece).data, tally)
+                self.read_run(name, part, at, piece.reshape(-1).view(np.uint8).data, tally)
             else:
                 raw = self._scratch_bytes(piece.nbytes)
                 self.read_run(name, part, at, raw.data, tally)
@@ -247,7 +247,3 @@ def _pieces(out: np.ndarray, limit_bytes: int) -> Iterator[np.ndarray]:
     step = limit_bytes // row_bytes
     for start in range(0, out.shape[0], step):
         yield out[start : start + step]
-
-
-def _flat_bytes(out: np.ndarray) -> np.ndarray:
-    return out.reshape(-1).view(np.uint8)

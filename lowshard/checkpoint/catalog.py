@@ -39,7 +39,6 @@ class StoredPart:
 
     file: str
     entry: TensorEntry
-    """The stored array."""
     box: Box
     """In global coordinates."""
     origin: tuple[int, ...]

@@ -56,7 +56,6 @@ class IndexedTensor:
     """How it was cut when it was saved; for people."""
     parts: tuple[Part, ...]
     tiling: Tiling
-    """Which rank held what."""
     digest: str
     """Of its content, as `lowshard.reshard.digest` has it."""
 

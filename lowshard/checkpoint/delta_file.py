@@ -53,9 +53,7 @@ class Patch:
     """The elements of a tensor that are changed."""
 
     shape: tuple[int, ...]
-    """Of the tensor."""
     bits: npt.NDArray[Any]
-    """Of the new elements."""
     positions: npt.NDArray[np.int64]
     """Where they lie, row-major, ascending."""
 

@@ -292,7 +292,8 @@ def _converted(settings: Settings, comm: object) -> ConvertReport:
     shown = Progress(comm.rank, command="reshard")
     source = Path(settings.source)
     all_bytes = _bytes_to_handle(settings)
-    with shown.transfer(f"{source.name or source} to {_aim(settings)}", all_bytes) as update:
+    aim = settings.to or ("a new version" if settings.keeps_cut else "whole tensors")
+    with shown.transfer(f"{source.name or source} to {aim}", all_bytes) as update:
         try:
             # of rank 0's own part, as a share of what all ranks handle
             return convert(settings, comm, lambda done, total: update(done * all_bytes // max(total, 1)))
@@ -300,10 +301,6 @@ def _converted(settings: Settings, comm: object) -> ConvertReport:
             ConvertPlan.of(settings)  # raises what is wrong with the request
             error.exit_code = 1  # it was right: damaged input, a full disk
             raise
-
-
-def _aim(settings: Settings) -> str:
-    return settings.to or ("a new version" if settings.keeps_cut else "whole tensors")
 
 
 def _bytes_to_handle(settings: Settings) -> int:

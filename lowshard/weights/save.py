@@ -144,7 +144,6 @@ class Item:
     key: str
     """Its name in the file."""
     name: str
-    """The tensor."""
     dtype: str
     box: Box
     shape: tuple[int, ...]
