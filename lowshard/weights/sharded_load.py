@@ -20,7 +20,7 @@ from lowshard.mesh import MOST_RANKS
 from lowshard.tiling import Tile, Tiling
 from lowshard.weights.load import Progress, load, nodes_of
 from lowshard.weights.load_plan import LoadPlan, plan_load
-from lowshard.weights.scale_cut import Blocks, blocks_of, scales_box, weights_of_scales
+from lowshard.weights.scale_cut import Blocks, Unclear, blocks_of, scales_box, weights_of_scales
 
 
 class ShardedWeights(dict[str, np.ndarray]):
@@ -158,7 +158,8 @@ def _boxes(tensor: StoredTensor, saved: int, num_ranks: int, blocks: Sequence[Bl
 def _cut(whole: Box, dim: int, num_ranks: int, blocks: Sequence[Blocks]) -> list[Box | None]:
     """Return balanced parts along a dim, in whole blocks of all scales."""
     extent = whole[dim][1]
-    unit = lcm(*(b[dim] or 1 for b in blocks if dim < len(b)))
+    sizes = [b[dim] or 1 for b in blocks if dim < len(b)]
+    unit = lcm(*(extent if isinstance(size, Unclear) else size for size in sizes))
     made: list[Box | None] = []
     for rank in range(num_ranks):
         start, stop = split_interval((0, -(-extent // unit)), num_ranks, rank)
