@@ -32,6 +32,7 @@ tilings = {name: Tiling.whole(w.shape, "bfloat16") for name, w in weights.items(
 
 with tempfile.TemporaryDirectory() as folder:
     place = Path(folder)
+    (place / "deltas").mkdir()
     for version in range(4):
         if version:  # a step of training: 1 % of the elements move by their last bit
             for w in weights.values():
@@ -40,20 +41,22 @@ with tempfile.TemporaryDirectory() as folder:
         save(place / f"trained{version}", {name: (tilings[name], w) for name, w in weights.items()})
         if version:
             before, after = place / f"trained{version - 1}", place / f"trained{version}"
-            report = write_delta(before, after, place / "deltas" / f"weight_v{version:06d}")
+            report = write_delta(before, after, place / "deltas" / f"weight_v{version:06d}.safetensors")
             if version < 3:
                 sizes = report.written_bytes // 1000, report.dense_bytes // 1000
                 print(f"version {version}: {sizes[0]} KB instead of {sizes[1]} KB")
     save(
         place / "served", {name: (tilings[name], w) for name, w in weights.items()}
     )  # something else, replaced now
-    first = [place / "deltas" / f"weight_v{version:06d}" for version in (1, 2)]
+    first = [place / "deltas" / f"weight_v{version:06d}.safetensors" for version in (1, 2)]
     done = apply_deltas(place / "trained0", first, place / "served")
     print(f"the server was at version 0 and is at version {done.version} now, {done.applied} deltas applied")
     trained = Catalog.open(place / "trained2").digests
     print(f"its digest is that of the trainer: {done.digest == model_digest(trained or {})}")
     try:
-        apply_deltas(place / "trained0", [first[0], place / "deltas" / "weight_v000003"], place / "served")
+        apply_deltas(
+            place / "trained0", [first[0], place / "deltas" / "weight_v000003.safetensors"], place / "served"
+        )
     except CheckpointError as error:
         print(
             f"refused: {'a link of the chain is missing' if 'a link of the chain' in str(error) else error}"

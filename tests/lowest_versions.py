@@ -7,7 +7,7 @@ import tomllib
 from pathlib import Path
 
 PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-EXTRAS = ("openmpi", "plot", "solve", "deltas", "test")
+EXTRAS = ("openmpi", "plot", "solve", "test")
 
 for line in sorted(
     {*PROJECT["dependencies"], *(one for e in EXTRAS for one in PROJECT["optional-dependencies"][e])}

@@ -67,17 +67,7 @@ class ByteSource:
         self._fds, self._maps = {}, {}  # a map lives as long as an array over it
 
     def read(self, name: str, box: Box, out: np.ndarray, tally: Tally | None = None) -> None:
-        """Fill `out`, of the box's shape and the tensor's dtype (strided or not), with a box of a tensor.
-
-        Args:
-            name: the tensor.
-            box: `((start, stop), ...)` in global coordinates.
-            out: where it goes; its last dim is contiguous.
-            tally: gets the sums of stored arrays that have a checksum, as far as this read can tell.
-
-        Raises:
-            CheckpointError: no such tensor, or a file was replaced, is shorter than it was or cannot be read.
-        """
+        """Fill `out`, of the box's shape and the tensor's dtype (strided or not), with a box of a tensor."""
         for part in self.catalog.tensor(name).parts:
             common = intersect(part.box, box)
             if common is not None:
@@ -113,13 +103,7 @@ class ByteSource:
     def mapped(
         self, name: str, part: StoredPart, at: int, shape: tuple[int, ...], dtype: np.dtype[Any]
     ) -> np.ndarray:
-        """Return an array over a run of a file that begins at `at`: a private map, its pages come as they are touched.
-
-        What is written to it stays in this process. The file must not be changed in place while the array lives.
-
-        Raises:
-            CheckpointError: the file is shorter than it was, or cannot be mapped.
-        """
+        """Return an array over a run of a file that begins at `at`: a private map, read as its pages are touched."""
         fd = self._fd(part.file, name)
         try:
             size_bytes = os.fstat(fd).st_size
@@ -137,11 +121,7 @@ class ByteSource:
         return np.ndarray(shape, dtype, self._maps[part.file], at)
 
     def verify(self, name: str, part: StoredPart) -> int:
-        """Compare the stored array behind a part with its checksum; return the bytes read.
-
-        Raises:
-            CheckpointError: they differ; the text names file and tensor.
-        """
+        """Compare the stored array behind a part with its checksum; return the bytes read."""
         if part.crc32 is None:
             return 0
         entry, value, fd = part.entry, 0, self._fd(part.file, name)
@@ -153,11 +133,7 @@ class ByteSource:
         return entry.size_bytes
 
     def verify_content(self, name: str, part: StoredPart, shape: Sequence[int]) -> npt.NDArray[np.uint32]:
-        """Do as `verify`, and return the sums of the part's bits (`kernels.content_sum`) in a tensor of that shape.
-
-        Raises:
-            CheckpointError: as `verify`, or the file is shorter than it was.
-        """
+        """Do as `verify`, and return the sums of the part's bits (`kernels.content_sum`) in a tensor of that shape."""
         entry, row = part.entry, dtypes.get(part.entry.dtype)
         value, at, fd = 0, entry.start, self._fd(part.file, name)
         sums = np.zeros(SUMS, np.uint32)
@@ -175,7 +151,7 @@ class ByteSource:
         """Fill `out`, strided or not, with one run of a file."""
         for piece in _pieces(out, _SCRATCH_BYTES):
             if piece.flags.c_contiguous:
-                self.read_run(name, part, at, _flat_bytes(piece).data, tally)
+                self.read_run(name, part, at, piece.reshape(-1).view(np.uint8).data, tally)
             else:
                 raw = self._scratch_bytes(piece.nbytes)
                 self.read_run(name, part, at, raw.data, tally)
@@ -271,7 +247,3 @@ def _pieces(out: np.ndarray, limit_bytes: int) -> Iterator[np.ndarray]:
     step = limit_bytes // row_bytes
     for start in range(0, out.shape[0], step):
         yield out[start : start + step]
-
-
-def _flat_bytes(out: np.ndarray) -> np.ndarray:
-    return out.reshape(-1).view(np.uint8)

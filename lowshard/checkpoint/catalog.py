@@ -39,7 +39,6 @@ class StoredPart:
 
     file: str
     entry: TensorEntry
-    """The stored array."""
     box: Box
     """In global coordinates."""
     origin: tuple[int, ...]
@@ -53,11 +52,7 @@ class StoredPart:
         return self.file, self.entry.start
 
     def check(self, name: str, value: int) -> None:
-        """Compare the checksum of the stored array, as it was read, with the index's.
-
-        Raises:
-            CheckpointError: they differ; the text names file and tensor.
-        """
+        """Compare the checksum of the stored array, as it was read, with the index's."""
         if self.crc32 is not None and value != self.crc32:
             raise CheckpointError(
                 f"{self.file}: tensor {name!r}: its data is damaged: the crc32 of bytes {self.entry.start} to "
@@ -244,7 +239,10 @@ def _of_plain(paths: Sequence[Path], where: str) -> Catalog:
     for path in paths:
         header = read_header(path)
         if is_sparse_delta(header.metadata):
-            raise CheckpointError(_DELTA.format(path))
+            raise CheckpointError(
+                f"{path}: is a delta, which says what one version changes of another, and no checkpoint: `lowshard "
+                f"reshard BASE --apply {path} -o OUT` makes one"
+            )
         metadata |= header.metadata
         headers.append(header)
         for entry in header.tensors.values():
@@ -269,8 +267,6 @@ def _of_hugging_face(path: Path) -> Catalog:
     data = parse_json(text, f"{path} is not an index with a weight_map", CheckpointError)
     said = {k: v for k, v in data.items() if k in _HF_KEYS} if isinstance(data, dict) else data
     files, metadata = _read_hugging_face(said, str(path))
-    if "delta_encoding" in metadata:
-        raise CheckpointError(_DELTA.format(path.parent))
     headers = headers_of(path, files)
     for header in headers.values():
         metadata = dict(header.metadata) | metadata
@@ -279,11 +275,7 @@ def _of_hugging_face(path: Path) -> Catalog:
 
 
 def headers_of(path: Path, weight_map: Mapping[str, str]) -> dict[str, Header]:
-    """Return, by its name, the header of each file that an index of Hugging Face's names.
-
-    Raises:
-        CheckpointError: a file is missing or damaged, or holds tensors that the index does not place in it.
-    """
+    """Return, by its name, the header of each file that an index of Hugging Face's names."""
     held: dict[str, list[str]] = {}
     for name, file in weight_map.items():
         if not lies_beside(file):
@@ -304,10 +296,6 @@ def headers_of(path: Path, weight_map: Mapping[str, str]) -> dict[str, Header]:
     return headers
 
 
-_DELTA = (
-    "{0}: is a delta, which says what one version changes of another, and no checkpoint: "
-    "`lowshard reshard BASE --apply {0} -o OUT` makes one"
-)
 _HF_KEYS = ("weight_map", "metadata")
 """What is read of an index of Hugging Face's; what else there is, is theirs."""
 
@@ -342,11 +330,7 @@ def _of_index(folder: Path) -> Catalog:
 
 
 def stored_part(name: str, tensor: IndexedTensor, part: Part, header: Header) -> StoredPart:
-    """Return where a part of a tensor lies in its file.
-
-    Raises:
-        CheckpointError: the file has another array there, or none.
-    """
+    """Return where a part of a tensor lies in its file."""
     entry = header.entry(part.key)
     if entry.dtype != tensor.dtype or entry.shape != shape_of(part.box):
         raise CheckpointError(
@@ -363,11 +347,7 @@ def _missing(path: Path, index: str, tensors: Sequence[str]) -> str:
 
 
 def checked_header(folder: Path, name: str, index: Index) -> Header:
-    """Return the header of a data file of a sharded checkpoint, compared with what the index says of the file.
-
-    Raises:
-        CheckpointError: it is missing, damaged, or another file; the text says which.
-    """
+    """Return the header of a data file of a sharded checkpoint, compared with what the index says of the file."""
     if not os.path.exists(folder / name):
         held = [n for n, tensor in index.tensors.items() if any(p.file == name for p in tensor.parts)]
         raise CheckpointError(_missing(folder / name, INDEX_NAME, held))

@@ -4,8 +4,7 @@
 bytes, crc32 of all bytes before the data), `tensors` (dtype, shape, strategy, parts, tiling, digest of the content),
 `tilings` (which rank held what; each stands once, tensors have its number) and `digest`, which is blake2b over the
 rest. Files are plain safetensors files; a part is a tensor of one, row-major. Its name there is the tensor's where it
-is all of it, else the tensor's with the slice, `w[0:512, 0:64]`: no slice stands under the name of the whole. Version 1
-had no tilings, version 2 no digests of tensors.
+is all of it, else the tensor's with the slice, `w[0:512, 0:64]`: no slice stands under the name of the whole.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _MOST_BYTES, _MOST_VALUES = 2_000_000_000, 100_000_000
 """Of an index: one of ten thousand tensors over a thousand ranks has a tenth of it."""
 _MOST_RANKS = 1 << 20
 """That save a checkpoint: far more than any job has, and few enough for what walks over all of them."""
-_FORMAT, _VERSION, _OLD_VERSIONS = "lowshard sharded checkpoint", 3, (1, 2)
+_FORMAT, _VERSION = "lowshard sharded checkpoint", 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +55,9 @@ class IndexedTensor:
     strategy: str | None
     """How it was cut when it was saved; for people."""
     parts: tuple[Part, ...]
-    tiling: Tiling | None = None
-    """Which rank held what, where it is known."""
-    digest: str | None = None
-    """Of its content, as `lowshard.reshard.digest` has it, where it is known."""
+    tiling: Tiling
+    digest: str
+    """Of its content, as `lowshard.reshard.digest` has it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +83,7 @@ class Index:
         numbers = {name: i for i, name in enumerate(self.files)}
         tilings: dict[str, tuple[int, Tiling]] = {}
         for tensor in self.tensors.values():
-            if tensor.tiling is not None:
-                tilings.setdefault(tensor.tiling.digest(), (len(tilings), tensor.tiling))
+            tilings.setdefault(tensor.tiling.digest(), (len(tilings), tensor.tiling))
         body: dict[str, Any] = {
             "format": _FORMAT,
             "version": _VERSION,
@@ -99,7 +96,7 @@ class Index:
                     "dtype": t.dtype,
                     "shape": list(t.shape),
                     "strategy": t.strategy,
-                    "tiling": None if t.tiling is None else tilings[t.tiling.digest()][0],
+                    "tiling": tilings[t.tiling.digest()][0],
                     "digest": t.digest,
                     "parts": [
                         {
@@ -120,11 +117,7 @@ class Index:
 
 
 def read_index(path: Path) -> Index:
-    """Return a checked index.
-
-    Raises:
-        CheckpointError: it is missing, damaged, or its parts do not cover a tensor once.
-    """
+    """Return a checked index."""
     text = read_text(path, "index of a sharded checkpoint", CheckpointError, _MOST_BYTES)
     body = parse_json(text, f"{path}: is not an index of a sharded checkpoint", CheckpointError, _MOST_VALUES)
     if not isinstance(body, dict) or "digest" not in body:
@@ -141,9 +134,9 @@ def read_index(path: Path) -> Index:
         raise CheckpointError(
             f"{path}: the index is damaged: its digest is {right}, it says {brief(digest)}; restore it from a copy"
         )
-    if body.get("format") != _FORMAT or body.get("version") not in (_VERSION, *_OLD_VERSIONS):
+    if (body.get("format"), body.get("version")) != (_FORMAT, _VERSION):
         raise CheckpointError(
-            f"{path}: this lowshard reads versions up to {_VERSION} of a {_FORMAT!r}, the index is "
+            f"{path}: this lowshard reads version {_VERSION} of a {_FORMAT!r}, the index is "
             f"{brief(body.get('format'))} version {brief(body.get('version'))}"
         )
     return _read(body, str(path))
@@ -165,8 +158,8 @@ class _TensorData:
     shape: tuple[int, ...]
     strategy: str | None
     parts: tuple[_PartData, ...]
-    tiling: int | None = None
-    digest: str | None = None
+    tiling: int
+    digest: str
 
 
 @reader("index of a sharded checkpoint", CheckpointError)
@@ -178,7 +171,7 @@ def _read(
     metadata: Mapping[str, str],
     files: tuple[tuple[str, int, int], ...],
     tensors: Mapping[str, _TensorData],
-    tilings: tuple[Tiling, ...] = (),
+    tilings: tuple[Tiling, ...],
 ) -> Index:
     check_whole(ranks, f"a checkpoint is saved by 1 to {_MOST_RANKS} ranks", CheckpointError, 1, _MOST_RANKS)
     listed = {name: IndexedFile(size, crc) for name, size, crc in files}
@@ -193,7 +186,7 @@ def _read(
             dtype = dtypes.get(t.dtype).name
         except DTypeError as error:
             raise CheckpointError(f"{where}: {error}") from error
-        if t.digest is not None and not DIGEST.fullmatch(t.digest):
+        if not DIGEST.fullmatch(t.digest):
             raise CheckpointError(f"{where}: a digest is 32 hexadecimal digits, got {brief(t.digest)}")
         for p in t.parts:
             if not 0 <= p.file < len(names):
@@ -213,17 +206,13 @@ def _read(
         ):
             raise CheckpointError(f"{where}: its parts do not cover shape {list(t.shape)} once")
         parts = tuple(Part(names[p.file], p.key, p.box, p.crc32) for p in t.parts)
-        tiling = None
-        if t.tiling is not None:
-            if not 0 <= t.tiling < len(tilings):
-                raise CheckpointError(
-                    f"{where}: the index has tilings 0 to {len(tilings) - 1}, got {t.tiling}"
-                )
-            tiling = tilings[t.tiling]
-            if (tiling.dtype, tiling.shape) != (dtype, t.shape) or tiling.num_ranks > ranks:
-                raise CheckpointError(
-                    f"{where}: its tiling is {tiling}, it is {dtype}{list(t.shape)} of {ranks} ranks"
-                )
+        if not 0 <= t.tiling < len(tilings):
+            raise CheckpointError(f"{where}: the index has tilings 0 to {len(tilings) - 1}, got {t.tiling}")
+        tiling = tilings[t.tiling]
+        if (tiling.dtype, tiling.shape) != (dtype, t.shape) or tiling.num_ranks > ranks:
+            raise CheckpointError(
+                f"{where}: its tiling is {tiling}, it is {dtype}{list(t.shape)} of {ranks} ranks"
+            )
         made[name] = IndexedTensor(dtype, t.shape, t.strategy, parts, tiling, t.digest)
     return Index(ranks, token, listed, made, metadata)
 

@@ -1,7 +1,7 @@
 """The commit protocol: how all ranks together put a new checkpoint in the place of an old one.
 
-A file is put in place by one rename: the index of a sharded checkpoint or of a delta, the file itself of a merged
-one. Before the rename it has a private name, `.NAME.TOKEN.tmp` (of a long NAME its digest), and is called the claim:
+A file is put in place by one rename: the index of a sharded checkpoint, the file itself of a merged one or of a delta.
+Before the rename it has a private name, `.NAME.TOKEN.tmp` (of a long NAME its digest), and is called the claim:
 whoever removes the claim makes sure that this save never commits.
 
               rank 0                                  every other rank
@@ -44,23 +44,18 @@ from typing import TypeVar
 from lowshard.argument import path as check_path
 from lowshard.checkpoint.checkpoint_index import INDEX_NAME, read_index
 from lowshard.checkpoint.header import FilePath
-from lowshard.checkpoint.hf_index import DATA_NAME, DELTA_NAME, HF_INDEX, TOKEN, forget, named_files
+from lowshard.checkpoint.hf_index import DATA_NAME, TOKEN, forget
 from lowshard.comm import Communicator, agree, share_text
 from lowshard.errors import CheckpointError, CommError, LowshardError, NotDurable
 
 T = TypeVar("T")
 
-_DATA = {INDEX_NAME: DATA_NAME, HF_INDEX: DELTA_NAME}
-"""By index what the data files are called that it speaks of."""
 _LONG_BYTES = 120
 """Of a name from which none with a token is made: file systems have names of 143 bytes or of 255."""
 
 
 def together(comm: Communicator, path: FilePath, action: Callable[[], T], what: str) -> T:
-    """Run a local step and return its result if it succeeded on all ranks; else raise on all.
-
-    Collective: all ranks of the communicator call this. The step itself calls no collective.
-    """
+    """Run a local step and return its result if it succeeded on all ranks; else raise on all."""
     result: list[T] = []
     failed: Exception | None = None
     try:
@@ -77,15 +72,7 @@ def together(comm: Communicator, path: FilePath, action: Callable[[], T], what: 
 
 
 class Commit:
-    """A new checkpoint in the making, on all ranks. Use it in a `with` block, which all ranks enter together.
-
-    Args:
-        target: the file that the commit puts in place: the index of a sharded checkpoint or of a delta, whose folder
-            is made where it is missing, or a merged file, in a folder that exists.
-        comm: the communicator.
-        what: the name of the call, for errors.
-        prepare: run by rank 0 on the descriptor of the new claim.
-    """
+    """A new checkpoint in the making, on all ranks. Use it in a `with` block, which all ranks enter together."""
 
     fd: int
     """The claim, open for writing on every rank."""
@@ -94,7 +81,7 @@ class Commit:
         self, target: Path, comm: Communicator, what: str, prepare: Callable[[int], object] | None = None
     ) -> None:
         self.target, self.comm = target, comm
-        self.path = target.parent if target.name in _DATA else target
+        self.path = target.parent if target.name == INDEX_NAME else target
         self.token, self.fd = "", -1
         self._what, self._prepare = what, prepare
         self._files: list[Path] = []
@@ -107,10 +94,7 @@ class Commit:
         return _claim(self.target, self.token)
 
     def __enter__(self) -> Commit:
-        """Make the claim.
-
-        Collective: all ranks of the communicator call this.
-        """
+        """Make the claim."""
         try:
             self._on_rank_0(self._open_place)
             self.token, made = share_text(self.comm.control, f"{self.token} {len(self._made)}")[0].split()
@@ -127,17 +111,12 @@ class Commit:
         self._leave(error)
 
     def step(self, action: Callable[[], T]) -> T:
-        """Run a local step of writing and return its result if it succeeded on all ranks; else raise on all.
-
-        Collective: all ranks of the communicator call this.
-        """
+        """Run a local step of writing and return its result if it succeeded on all ranks; else raise on all."""
         return together(self.comm, self.path, action, self._what)
 
     def data_file(self, number: int, count: int) -> Path:
         """Return the name of a data file, `number` of `count`, which this rank is about to make."""
         name = f"shard-{self.token}-{number:05d}-of-{count:05d}.safetensors"
-        if self.target.name == HF_INDEX:
-            name = f"delta-{self.token}.safetensors"
         self._files.append(self.target.with_name(name))
         return self._files[-1]
 
@@ -147,19 +126,7 @@ class Commit:
         complete: Callable[[Sequence[str]], object] = lambda texts: None,
         after: Callable[[], object] = lambda: None,
     ) -> None:
-        """Put the new checkpoint in place, for good.
-
-        Collective: all ranks of the communicator call this, once their data is written and synced.
-
-        Args:
-            said: what this rank tells rank 0.
-            complete: run by rank 0 on the texts of all ranks, before the claim is synced and renamed.
-            after: run by rank 0 once the commit is done; what goes wrong there is passed over.
-
-        Raises:
-            CheckpointError: the system refused; the old checkpoint is in place.
-            NotDurable: the new one is in place, but its folder could not be synced.
-        """
+        """Put the new checkpoint in place, for good."""
         self._is_ready = True  # once rank 0 has heard of all ranks it may commit
         texts = share_text(self.comm.control, said)
         self._on_rank_0(lambda: self._publish(texts, complete, after))
@@ -170,7 +137,7 @@ class Commit:
 
     def _open_place(self) -> None:
         """Make the folder, clear it, and make a claim that is locked as long as this process lives."""
-        if self.target.name in _DATA:
+        if self.target.name == INDEX_NAME:
             self._made = missing_folders(self.path)
         for folder in reversed(self._made):
             folder.mkdir(exist_ok=True)
@@ -318,13 +285,13 @@ def _sweep(target: Path) -> list[str]:
     names = sorted(os.listdir(target.parent))
     claimed = re.compile(rf"{re.escape(_stem(target))}\.({TOKEN})\.tmp")
     data: dict[str, str] = {}
-    if target.name in _DATA:
-        data = {name: found[1] for name in names if (found := _DATA[target.name].fullmatch(name))}
+    if target.name == INDEX_NAME:
+        data = {name: found[1] for name in names if (found := DATA_NAME.fullmatch(name))}
     tokens = {found[1] for name in names if (found := claimed.fullmatch(name))} | set(data.values())
     removed: list[str] = []
     ended = {token for token in sorted(tokens) if _remove_dead(_claim(target, token), removed)}
     try:  # read after the claims: a save among them may have committed meanwhile
-        kept = _kept(target) if data and os.path.lexists(target) else set()
+        kept = set(read_index(target).files) if data and os.path.lexists(target) else set()
     except CheckpointError:
         return removed  # a damaged index, or a link whose file is away, does not say which files are its own
     old = [name for name, token in data.items() if token in ended and name not in kept]
@@ -332,10 +299,6 @@ def _sweep(target: Path) -> list[str]:
     for name in old:
         _remove_dead(target.with_name(name), removed)
     return removed
-
-
-def _kept(target: Path) -> set[str]:
-    return set(read_index(target).files) if target.name == INDEX_NAME else named_files(target)
 
 
 def _remove_dead(path: Path, removed: list[str]) -> bool:

@@ -123,11 +123,7 @@ def read_header(path: FilePath) -> Header:
 
 
 def open_for_reading(path: FilePath) -> int:
-    """Return a descriptor of a regular file.
-
-    Raises:
-        CheckpointError: there is no such file, or it cannot be read, or it is not a regular file.
-    """
+    """Return a descriptor of a regular file."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a FIFO must not block us
     except FileNotFoundError as error:
@@ -145,11 +141,7 @@ def open_for_reading(path: FilePath) -> int:
 
 
 def header_from_fd(fd: int, path: FilePath) -> Header:
-    """Return the checked header of an open file; `path` is for messages. The offset does not move.
-
-    Raises:
-        CheckpointError: as `read_header`.
-    """
+    """Return the checked header of an open file; `path` is for messages. The offset does not move."""
     where = os.fspath(path)
     stamp = stamp_of(fd)
     file_bytes = stamp[1]
@@ -189,19 +181,7 @@ def stamp_of(fd: int) -> Stamp:
 def encode_header(
     tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str] | None = None
 ) -> tuple[bytes, list[TensorEntry]]:
-    """Return a file's bytes before the data, and its entries in the order of the data.
-
-    The bytes are those that the safetensors library writes (metadata keys sorted), so equal tensors
-    give equal files, and every tensor is aligned to its element.
-
-    Args:
-        tensors: dtype (any name of the dtype table) and shape by name.
-        metadata: text by text, or None for no `__metadata__`.
-
-    Raises:
-        CheckpointError: a name or the metadata cannot stand in a header, or the header is too long.
-        DTypeError: unknown dtype.
-    """
+    """Return a file's bytes before the data, as the safetensors library writes them, and its entries in their order."""
     where = "a safetensors header"
     rows = {name: dtypes.get(dtype) for name, (dtype, _) in tensors.items()}
     for name, (_, shape) in tensors.items():

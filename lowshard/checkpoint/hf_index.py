@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 from lowshard.errors import CheckpointError
 from lowshard.reading import parse_json, read_text
@@ -25,15 +24,11 @@ HF_INDEX = "model.safetensors.index.json"
 TOKEN = "[0-9a-f]{12}"
 DATA_NAME = re.compile(rf"shard-({TOKEN})-\d{{5}}-of-\d{{5}}\.safetensors")
 """Names of data files: only they are written, and removed, by saves."""
-DELTA_NAME = re.compile(rf"delta-({TOKEN})\.safetensors")
-"""The same of deltas, whose index is this one."""
 _PART_NAME = re.compile(r".+-\d{5}-of-(\d{5})\.safetensors")
 SIZES = ("total_size", "total_parameters")
 """What Hugging Face's index says of the tensors beside the user's own metadata; not carried along."""
 _LOCK_S, _LOOK_S = 5.0, 0.002
 """How long a save waits for another one's lock of the folder, which is held for milliseconds; how often it looks."""
-_OF_NO_TENSORS: dict[str, Any] = {"metadata": {"total_size": 0}, "weight_map": {}}
-"""What earlier versions of lowshard wrote beside a checkpoint without tensors."""
 
 
 def lies_beside(file: str) -> bool:
@@ -53,10 +48,8 @@ def is_sparse_delta(metadata: Mapping[str, str]) -> bool:
 
 
 def plain_metadata(metadata: Mapping[str, str]) -> dict[str, str] | None:
-    """Return what stands in the header of a file of whole tensors, or None for nothing.
-
-    Readers of Hugging Face refuse a file that has metadata and names no format there.
-    """
+    """Return what stands in the header of a file of whole tensors, or None for nothing."""
+    # Readers of Hugging Face refuse a file that has metadata and names no format there.
     if not metadata:
         return None
     return dict(metadata) if "format" in metadata else {"format": "pt", **metadata}
@@ -65,19 +58,7 @@ def plain_metadata(metadata: Mapping[str, str]) -> dict[str, str] | None:
 def write_index(
     folder: Path, private: Path, files: Mapping[str, str] | None, size_bytes: int, is_in_place: Callable[[], bool]
 ) -> None:  # fmt: skip
-    """Put an index in place, or take one away that is of an earlier save. One that is not of a save stays.
-
-    Args:
-        folder: of the checkpoint.
-        private: a name in it that is free, and that the next save clears away.
-        files: by tensor the name of its file; None where a tensor is not a whole tensor of one file. Where there are no
-            tensors no index is written.
-        size_bytes: of all tensors.
-        is_in_place: says whether the checkpoint that the files are of is the one in place.
-
-    Raises:
-        OSError: it cannot be written; no index of a save is in place then.
-    """
+    """Put an index in place, or take one away that is of an earlier save. One that is not of a save stays."""
     path = folder / HF_INDEX
     with _alone(folder):
         if not is_in_place() or is_foreign(folder):
@@ -147,29 +128,13 @@ def is_foreign(folder: Path) -> bool:
     return (folder / HF_INDEX).exists() and _named(folder / HF_INDEX) is None
 
 
-def named_files(path: Path) -> set[str]:
-    """Return the files that an index names.
-
-    Raises:
-        CheckpointError: it is not an index with a weight_map.
-    """
-    return set(map(str, _read(path)["weight_map"].values()))
-
-
-def _read(path: Path) -> dict[str, Any]:
-    text = read_text(path, "index with a weight_map", CheckpointError)
-    data = parse_json(text, str(path), CheckpointError)
-    if not isinstance(data, dict) or not isinstance(data.get("weight_map"), dict):
-        raise CheckpointError(f"{path}: is not an index with a weight_map")
-    return data
-
-
 def _named(path: Path) -> set[str] | None:
     """Return the files that an index of a save names; None where it is another one."""
     try:
-        data = _read(path)
+        text = read_text(path, "index with a weight_map", CheckpointError)
+        data = parse_json(text, str(path), CheckpointError)
     except CheckpointError:
         return None
-    named = set(map(str, data["weight_map"].values()))
-    is_of_save = all(DATA_NAME.fullmatch(name) for name in named) if named else data == _OF_NO_TENSORS
-    return named if is_of_save else None
+    said = data.get("weight_map") if isinstance(data, dict) else None
+    named = set(map(str, said.values())) if isinstance(said, dict) else set()
+    return named if named and all(DATA_NAME.fullmatch(name) for name in named) else None

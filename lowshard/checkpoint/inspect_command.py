@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
             *shown,
             *_checksums(overview, chosen, args.verify),
             *_digest(overview, args),
-            *_problems(overview),
+            *(f"BROKEN: {problem}" for problem in overview.problems),
         ):
             print(one_line(line))
     return 1 if overview.problems else 0
@@ -183,10 +183,6 @@ def _digest(overview: Overview, args: argparse.Namespace) -> Iterator[str]:
         yield "digest: not recorded; --verify works it out"
     else:
         yield f"digest: {found}{'' if args.tensor is None else ' (of this tensor)'}"
-
-
-def _problems(overview: Overview) -> Iterable[str]:
-    return [f"BROKEN: {problem}" for problem in overview.problems]
 
 
 def _mb(size_bytes: int) -> str:

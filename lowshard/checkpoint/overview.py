@@ -89,10 +89,7 @@ class TensorView:
 
     @property
     def cut(self) -> str:
-        """How it lies over ranks (over files, where no index says who held what), in a few words.
-
-        `whole`; `dim 0 by 4`, in four parts; `whole x2` and `dim 0 by 4 x2`, each part twice.
-        """
+        """How it lies over ranks (over files, where no index says who held what), in a few words."""
         held = self.held
         rows = [boxes for _, boxes in held] or [(part.box,) for part in self.parts]
         whole = full_box(self.shape)
@@ -144,11 +141,7 @@ class Overview:
         return model_digest(found) if len(found) == len(self.tensors) else None
 
     def tensor(self, name: str) -> TensorView:
-        """Return one tensor.
-
-        Raises:
-            CheckpointError: there is none of that name; the text has the nearest.
-        """
+        """Return one tensor."""
         found = next((t for t in self.tensors if t.name == name), None)
         if found is None:
             hint = nearest(name, (t.name for t in self.tensors))
@@ -204,12 +197,7 @@ def rank_of(file: str) -> int | None:
 
 
 def look_at(path: FilePath) -> Overview:
-    """Return what is in a checkpoint. No tensor data is read.
-
-    Raises:
-        CheckpointError: there is no checkpoint, or its index (of a plain file, its header) is damaged. A sharded
-            checkpoint that lacks files, or has damaged ones, raises nothing: they stand in `problems`.
-    """
+    """Return what is in a checkpoint. No tensor data is read."""
     given = check_path(path, "a checkpoint is the path of a file or a folder", CheckpointError)
     folder = given.parent if given.name == INDEX_NAME else given
     if os.path.exists(folder / INDEX_NAME):
@@ -257,13 +245,7 @@ def _part(name: str, tensor: IndexedTensor, part: Part, header: Header | None) -
 
 
 def verified(overview: Overview, names: Collection[str], progress: Callable[[int], object]) -> Overview:
-    """Return an overview for which the data of tensors was read and compared with its checksums and digests.
-
-    Args:
-        overview: from `look_at`.
-        names: the tensors.
-        progress: called with the bytes read so far.
-    """
+    """Return an overview for which the data of tensors was read and compared with its checksums and digests."""
     done, summed, made = 0, 0, []
     with ByteSource(Catalog(overview.where, {}, {}, None, "")) as source:
         for view in overview.tensors:

@@ -30,23 +30,7 @@ def write_parts(
     comm: Communicator, path: FilePath, what: str, tilings: Mapping[str, Tiling], state: State, *, wait: bool,
     is_copy: bool, write: Callable[[Communicator, Parts], None],
 ) -> Work | None:  # fmt: skip
-    """Write what falls to this rank, at once, or in the background out of a copy; then return the work.
-
-    Collective: all ranks of the communicator call this, alike. Nothing is under way on `comm.control.beside`.
-
-    Args:
-        comm: the communicator.
-        path: what is written.
-        what: the name of the call.
-        tilings: of the tensors.
-        state: this rank's arrays, checked.
-        wait: False writes in the background.
-        is_copy: nobody changes the arrays, so that no copy is needed.
-        write: collective; writes and commits, over the communicator that it is given.
-
-    Raises:
-        LowshardError: there is no memory for the copy, on some rank.
-    """
+    """Write what falls to this rank, at once, or in the background out of a copy; then return the work."""
     parts = own_parts(tilings, state, comm.rank)
     if wait:
         write(comm, parts)
@@ -69,12 +53,7 @@ def write_parts(
 
 
 def check_turn(comm: Communicator, wait: object) -> bool:
-    """Wait for a save that is under way, and return `wait` if it is one.
-
-    Raises:
-        CheckpointError: `wait` is neither True nor False.
-        Exception: an error of the save before, in the background, that no call has raised yet.
-    """
+    """Wait for a save that is under way, and return `wait` if it is one."""
     if (error := comm.control.settle_beside()) is not None:
         raise error
     return instance(wait, bool, "wait is True or False", CheckpointError)

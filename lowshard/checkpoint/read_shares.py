@@ -26,13 +26,7 @@ class Share:
 def shares(
     tilings: Mapping[str, Tiling], ranks: Collection[int] | None = None, split_bytes: int = SPLIT_BYTES
 ) -> list[Share]:
-    """Return shares that cover every element that the ranks hold, once; what is held by many is spread.
-
-    Args:
-        tilings: by name; all ranks of a job pass the same and get the same.
-        ranks: the ranks that count (those of one node, say); None counts all.
-        split_bytes: see SPLIT_BYTES.
-    """
+    """Return shares that cover every element that the ranks hold, once; what is held by many is spread."""
     load_bytes: dict[int, int] = {}
     small: list[tuple[str, Box, tuple[int, ...], int]] = []
     found: list[Share] = []
@@ -86,15 +80,7 @@ def disjoint(tiling: Tiling, ranks: Collection[int] | None = None) -> list[tuple
 
 
 def with_whole_rows(found: Sequence[Share], stored: Callable[[str], Sequence[Box]]) -> list[Share]:
-    """Return shares in which columns of the same stored rows are joined, so that a file is read in long runs.
-
-    The ranks that were to read the columns read a part of the rows each, whole, and the holders of any column are
-    holders of what is read: each takes its part. Columns that do not lie side by side stay as they are.
-
-    Args:
-        found: shares of stored tensors.
-        stored: gives for the name of a tensor the boxes that are stored of it.
-    """
+    """Return shares in which columns of the same stored rows are joined, so that a file is read in long runs."""
     kept: list[Share] = []
     groups: dict[tuple[str, int, int, Box], list[Share]] = {}
     for share in found:

@@ -160,11 +160,7 @@ def check_labels(metadata: Mapping[str, str], where: str) -> dict[str, str]:
 
 
 def check_state(target: Path, tensors: State, rank: int, size: int) -> dict[str, Tiling]:
-    """Return the tiling of each tensor of a state that can be written; this rank's arrays are checked.
-
-    Raises:
-        CheckpointError, LayoutError, MeshError, BufferMismatchError: as `write_checkpoint`.
-    """
+    """Return the tiling of each tensor of a state that can be written; this rank's arrays are checked."""
     tilings = {}
     rule = f"{target}: tensors are a mapping of names to (layout or tiling, local array)"
     for name, given in mapping(tensors, rule, CheckpointError).items():
@@ -230,11 +226,7 @@ def _lay_out(file: _File, fd: int) -> None:
 
 
 def reserve(fd: int, size_bytes: int, path: Path) -> None:
-    """Give an open file its size, so that a full disk is found before any data is written.
-
-    Raises:
-        CheckpointError: there is no room.
-    """
+    """Give an open file its size, so that a full disk is found before any data is written."""
     folder = path.parent
     # Asked before posix_fallocate, which would fill the disk up before it gives up.
     disk = os.statvfs(folder)

@@ -150,13 +150,7 @@ class ConvertPlan:
 
     @classmethod
     def of(cls, settings: Settings) -> ConvertPlan:
-        """Return the plan of a conversion. No tensor data is read.
-
-        Raises:
-            CheckpointError: the source is missing or damaged, or is not cut as `was` says. Its `exit_code` is 1 where a
-                file or folder that is there cannot be read as a checkpoint or as a delta.
-            ShardingError: names without a strategy, grids or cuts that cannot be.
-        """
+        """Return the plan of a conversion. No tensor data is read."""
         sizes = _sizes(settings)
         catalog = _source(settings, sizes)
         with _as_damage(*settings.deltas):
@@ -308,22 +302,7 @@ class ConvertPlan:
 def convert(
     settings: Settings, comm: Communicator, progress: Callable[[int, int], None] | None = None
 ) -> ConvertReport:
-    """Reshard a checkpoint on disk and put the result in place as a whole.
-
-    Collective: all ranks of the communicator call this; each makes every `comm.size`-th output file. Input that
-    has checksums is compared with them; a plain safetensors file has none, and damage done to it before cannot be
-    seen. What was written is read again and compared, bit by bit, with the input, read a second time, before it takes
-    its place.
-
-    Args:
-        settings: what to do, equal on all ranks.
-        comm: the processes that share the work.
-        progress: called on rank 0 with the bytes it has read so far and about all it will read.
-
-    Raises:
-        CheckpointError, ShardingError: as `ConvertPlan.of`, or the target cannot be written.
-        VerificationError: what was written is not what was read.
-    """
+    """Reshard a checkpoint on disk and put the result in place as a whole."""
     comm = control_of(comm)
     plan = together(comm, settings.target, lambda: ConvertPlan.of(settings), "reshard")
     # Hosts may have other files under the same paths: a checkpoint, patterns, a config.json.
@@ -452,10 +431,7 @@ class _Worker:
         return rows
 
     def shared_digests(self) -> dict[str, str]:
-        """Return the digests of all that was written.
-
-        Collective: all ranks of the communicator call this.
-        """
+        """Return the digests of all that was written."""
         sums = np.array(list(self._sums.values()), np.uint32).reshape(-1)
         if sums.size:
             self.comm.all_reduce(sums, sums)
@@ -489,10 +465,7 @@ class _Worker:
         return self.plan.tilings[name].itemsize_bytes
 
     def _content(self, items: Sequence[Item]) -> Iterator[tuple[str, Box, np.ndarray]]:
-        """Yield what items of a file hold, made of the input: key, box of the input, and array, each small enough.
-
-        The parts of an item come in row-major order.
-        """
+        """Yield what items of a file hold, made of the input: key, box of the input, and array, each small enough."""
         for number, item in enumerate(items):
             if not self._is_base(item):
                 continue
@@ -525,11 +498,7 @@ def _is_of_whole_tensors(catalog: Catalog) -> bool:
 
 
 def _compare_digests(plan: ConvertPlan, patched: PatchedSource, digests: Mapping[str, str]) -> int:
-    """Compare what was written with what the input, or its deltas, say of it; return of how many tensors.
-
-    Raises:
-        VerificationError: one is another.
-    """
+    """Compare what was written with what the input, or its deltas, say of it; return of how many tensors."""
     compared = 0
     for name, tensor in plan.catalog.tensors.items():
         said = patched.digests.get(name, tensor.digest)
@@ -566,10 +535,8 @@ def _whole_files(
 
 
 def _copy_companions(source: Path, target: Path, private: Path) -> None:
-    """Copy the model's description along, which the next reshard asks for the number of heads.
-
-    Each file is whole at once: it is written under a private name, which the next save clears away if it is left.
-    """
+    """Copy the model's description along, which the next reshard asks for the number of heads."""
+    # Each file is whole at once: it is written under a private name, which the next save clears away if it is left.
     folder = source if os.path.isdir(source) else source.parent
     for name in _COMPANIONS:
         if os.path.isfile(folder / name):

@@ -39,11 +39,7 @@ class Grid:
 
     @classmethod
     def parse(cls, text: str) -> Grid:
-        """Return the grid of a text such as `tp=2,dp=2`, outermost axis first.
-
-        Raises:
-            ShardingError: another axis, an axis twice, or a size below 1.
-        """
+        """Return the grid of a text such as `tp=2,dp=2`, outermost axis first."""
         axes: list[tuple[str, int]] = []
         for token in text.split(","):
             name, _, size = token.strip().partition("=")
@@ -99,12 +95,7 @@ class Grid:
 
 
 def rank_tilings(files: Sequence[Path], was: Grid, patterns: NamePatterns, sizes: Sizes) -> dict[str, Tiling]:
-    """Return the tilings of one file a rank, from the shapes that the files hold.
-
-    Raises:
-        CheckpointError: a name's shapes do not add up to an array that is cut as the grid says.
-        ShardingError: names without a strategy.
-    """
+    """Return the tilings of one file a rank, from the shapes that the files hold."""
     headers = [read_header(f) for f in files]
     first: dict[str, tuple[str, tuple[int, ...]]] = {}
     for header in headers:

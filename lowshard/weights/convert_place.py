@@ -14,10 +14,7 @@ from lowshard.errors import CheckpointError
 
 
 def own_file(source: str, target: str, catalog: Catalog, mxfp8: bool) -> str:
-    """Return what a checkpoint with deltas goes into: the target, or the one file that all of it lies in.
-
-    A folder of one file, which another program wrote, stays one when it is its own target: the file is replaced.
-    """
+    """Return what a checkpoint with deltas goes into: the target, or the one file that all of it lies in."""
     is_own = os.path.isdir(target) and os.path.realpath(target) == os.path.realpath(_folder_of(source))
     is_one = _is_one_file(catalog, mxfp8) and catalog.files[0].endswith(".safetensors")
     return catalog.files[0] if is_own and is_one else target
@@ -27,20 +24,7 @@ def check_target(
     source: str, target: str, catalog: Catalog, deltas: Sequence[Delta], *, is_file: bool, merged_bytes: int | None,
     mxfp8: bool,
 ) -> None:  # fmt: skip
-    """Compare the output's place with all that is read, and with what is there.
-
-    Args:
-        source: the path of the input.
-        target: the path of the output.
-        catalog: of the input.
-        deltas: that are applied.
-        is_file: the output is one file, and no folder.
-        merged_bytes: of whole tensors, how many a file holds; None where they are cut.
-        mxfp8: tensors are quantised.
-
-    Raises:
-        CheckpointError: the output would replace a part of the input, or a delta; or it cannot be there.
-    """
+    """Compare the output's place with all that is read, and with what is there."""
     place, known = os.path.realpath(target), os.path.realpath(_folder_of(source))
     files = {os.path.realpath(file) for file in catalog.files} | ({known} if os.path.isfile(known) else set())
     is_all = place == known or (files == {place} and _is_one_file(catalog, mxfp8))
@@ -50,10 +34,8 @@ def check_target(
             f"{target}: is the input, is a file of the input, or holds one: the output is another folder or file than "
             "the input. With --apply it may be the input, all of it"
         )
-    if place in _places_of(deltas):
-        raise CheckpointError(
-            f"{target}: is a delta that is applied, or a file of one: the output is another folder or file"
-        )
+    if place in {os.path.realpath(delta.where) for delta in deltas}:
+        raise CheckpointError(f"{target}: is a delta that is applied: the output is another folder or file")
     if is_file:
         if os.path.isdir(target):
             raise CheckpointError(
@@ -101,10 +83,3 @@ def _is_one_file(catalog: Catalog, mxfp8: bool) -> bool:
         and not mxfp8
         and all(tensor.parts for tensor in catalog.tensors.values())
     )
-
-
-def _places_of(deltas: Sequence[Delta]) -> set[str]:
-    """Return the folders and files of deltas, without links."""
-    found = {file for d in deltas for t in d.tensors.values() for file, _ in t.parts}
-    found |= {path for d in deltas for path in (d.where, os.path.join(d.where, HF_INDEX))}
-    return {os.path.realpath(path) for path in found}

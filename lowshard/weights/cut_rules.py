@@ -21,13 +21,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Rule:
-    """Base of the rules: a function of (weight, index, num_devices) that also says which boxes it takes.
-
-    Most take intervals of one axis, and every other axis whole.
-
-    Raises:
-        ShardingError: an axis or a count that is not an integer, or a count below 0. No rule looks at a shape here.
-    """
+    """Base of the rules: a function of (weight, index, num_devices) that also says which boxes it takes."""
 
     name = "rule"
 
@@ -65,12 +59,7 @@ class Rule:
         return [split_interval((0, extent), num_devices, index)]
 
     def __call__(self, weight: Any, index: int, num_devices: int) -> Any:
-        """Return the device's part of a weight: a view where it is one box, else the boxes joined.
-
-        Raises:
-            ShardIndexError: the weight lacks the axis, or there is no such device.
-            ShardingError: the weight is no array or does not fit the rule, or num_devices is below 1.
-        """
+        """Return the device's part of a weight: a view where it is one box, else the boxes joined."""
         if not (hasattr(weight, "shape") and hasattr(weight, "__getitem__")):
             raise ShardingError(f"a strategy cuts an array or a Weight, got {brief(weight)}")
         count = whole(num_devices, f"{self}: num_devices is 1 or more", ShardingError, 1)

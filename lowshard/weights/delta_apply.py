@@ -28,7 +28,7 @@ def apply_deltas(
 
     Args:
         base: a checkpoint of any form.
-        deltas: paths of deltas, or of folders that hold some.
+        deltas: paths of deltas, or of folders of them.
         path: the folder or file of the new checkpoint; it may be the base's.
         comm: the processes that share the work; None for this one.
         memory_bytes: the most memory of a process.

@@ -207,12 +207,7 @@ class GroupedQKV(Rule):
             )
 
     def heads(self, index: int, num_devices: int) -> tuple[Interval, Interval]:
-        """Return the query heads and the key-value heads of a device.
-
-        Raises:
-            ShardIndexError: no such device.
-            ShardingError: a number of devices below 1, or as `check_devices`.
-        """
+        """Return the query heads and the key-value heads of a device."""
         num_devices, index = _device(num_devices, index)
         self.check_devices(num_devices)
         kv, per_group = self.num_kv_heads, self.num_heads // self.num_kv_heads

@@ -190,10 +190,7 @@ class _Load:
         self._own_at = self._own_done = 0
 
     def run(self, comm: Communicator | None) -> None:
-        """Make and fill this rank's arrays.
-
-        Collective: all ranks of the communicator call this.
-        """
+        """Make and fill this rank's arrays."""
         try:
             self.allocate()
         except MemoryError as error:
@@ -204,10 +201,7 @@ class _Load:
         self._hand_out(comm)
 
     def _hand_out(self, comm: Communicator) -> None:
-        """Read, and hand out what this rank reads for others: within reach by memory, to others by messages.
-
-        Collective: all ranks of the communicator call this.
-        """
+        """Read, and hand out what this rank reads for others: within reach by memory, to others by messages."""
         reach, reads = comm.reach, self._way.shared
         homes, writes = reach.homes, False
         if all(homes[t] == homes[r.reader] for r in reads for t in r.takers):  # the same on all ranks
@@ -225,11 +219,9 @@ class _Load:
 
     @contextmanager
     def kept_for_others(self) -> Iterator[None]:
-        """Keep this rank's memory until all ranks have met at the end of the block.
-
-        Where one cannot know that, because a rank failed or the user interrupted, others may still write to it: it is
-        then kept for good, so that it serves no other purpose meanwhile.
-        """
+        """Keep this rank's memory until all ranks have met at the end of the block."""
+        # Where one cannot know that, because a rank failed or the user interrupted, others may still write to it: it is
+        # then kept for good, so that it serves no other purpose meanwhile.
         _KEPT[id(self)] = self
         try:
             yield
@@ -255,10 +247,7 @@ class _Load:
                 self.error = error
 
     def _go_in_rounds(self, comm: Communicator, handout: Handout) -> None:
-        """Hand out what this rank reads for others, and take what they read for it; see `run_rounds`.
-
-        Collective: all ranks that hand out call this.
-        """
+        """Hand out what this rank reads for others, and take what they read for it; see `run_rounds`."""
         reach, rounds = comm.reach, handout.rounds
         out = [comm.empty(handout.half_bytes, "uint8") for _ in range(2)]
         into = [np.empty(handout.into_bytes, np.uint8) for _ in range(2)]
@@ -298,10 +287,7 @@ class _Load:
         self.arrays[block.read.name][where] = values
 
     def _write_out(self, comm: Communicator, handout: Handout) -> None:
-        """Read what this rank reads for others, and write it into their arrays.
-
-        Collective: all peers call this.
-        """
+        """Read what this rank reads for others, and write it into their arrays."""
         memory = PeerMemory(comm.reach, self.rank, self._blocks)
         self._guard(self._write_sheets, memory)
         self.sent_bytes += handout.sent_bytes

@@ -86,15 +86,7 @@ def resolve_module(
     weights: Mapping[str, tuple[Sequence[int], ShardingStrategy | None]],
     strategies: Mapping[str, ShardingStrategy],
 ) -> dict[str, ShardingStrategy]:
-    """Return the strategy of each weight, markers resolved.
-
-    Args:
-        weights: shape and own strategy (or None) by name.
-        strategies: as for `shard_module`.
-
-    Raises:
-        ShardingError: as `shard_module`.
-    """
+    """Return the strategy of each weight, markers resolved."""
     rule = "strategies is a mapping of names of weights or modules to a ShardingStrategy"
     for given in mapping(strategies, rule, ShardingError).values():
         instance(given, ShardingStrategy, rule, ShardingError)

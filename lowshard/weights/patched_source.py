@@ -13,9 +13,7 @@ from lowshard import dtypes
 from lowshard.box import Box, full_box, row_major_parts, shape_of
 from lowshard.checkpoint.bytesource import ByteSource
 from lowshard.checkpoint.catalog import Catalog, StoredTensor
-from lowshard.checkpoint.delta_codec import Checksum
-from lowshard.checkpoint.delta_file import Delta, chain_of
-from lowshard.checkpoint.tensor_patch import Patch
+from lowshard.checkpoint.delta_file import Delta, Patch, chain_of
 from lowshard.comm import Communicator, share_text
 from lowshard.content_hash import model_digest, tensor_digest
 from lowshard.errors import CheckpointError
@@ -28,19 +26,7 @@ ALONE = 4
 
 
 class PatchedSource:
-    """What the deltas of a chain make of a checkpoint.
-
-    Args:
-        source: the checkpoint that the first stands on.
-        deltas: in the order of their versions; those that the checkpoint has already are left out.
-        most_bytes: memory for what is kept of the deltas of several tensors; of one tensor's, those of the whole chain
-            are held, and may take ALONE times as much.
-        advance: called with the bytes of the base that were read to compare.
-
-    Attributes:
-        chain: the deltas that are applied, one standing on the other; known once it was checked.
-        digests: of the tensors that result, where they are known.
-    """
+    """What the deltas of a chain make of a checkpoint."""
 
     def __init__(
         self, source: ByteSource, deltas: Sequence[Delta], most_bytes: int, advance: Callable[[int], None]
@@ -53,17 +39,7 @@ class PatchedSource:
         self.digests: dict[str, str] = {}
 
     def check(self, comm: Communicator, together: Callable[[Callable[[], None]], None]) -> None:
-        """Compare the base, every link and every tensor of the result with what the deltas say.
-
-        Collective: all ranks of the communicator call this; each looks at some of the tensors.
-
-        Args:
-            comm: the communicator.
-            together: runs a local step, and raises on all ranks what one of them raised.
-
-        Raises:
-            CheckpointError: the base is another one, a link is missing, or a delta is damaged; on every rank.
-        """
+        """Compare the base, every link and every tensor of the result with what the deltas say."""
         catalog = self._source.catalog
         base = catalog.digests
         mine: dict[str, str] = {}
@@ -73,12 +49,13 @@ class PatchedSource:
             for name in own:
                 mine[name] = self._digest_of(name)
 
-        if self._reads_base:
+        if base is None:
             together(look_at_base)
             base = self._shared(comm, mine)
+        known = base
 
         def find_chain() -> None:
-            self.chain = chain_of(self._deltas, None if base is None else model_digest(base), catalog.where)
+            self.chain = chain_of(self._deltas, model_digest(known), catalog.where)
 
         together(find_chain)
         made: dict[str, str] = {}
@@ -89,12 +66,12 @@ class PatchedSource:
                     made[name] = self._check_tensor(name, catalog.tensors[name])
 
         together(look_at_changes)
-        self.digests = (base or {}) | self._shared(comm, made)
+        self.digests = base | self._shared(comm, made)
 
         def compare_whole() -> None:
             last = self.chain[-1]
-            found = model_digest(self.digests) if len(self.digests) == len(catalog.tensors) else None
-            if last.digest is not None and found not in (None, last.digest):
+            found = model_digest(self.digests)
+            if found != last.digest:
                 raise CheckpointError(
                     f"{last.where}: makes a model of the digest {last.digest}, and what comes out has {found}: a delta "
                     "of the chain is not what it was made as"
@@ -105,20 +82,15 @@ class PatchedSource:
     def most_checked_bytes(self, rank: int, size: int) -> int:
         """Return how many bytes of the base a rank may read to compare."""
         tensors = self._source.catalog.tensors
+        reads_base = bool(self._deltas) and self._source.catalog.digests is None
         passes = {
-            name: self._reads_base + any(name in delta.tensors for delta in self._deltas)
+            name: reads_base + any(name in delta.tensors for delta in self._deltas)
             for name in self._own(rank, size)
         }
         return sum(n * part.entry.size_bytes for name, n in passes.items() for part in tensors[name].parts)
 
     def _own(self, rank: int, size: int) -> list[str]:
         return list(self._source.catalog.tensors)[rank::size]
-
-    @property
-    def _reads_base(self) -> bool:
-        """Whether digests of the base are to be worked out: deltas say them, and it does not."""
-        says = any(delta.base_digest is not None for delta in self._deltas)
-        return says and self._source.catalog.digests is None
 
     def apply(self, name: str, box: Box, values: np.ndarray) -> None:
         """Turn a box of the base, in a contiguous array, into the same of the result."""
@@ -168,22 +140,19 @@ class PatchedSource:
         links = [delta for delta in self.chain if name in delta.tensors]
         patches = self._patches(name)
         sums = np.zeros((len(links) + 1, SUMS), np.uint32)
-        checksums = [None if d.checksum is None else Checksum(d.checksum) for d in links]
         for box, values in self._parts(name, tensor):
             sums[0] += content_sum(values, box, tensor.shape)
-            for patch, checksum, total in zip(patches, checksums, sums[1:], strict=True):
+            for patch, total in zip(patches, sums[1:], strict=True):
                 patch.apply(values, box)
                 total += content_sum(values, box, tensor.shape)
-                if checksum is not None:
-                    checksum.update(values.tobytes())
         digests = [tensor_digest(tensor.dtype, tensor.shape, row) for row in sums]
         if tensor.digest not in (None, digests[0]):
             raise CheckpointError(
                 f"{self._source.catalog.where}: tensor {name!r}: its data is damaged: its digest is {digests[0]}, the "
                 f"index says {tensor.digest}"
             )
-        for delta, checksum, before, after in zip(links, checksums, digests, digests[1:], strict=False):
-            _compare(delta, name, before, after, checksum)
+        for delta, before, after in zip(links, digests, digests[1:], strict=False):
+            _compare(delta, name, before, after)
         return digests[-1]
 
     @staticmethod
@@ -195,11 +164,7 @@ class PatchedSource:
 
 
 def check_deltas(deltas: Sequence[Delta], catalog: Catalog, memory_bytes: int) -> None:
-    """Compare what deltas change with the tensors there are.
-
-    Raises:
-        CheckpointError: they are of another model, or a tensor needs more memory than there is.
-    """
+    """Compare what deltas change with the tensors there are."""
     for delta in deltas:
         for name in delta.tensors:
             tensor = catalog.tensors.get(name)
@@ -217,22 +182,17 @@ def check_deltas(deltas: Sequence[Delta], catalog: Catalog, memory_bytes: int) -
                 )
 
 
-def _compare(delta: Delta, name: str, before: str, after: str, checksum: Checksum | None) -> None:
+def _compare(delta: Delta, name: str, before: str, after: str) -> None:
     changed, where = delta.tensors[name], f"{delta.where}: tensor {name!r}"
-    if changed.base not in (None, before):
+    if changed.base != before:
         raise CheckpointError(
             f"{where}: the delta stands on a content of the digest {changed.base}, what it was to be applied to has "
             f"{before}: another base"
         )
-    if changed.digest not in (None, after):
+    if changed.digest != after:
         raise CheckpointError(
             f"{where}: the delta makes a content of the digest {changed.digest}, and what comes out has {after}: the "
             "delta is damaged"
-        )
-    if checksum is not None and changed.checksum not in (None, checksum.hexdigest()):
-        raise CheckpointError(
-            f"{where}: the {delta.checksum} of the new tensor is {checksum.hexdigest()}, the delta says "
-            f"{changed.checksum}: the delta is damaged, or was made from another base"
         )
 
 

@@ -51,15 +51,7 @@ class Sheet(NamedTuple):
 def sheets_of(
     name: str, box: Box, tiling: Tiling, rooms: Mapping[int, Room], catalog: Catalog
 ) -> Iterator[Sheet]:
-    """Yield the sheets of a box, one row of each no larger than the scratch.
-
-    Args:
-        name: the tensor.
-        box: what is read.
-        tiling: of the tensor.
-        rooms: by rank that takes what it holds of the box, where its array lies.
-        catalog: where the tensor is stored.
-    """
+    """Yield the sheets of a box, one row of each no larger than the scratch."""
     itemsize = tiling.itemsize_bytes
     dim = next((d for d, (start, stop) in enumerate(box) if stop - start > 1), 0)
     row_bytes = volume(box[dim + 1 :]) * itemsize if box else itemsize
@@ -107,22 +99,13 @@ def _strips(
 
 
 class PeerMemory:
-    """Blocks of memory of the ranks in reach, to be written to.
+    """Blocks of memory of the ranks in reach, to be written to."""
 
-    Who is written to keeps its blocks until all ranks have met again, whatever goes wrong: else what is written
-    could end up in memory that serves another purpose by then.
-
-    Args:
-        reach: of ranks that `crosses`.
-        rank: this one.
-        blocks: this rank's; none where it has no memory for them, and says so later.
-    """
+    # Who is written to keeps its blocks until all ranks have met again, whatever goes wrong: else what is written could
+    # end up in memory that serves another purpose by then.
 
     def __init__(self, reach: Reach, rank: int, blocks: Sequence[np.ndarray]) -> None:
-        """Exchange addresses.
-
-        Collective: all peers call this.
-        """
+        """Exchange addresses."""
         count = max(reach.publish([], len(blocks)).notes.values())
         theirs = reach.publish([*blocks, *(None for _ in range(count - len(blocks)))])
         self._blocks = np.zeros((max(reach.peers) + 1, count + 1), np.int64)
@@ -141,19 +124,7 @@ class PeerMemory:
         return made
 
     def write(self, strips: int, count: int, first: int, rows: int, row_bytes: int, scratch: int) -> None:
-        """Write strips of some rows of a sheet. One whose rank had no memory for it is left out: that one says so.
-
-        Args:
-            strips: address of the first, as `found` returns them.
-            count: of strips.
-            first: of the sheet's rows, the one that the scratch begins with.
-            rows: that the scratch holds.
-            row_bytes: of a row in it.
-            scratch: its address.
-
-        Raises:
-            CommError: the system refuses.
-        """
+        """Write strips of some rows of a sheet. One whose rank had no memory for it is left out: that one says so."""
         from lowshard.transfer.peer_write_kernel import write_across
 
         failed = write_across()(strips, count, first, rows, row_bytes, scratch, self._vectors_at)

@@ -50,16 +50,7 @@ class Pack(NamedTuple):
 
 @dataclass(frozen=True)
 class HandedRound:
-    """One rank's part of a round.
-
-    Attributes:
-        reads: what it reads, and where that goes in its half.
-        packs: what is packed of that.
-        sends: messages, out of the half.
-        takes: what it takes out of the halves of readers in reach, its own among them.
-        receives: messages, into the half that is received into.
-        unpacks: what it takes of these.
-    """
+    """One rank's part of a round."""
 
     reads: tuple[Block, ...]
     packs: tuple[Pack, ...]
@@ -71,16 +62,7 @@ class HandedRound:
 
 @dataclass(frozen=True)
 class Handout:
-    """One rank's part of what is handed out.
-
-    Attributes:
-        rounds: as many on every rank that takes part.
-        half_bytes: of what it reads in a round.
-        into_bytes: of the messages that it gets in a round.
-        sent_bytes: what other ranks take of what it reads.
-        near_sent_bytes: of these, what ranks in reach take.
-        near_received_bytes: what it takes of what others in reach read.
-    """
+    """One rank's part of what is handed out."""
 
     rounds: tuple[HandedRound, ...]
     half_bytes: int
@@ -98,14 +80,7 @@ def shared_reads(reads: Iterable[Read]) -> tuple[Read, ...]:
 def handout_of(
     reads: Sequence[Read], tilings: Mapping[str, Tiling], rank: int, homes: Sequence[int]
 ) -> Handout:
-    """Return a rank's part of handing reads out.
-
-    Args:
-        reads: those with takers besides the reader.
-        tilings: by name.
-        rank: this rank.
-        homes: `Reach.homes`.
-    """
+    """Return a rank's part of handing reads out."""
     near = {r for r, home in enumerate(homes) if home == homes[rank]}
     rounds = [_round(lanes, tilings, rank, near) for lanes in _lanes(reads, tilings)]
     sent = {

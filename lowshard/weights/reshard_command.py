@@ -11,7 +11,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -32,10 +32,10 @@ The input is compared with its checksums, if it has any (a plain safetensors fil
 cannot be seen); what was written is read again and compared with the input, read a second time, before it takes its
 place. A run that is killed leaves what was there before, or the new checkpoint, whole. With --merged it writes whole
 tensors, for other readers, too.
-With --delta BASE NEXT it writes what NEXT changes of BASE: a folder weight_v... as other projects write them, or with
-an OUT that ends in .safetensors a sparse file. With --apply DELTA... it applies such deltas to IN, each to the version
-that it was made from, and all of them or none: OUT lies as IN does, and may be IN, unless that is a folder of several
-files of another program, which cannot be switched in one step; --to or --merged cut it anew.
+With --delta BASE NEXT it writes what NEXT changes of BASE: OUT is a safetensors file of indices, values and digests.
+With --apply DELTA... it applies such deltas to IN, each to the version that it was made from, and all of them or none:
+OUT lies as IN does, and may be IN, unless that is a folder of several files of another program, which cannot be
+switched in one step; --to or --merged cut it anew.
 """
 EPILOG = """\
 examples:
@@ -45,7 +45,7 @@ examples:
   lowshard reshard ranks/ out/ --from-rules ep-as-cp --from fsdp=4,expert=2 --to-rules pure-fsdp --to fsdp=8
   lowshard reshard out/ model.safetensors --merged           # back to one plain file
   lowshard reshard out/ hf/ --merged --file-size 2GB         # back to a folder that other libraries read
-  lowshard reshard --delta v6/ v7/ -o deltas/weight_v000007
+  lowshard reshard --delta v6/ v7/ -o deltas/weight_v000007.safetensors
   lowshard reshard serving/ --apply deltas/ -o serving/      # all that it lacks, in one switch
 Strategies: llama, qwen, moe (Mixtral, DeepSeek), bert, or a YAML file of your own. Rules: a ready-made name or a
 path, as of `lowshard rules`.
@@ -53,15 +53,6 @@ Exit codes: 0 done, 1 the input or a delta is damaged, a delta stands on another
 written, 2 wrong usage, or nothing at IN, BASE, NEXT or DELTA.
 """
 _MOST_SIZE_BYTES = (1 << 63) - 1
-_OF_DELTA = {"version": "--version", "encoding": "--encoding", "compression": "--compression"}
-"""Options that --delta alone reads."""
-_NOT_OF_DELTA = {
-    "to": "--to", "was": "--from", "strategies": "--strategies", "to_rules": "--to-rules",
-    "from_rules": "--from-rules", "merged": "--merged", "file_size": "--file-size", "mxfp8": "--mxfp8",
-    "ranks": "-n", "memory": "--memory", "apply": "--apply", "heads": "--heads", "kv_heads": "--kv-heads",
-    "no_verify": "--no-verify", "dry_run": "--dry-run", "timeout": "--timeout",
-}  # fmt: skip
-"""Options that --delta does not read."""
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -78,10 +69,21 @@ def add_reshard_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentP
     parser.add_argument(
         "target", metavar="OUT", nargs="?", help="folder of the new checkpoint; an old one in it is replaced"
     )
-    parser.add_argument("--to", metavar="GRID", help="such as tp=2,dp=2 (axes tp, ep, dp; outer first)")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--to", metavar="GRID", help="such as tp=2,dp=2 (axes tp, ep, dp; outer first)")
+    what.add_argument(
+        "--merged",
+        action="store_true",
+        help="whole tensors: one plain file (OUT ends in .safetensors), or a folder of files with an index of Hugging "
+        "Face's",
+    )
+    what.add_argument(
+        "--delta",
+        action="store_true",
+        help="write what the second checkpoint changes of the first: BASE NEXT -o OUT",
+    )
     parser.add_argument(
         "--from",
-        dest="was",
         metavar="GRID",
         help="how IN is cut; needed for files of ranks without an index only, which are taken in the order of the "
         "numbers in their names; what several of them hold is compared",
@@ -94,12 +96,6 @@ def add_reshard_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentP
     )
     parser.add_argument(
         "--from-rules", metavar="RULES", help="how IN is cut, as rules; --from has sizes of its mesh axes"
-    )
-    parser.add_argument(
-        "--merged",
-        action="store_true",
-        help="whole tensors again, without --to: one plain file (OUT ends in .safetensors), or a folder of files "
-        "with an index of Hugging Face's",
     )
     parser.add_argument(
         "--file-size", default="5GB", metavar="SIZE", help="with --merged: most bytes of a file (default 5GB)"
@@ -115,25 +111,11 @@ def add_reshard_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentP
     )
     parser.add_argument("-o", "--out", metavar="OUT", help="the same as OUT")
     parser.add_argument(
-        "--delta",
-        action="store_true",
-        help="write what the second checkpoint changes of the first: BASE NEXT -o OUT",
-    )
-    parser.add_argument(
         "--apply", metavar="DELTA", nargs="+", default=[],
         help="deltas to apply, or a folder of them (what IN has already is left out)",
     )  # fmt: skip
     parser.add_argument(
         "--version", type=int, metavar="N", help="with --delta: its number (default: that in OUT, or 1)"
-    )
-    parser.add_argument(
-        "--encoding",
-        choices=["xor", "overwrite"],
-        default="xor",
-        help="with --delta: how a folder says what changes",
-    )
-    parser.add_argument(
-        "--compression", choices=["zlib", "zstd", "none"], default="zlib", help="with --delta: of a folder"
     )
     parser.add_argument("--heads", type=int, metavar="H", help="query heads (default: config.json beside IN)")
     parser.add_argument(
@@ -152,11 +134,7 @@ def add_reshard_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentP
 
 
 def parse_size(text: str) -> int:
-    """Return the bytes of a text such as 2GB, 500MB or 1.5GiB.
-
-    Raises:
-        CheckpointError: it is not a size.
-    """
+    """Return the bytes of a text such as 2GB, 500MB or 1.5GiB."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]?I?B?)\s*", text.upper())
     size_bytes = None if match is None or match[2] not in _UNITS else float(match[1]) * _UNITS[match[2]]
     if size_bytes is None or size_bytes > _MOST_SIZE_BYTES:
@@ -166,37 +144,24 @@ def parse_size(text: str) -> int:
     return int(size_bytes)
 
 
-def _check_beside(
-    args: argparse.Namespace, names: Mapping[str, str], rule: str, default: Callable[[str], Any]
-) -> None:
-    """Raise LaunchError where an option of some was given."""
-    given = [option for name, option in names.items() if getattr(args, name) != default(name)]
-    if given:
-        raise LaunchError(f"{rule}, got {', '.join(given)}: leave {'it' if len(given) == 1 else 'them'} out")
-
-
-def _check_paths(paths: Collection[str | None]) -> None:
-    if "" in paths:
-        raise LaunchError("IN, OUT and DELTA are paths, got an empty text (a variable that is not set?)")
-    for given in paths:
-        if given is not None:
-            check_path(given, "IN, OUT and DELTA are paths", LaunchError)
-
-
 def run(args: argparse.Namespace, default: Callable[[str], Any]) -> int:
-    """Run the subcommand and return the exit code.
-
-    Args:
-        args: as the parser read them.
-        default: what an option has that was not given.
-    """
+    """Run the subcommand and return the exit code; `default` says what an option has that was not given."""
     from lowshard.launch.environment import find_rank
 
-    _check_paths((args.source, args.target, args.out, *args.apply))
+    for given in (args.source, args.target, args.out, *args.apply):
+        if given == "":
+            raise LaunchError("IN, OUT and DELTA are paths, got an empty text (a variable that is not set?)")
+        if given is not None:
+            check_path(given, "IN, OUT and DELTA are paths", LaunchError)
     if args.delta:
-        _check_beside(args, _NOT_OF_DELTA, "--delta writes a delta, and does not read other options", default)
+        reads = ("source", "target", "out", "delta", "version", "json", "func")
+        others = [n for n, value in vars(args).items() if n not in reads and value != default(n)]
+        if others:
+            options = ", ".join(f"--{name.replace('_', '-')}" for name in others)
+            raise LaunchError(f"--delta does not read other options, got {options}: leave them out")
         return _write_delta(args)
-    _check_beside(args, _OF_DELTA, "with --delta alone an option says how a delta is written", default)
+    if args.version is not None:
+        raise LaunchError("--version is that of the delta that --delta writes: leave it out")
     settings = _requested(args)
     launched = find_rank(environment())
     if args.dry_run:
@@ -238,19 +203,18 @@ def _requested(args: argparse.Namespace) -> Settings:
     if args.out is not None and args.target is not None:
         raise LaunchError(f"OUT is given once, got {args.target} and -o {args.out}")
     target = args.target if args.out is None else args.out
-    if args.to_rules is not None and args.to is None and not args.merged:
+    was = vars(args)["from"]
+    if args.to_rules is not None and args.to is None:
         raise LaunchError("--to-rules needs the sizes of its mesh axes: --to fsdp=4,expert=2")
     if target is None or (args.to is None and not args.merged and not args.apply):
         raise LaunchError(
             "lowshard reshard takes IN, OUT and --to (such as --to tp=4), --apply or --merged; one is missing"
         )
-    for option, grid in (("--to", args.to), ("--from", args.was)):
+    for option, grid in (("--to", args.to), ("--from", was)):
         if grid is not None and not grid.strip():
             raise LaunchError(f"{option} takes a grid, got an empty text (a variable that is not set?)")
-    if args.merged and (args.to is not None or args.to_rules is not None):
-        raise LaunchError("--merged writes whole tensors, --to and --to-rules cut them: give one of them")
     cuts_out = args.to is not None and args.to_rules is None
-    has_cut_in = args.was is not None and args.from_rules is None
+    has_cut_in = was is not None and args.from_rules is None
     if args.strategies is not None and not (cuts_out or has_cut_in or args.merged):
         raise LaunchError(
             "--strategies says how --to cuts or how --from has cut, and here neither asks it: leave it out"
@@ -258,7 +222,7 @@ def _requested(args: argparse.Namespace) -> Settings:
     if args.ranks < 1:
         raise LaunchError(f"--ranks is at least 1, got {args.ranks}")
     return Settings(
-        source=args.source, target=target, strategies=args.strategies, to=args.to or "", was=args.was,
+        source=args.source, target=target, strategies=args.strategies, to=args.to or "", was=was,
         mxfp8=args.mxfp8, memory_bytes=parse_size(args.memory), num_heads=args.heads, num_kv_heads=args.kv_heads,
         verify=not args.no_verify, to_rules=args.to_rules, from_rules=args.from_rules,
         merged=args.merged, file_bytes=parse_size(args.file_size), deltas=tuple(args.apply),
@@ -272,10 +236,7 @@ def _write_delta(args: argparse.Namespace) -> int:
         raise LaunchError("--delta takes two checkpoints and OUT: lowshard reshard --delta BASE NEXT -o OUT")
     version_of(Path(args.out), args.version)  # what is wrong with the request is told before anything is read
     try:
-        report = write_delta(
-            args.source, args.target, args.out, version=args.version, encoding=args.encoding,
-            compression=args.compression,
-        )  # fmt: skip
+        report = write_delta(args.source, args.target, args.out, version=args.version)
     except CheckpointError as error:
         if all(map(os.path.exists, (args.source, args.target))):
             error.exit_code = 1  # the request was right
@@ -330,7 +291,8 @@ def _converted(settings: Settings, comm: object) -> ConvertReport:
     assert isinstance(comm, Communicator)
     source = Path(settings.source)
     all_bytes = _bytes_to_handle(settings)
-    label = f"{source.name or source} to {_aim(settings)}"
+    aim = settings.to or ("a new version" if settings.keeps_cut else "whole tensors")
+    label = f"{source.name or source} to {aim}"
     with (
         transfer("reshard", label, all_bytes) if comm.rank == 0 else nullcontext(lambda done: None) as update
     ):
@@ -341,10 +303,6 @@ def _converted(settings: Settings, comm: object) -> ConvertReport:
             ConvertPlan.of(settings)  # raises what is wrong with the request
             error.exit_code = 1  # it was right: damaged input, a full disk
             raise
-
-
-def _aim(settings: Settings) -> str:
-    return settings.to or ("a new version" if settings.keeps_cut else "whole tensors")
 
 
 def _bytes_to_handle(settings: Settings) -> int:

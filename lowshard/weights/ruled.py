@@ -21,10 +21,7 @@ from lowshard.weights.scale_cut import scales_tiling, weights_of_scales, whole_s
 
 @dataclass(frozen=True)
 class RuledGrid:
-    """Ranks of a checkpoint as the devices of a rule file's mesh.
-
-    Tensors that no name pattern of the file matches stay whole on every rank, as the rules have it.
-    """
+    """Ranks of a checkpoint as the devices of a rule file's mesh."""
 
     rules: RuleSet
     mesh: DeviceMesh
@@ -32,11 +29,7 @@ class RuledGrid:
 
     @classmethod
     def parse(cls, rules: str, sizes: str) -> RuledGrid:
-        """Return the grid of a rule file (a name or a path) and sizes such as `fsdp=4,expert=2`.
-
-        Raises:
-            RulesError: the file or the sizes cannot be; the sizes multiply to the ranks.
-        """
+        """Return the grid of a rule file (a name or a path) and sizes such as `fsdp=4,expert=2`."""
         held: dict[str, int] = {}
         for token in filter(None, (t.strip() for t in sizes.split(","))):
             name, _, number = token.partition("=")
@@ -74,11 +67,7 @@ class RuledGrid:
         return {name: made[name] for name in shapes}
 
     def rank_tilings(self, files: Sequence[Path]) -> dict[str, Tiling]:
-        """Return the tilings of one file a rank, from the shapes that the files hold.
-
-        Raises:
-            CheckpointError: a name's shapes do not add up to an array that the rules cut so.
-        """
+        """Return the tilings of one file a rank, from the shapes that the files hold."""
         headers = [read_header(f).tensors for f in files]
         names = {name: entry for header in reversed(headers) for name, entry in header.items()}
         scales = weights_of_scales({name: entry.shape for name, entry in names.items()})

@@ -144,7 +144,6 @@ class Item:
     key: str
     """Its name in the file."""
     name: str
-    """The tensor."""
     dtype: str
     box: Box
     shape: tuple[int, ...]
@@ -152,10 +151,7 @@ class Item:
 
 
 def items_of(boxes: Iterable[tuple[str, str, Box]], shapes: Mapping[str, tuple[int, ...]]) -> list[Item]:
-    """Return items for (name, dtype, box): whole tensors have their name in the file, slices say which they are.
-
-    So no reader takes a slice for the tensor. Keys are distinct, whatever tensors are called.
-    """
+    """Return items for (name, dtype, box): whole tensors have their name in the file, slices say which they are."""
     made: dict[str, Item] = {}
     for name, dtype, box in boxes:
         key = marked = name if box == full_box(shapes[name]) else name + box_text(box)
@@ -167,14 +163,7 @@ def items_of(boxes: Iterable[tuple[str, str, Box]], shapes: Mapping[str, tuple[i
 
 
 class ShardFile:
-    """A data file in the making, of full size from the start. Use it in a `with` block.
-
-    Args:
-        path: a new file.
-        items: what goes into it.
-        metadata: of the checkpoint; a file that holds a slice says so in its place.
-        fd: the file, where it is open already.
-    """
+    """A data file in the making, of full size from the start. Use it in a `with` block."""
 
     def __init__(
         self, path: Path, items: Iterable[Item], metadata: Mapping[str, str], fd: int | None = None
@@ -230,11 +219,7 @@ class ShardFile:
         return self._sums[key]
 
     def finish(self) -> dict[str, Any]:
-        """Sync the file and return what the index says of it.
-
-        Raises:
-            CheckpointError: an item did not get all of its elements.
-        """
+        """Sync the file and return what the index says of it."""
         for key, entry in self.entries.items():
             if self._at[key] != entry.stop:
                 raise CheckpointError(
@@ -266,21 +251,7 @@ def commit_index(
     metadata: Mapping[str, str],
     after: Callable[[], object] = lambda: None,
 ) -> None:
-    """Put an index in place that names the data files of all ranks: from then on they are the checkpoint.
-
-    Collective: all ranks of the communicator call this.
-
-    Args:
-        commit: under way, all data files written and synced.
-        rows: what `ShardFile.finish` returned, for this rank's files.
-        tensors: which rank holds what, and the strategy, by name.
-        num_ranks: ranks that the checkpoint is cut over.
-        metadata: text by text.
-        after: as for `Commit.commit`.
-
-    Raises:
-        CheckpointError, NotDurable: as `Commit.commit`.
-    """
+    """Put an index in place that names the data files of all ranks: from then on they are the checkpoint."""
 
     whole: dict[str, str] = {}
 
@@ -362,11 +333,7 @@ def _save_sharded(
 
 
 def _strategy(folder: Path, name: str, given: object) -> str:
-    """Return the text of a strategy for the index.
-
-    Raises:
-        CheckpointError: it has none.
-    """
+    """Return the text of a strategy for the index."""
     where = f"{folder}: strategy of tensor {brief(name)}"
     try:
         text = str(given)

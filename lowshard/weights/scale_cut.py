@@ -1,9 +1,10 @@
 """Scales of quantised weights: which tensor has whose scales, and that they are cut as their weight is, block by block.
 
 The one place that knows: name patterns, rule files and loads without either ask here, so no pattern file lists scales.
-A tensor is the scales of a weight where its name is the weight's with a suffix (`w_scale`; `x.input_scale` beside
-`x.weight`) and its shape has an entry for each block of the weight. A block's extent follows from both shapes: it is
-the power of two that gives as many entries (32 of MXFP8, 128 of DeepSeek's FP8), else what divides the weight evenly.
+A tensor is the scales of a weight where its name is one of those that are known for it (`w_scale`, `x.scale` beside
+`x.weight`, `x_scales` beside `x_blocks`, ...) and its shape has an entry for each block of the weight. A block's extent
+follows from both shapes: it is the power of two that gives as many entries (32 of MXFP8, 128 of DeepSeek's FP8), else
+what divides the weight evenly. Where neither does, no cut along that dim is known to lie between blocks: it is refused.
 """
 
 from __future__ import annotations
@@ -21,9 +22,15 @@ from lowshard.tiling import Tiling
 from lowshard.weights.cut_rules import Rule, Shape
 from lowshard.weights.sharding_strategy import ShardingStrategy
 
-SUFFIXES = ("_scale", "_scale_inv", "_scale_2")
-"""What the name of a weight's scales ends in; behind it, or without it, stands the weight's name."""
-_INPUT = "input_scale"
+_SUFFIXES = ("_scale", "_scale_inv", "_scale_2", "_global_scale")
+"""What the name of a weight's scales ends in; without it, it is the weight's name."""
+_BESIDE = (
+    (".scale", ".weight"),
+    ("_scales", "_blocks"),
+    (".input_scale", ".weight"),
+    (".input_global_scale", ".weight"),
+)
+"""What the names of other scales end in, and those of their weights."""
 _MX = ("float8_e8m0fnu", 32)
 """Scales of this dtype are of 32 values of the last dim. Source: OCP Microscaling Formats v1.0."""
 
@@ -31,42 +38,40 @@ Blocks = tuple[int | None, ...]
 """For each dim of the scales, how many values of the weight share one; None: all do."""
 
 
-def weight_name(name: str) -> str | None:
-    """Return the name of the weight whose scales a tensor is by its name, whether it is there or not."""
-    for suffix in SUFFIXES:
-        if name.endswith(suffix) and name != suffix and not name.endswith(f".{_INPUT}"):
-            return name.removesuffix(suffix)
-    return name.removesuffix(_INPUT) + "weight" if name.endswith(f".{_INPUT}") else None
+class Unclear(int):
+    """The least number of values that may share an entry; the shapes do not tell how many do."""
+
+
+def _weight_names(name: str) -> list[str]:
+    """Return the names that the weight may have whose scales a tensor is by its name."""
+    beside = [name.removesuffix(end) + weight for end, weight in _BESIDE if name.endswith(end)]
+    found = beside or [name.removesuffix(end) for end in _SUFFIXES if name.endswith(end) and name != end]
+    return [*found, *(f"{weight}_packed" for weight in found)]
 
 
 def weights_of_scales(shapes: Mapping[str, Shape]) -> dict[str, str]:
     """Return, by the name of each tensor that is the scales of another one, the name of that weight."""
     found = {}
     for name, shape in shapes.items():
-        weight = weight_name(name)
-        if weight is not None and weight in shapes and blocks_of(shapes[weight], shape) is not None:
-            found[name] = weight
+        for weight in _weight_names(name):
+            if weight in shapes and blocks_of(shapes[weight], shape) is not None:
+                found[name] = weight
+                break
     return found
 
 
 def why_none(name: str, shapes: Mapping[str, Shape]) -> str:
     """Return why a tensor that reads as scales by its name is none, or nothing where its name is another one."""
-    weight = weight_name(name)
+    names = _weight_names(name)
+    weight = next((weight for weight in names if weight in shapes), None)
     if weight is None:
-        return ""
-    if weight not in shapes:
-        return f" (it reads as the scales of {weight}, which is not there)"
+        is_one = names and not name.endswith(".scale")  # which is a norm's, too
+        return f" (it reads as the scales of {names[0]}, which is not there)" if is_one else ""
     return f" (its shape {list(shapes[name])} has no entry for each block of {weight} {list(shapes[weight])})"
 
 
 def blocks_of(weight: Shape, scales: Shape, dtype: str | None = None) -> Blocks | None:
-    """Return the blocks of a weight from the shapes of the weight and its scales; None where they do not fit.
-
-    Args:
-        weight: shape, in stored elements.
-        scales: shape.
-        dtype: of the scales, where it is known: of a part of a weight, shapes alone may not tell.
-    """
+    """Return the blocks of a weight from the shapes of the weight and its scales; None where they do not fit."""
     if prod(scales) == 1 and (len(scales) != len(weight) or dtype != _MX[0]):
         return (None,) * len(scales)
     if len(scales) < len(weight):  # an entry a row
@@ -96,7 +101,9 @@ def _block(values: int, entries: int) -> int | None:
     power = 1 << (least - 1).bit_length()
     if -(-values // power) == entries:
         return power
-    return least if values % entries == 0 else None
+    if values % entries == 0:
+        return least
+    return Unclear(least) if -(-values // least) == entries else None
 
 
 def scales_shape(weight: Shape, blocks: Blocks) -> Shape:
@@ -107,17 +114,18 @@ def scales_shape(weight: Shape, blocks: Blocks) -> Shape:
 
 
 def scales_box(box: Box, weight: Shape, blocks: Blocks) -> Box:
-    """Return the box of the scales that a box of a weight has.
-
-    Raises:
-        ShardingError: the box begins or ends inside a block.
-    """
+    """Return the box of the scales that a box of a weight has."""
     found: list[Interval] = []
     for dim, block in enumerate(blocks):
         if block is None:
             found.append((0, 1) if volume(box) else (0, 0))
             continue
         (start, stop), extent = box[dim], weight[dim]
+        if isinstance(block, Unclear) and start < stop and (start, stop) != (0, extent):
+            raise ShardingError(
+                f"{start} to {stop} of dim {dim} of {list(weight)} is a cut among {-(-extent // block)} blocks of "
+                "values that share a scale, whose size the shapes do not tell; cut another dim"
+            )
         if start < stop and (start % block or (stop % block and stop != extent)):
             raise ShardingError(
                 f"{start} to {stop} of dim {dim} of {list(weight)} is a cut inside a block of {block} values that "
@@ -159,11 +167,7 @@ class ScalesOf(Rule):
 
 
 def scales_strategy(strategy: ShardingStrategy, weight: Shape, scales: Shape) -> ShardingStrategy:
-    """Return how the scales of a weight are cut that a strategy cuts.
-
-    Raises:
-        ShardingError: the shape of the scales has no entry for each block, or the strategy is a function.
-    """
+    """Return how the scales of a weight are cut that a strategy cuts."""
     blocks, rule = blocks_of(weight, scales), strategy.shard
     if blocks is None or not isinstance(rule, Rule):
         raise ShardingError(
@@ -174,11 +178,7 @@ def scales_strategy(strategy: ShardingStrategy, weight: Shape, scales: Shape) ->
 
 
 def scales_tiling(layout: Layout, shape: Shape, dtype: str) -> Tiling:
-    """Return the tiling of the scales of a weight that has a layout.
-
-    Raises:
-        ShardingError: the layout cuts a block, or the shape has no entry for each block.
-    """
+    """Return the tiling of the scales of a weight that has a layout."""
     blocks = blocks_of(layout.shape, shape, dtype)
     if blocks is None:
         raise ShardingError(
@@ -191,18 +191,7 @@ def scales_tiling(layout: Layout, shape: Shape, dtype: str) -> Tiling:
 def whole_scales(
     name: str, files: Sequence[FilePath], whole_weight: Shape, held_weight: Shape, held: TensorEntry
 ) -> Shape:
-    """Return the shape of all scales of a weight that files of ranks hold in parts.
-
-    Args:
-        name: of the scales.
-        files: one a rank.
-        whole_weight: the shape of the weight.
-        held_weight: what one rank holds of it,
-        held: and of the scales.
-
-    Raises:
-        CheckpointError: the parts do not fit one another.
-    """
+    """Return the shape of all scales of a weight that files of ranks hold in parts."""
     blocks = blocks_of(held_weight, held.shape, held.dtype)
     if blocks is None:
         raise CheckpointError(

@@ -20,7 +20,7 @@ from lowshard.mesh import MOST_RANKS
 from lowshard.tiling import Tile, Tiling
 from lowshard.weights.load import Progress, load, nodes_of
 from lowshard.weights.load_plan import LoadPlan, plan_load
-from lowshard.weights.scale_cut import Blocks, blocks_of, scales_box, weights_of_scales
+from lowshard.weights.scale_cut import Blocks, Unclear, blocks_of, scales_box, weights_of_scales
 
 
 class ShardedWeights(dict[str, np.ndarray]):
@@ -31,7 +31,7 @@ class ShardedWeights(dict[str, np.ndarray]):
 
     digests: Mapping[str, str] | None
     """By name, what `lowshard.reshard.digest` said of each tensor when it was saved: `digest(state, comm)` is equal as
-    long as nothing has changed. None where the checkpoint has none (a plain file, or one of an earlier version)."""
+    long as nothing has changed. None where the checkpoint has none (a plain file)."""
 
     def __init__(
         self,
@@ -99,8 +99,8 @@ def saved_tilings(catalog: Catalog, num_ranks: int) -> dict[str, Tiling]:
     - Another number: a tensor that was cut is cut along that dim (the first, of several) into balanced parts; one that
       was whole on all ranks is so again; one that was whole on some of n ranks (an expert) goes to the ranks
       r * num_ranks // n.
-    - A plain file, a Hugging Face folder, what one rank saved, or an index that does not say who held what, on more
-      than one rank: every tensor is cut along its first dim into balanced parts; one without dims is whole everywhere.
+    - A plain file, a Hugging Face folder, or what one rank saved, on more than one rank: every tensor is cut along its
+      first dim into balanced parts; one without dims is whole everywhere.
 
     Parts of a weight that has scales are of whole blocks, and its scales go with it.
 
@@ -158,7 +158,8 @@ def _boxes(tensor: StoredTensor, saved: int, num_ranks: int, blocks: Sequence[Bl
 def _cut(whole: Box, dim: int, num_ranks: int, blocks: Sequence[Blocks]) -> list[Box | None]:
     """Return balanced parts along a dim, in whole blocks of all scales."""
     extent = whole[dim][1]
-    unit = lcm(*(b[dim] or 1 for b in blocks if dim < len(b)))
+    sizes = [b[dim] or 1 for b in blocks if dim < len(b)]
+    unit = lcm(*(extent if isinstance(size, Unclear) else size for size in sizes))
     made: list[Box | None] = []
     for rank in range(num_ranks):
         start, stop = split_interval((0, -(-extent // unit)), num_ranks, rank)

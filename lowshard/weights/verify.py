@@ -17,18 +17,7 @@ _ROWS = 127
 
 
 class Verification:
-    """One rank's part in comparing the checksums of all stored arrays that a plan touches.
-
-    An array that one rank has read whole is compared there. Of those that several have read, each a part, the sums
-    are joined. What is left, because nobody has read all of it or its rows were read one by one, is looked at once
-    more, by one rank.
-
-    Args:
-        arrays: the stored arrays that have a checksum, and a tensor of each; equal on all ranks.
-        source: where they are read again.
-        rank: this rank.
-        size: ranks.
-    """
+    """One rank's part in comparing the checksums of all stored arrays that a plan touches."""
 
     def __init__(
         self, arrays: Sequence[tuple[str, StoredPart]], source: ByteSource, rank: int, size: int
@@ -40,11 +29,7 @@ class Verification:
         self._pieces: dict[int, list[Piece]] = {}
 
     def compare_own(self) -> None:
-        """Compare the arrays that this rank has read whole.
-
-        Raises:
-            CheckpointError: one is damaged.
-        """
+        """Compare the arrays that this rank has read whole."""
         for number, (name, part) in enumerate(self._arrays):
             pieces = self.tally.pieces(part.key)
             found = chain(part.entry.start, part.entry.stop, pieces)
@@ -56,10 +41,7 @@ class Verification:
                 self.verified_bytes += part.entry.size_bytes
 
     def share(self, comm: Communicator | None) -> bool:
-        """Tell all ranks what was compared, and the sums of parts; return whether nothing is left to do.
-
-        Collective: all ranks of the communicator call this. All get the same answer.
-        """
+        """Tell all ranks what was compared, and the sums of parts; return whether nothing is left to do."""
         if comm is not None and self._arrays:
             mine = [(n, *p) for n, pieces in self._pieces.items() for p in pieces]
             rows = np.array(mine, np.int64).reshape(-1, 4)
@@ -84,11 +66,7 @@ class Verification:
         return bool(self._seen.all())
 
     def compare_rest(self) -> None:
-        """Compare this rank's part of what is left.
-
-        Raises:
-            CheckpointError: an array is damaged, or cannot be read again.
-        """
+        """Compare this rank's part of what is left."""
         load_bytes = [0] * self._size
         for number, (name, part) in enumerate(self._arrays):
             if self._seen[number]:

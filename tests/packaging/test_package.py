@@ -86,7 +86,6 @@ def test_extras_carry_one_mpi_wheel_at_most() -> None:
         "mpich",
         "plot",
         "solve",
-        "deltas",
         "demo",
         "test",
         "dev",

@@ -182,12 +182,6 @@ def samples() -> Mapping[str, Any]:
     slot = {"step": 3, "state": {"lr": 0.1}}
     changed = {"w": {"dtype": "bfloat16", "shape": [4, 3], "base": "00", "digest": "01"}}
     delta = {"base": "0a", "digest": "0b", "base_version": 4, "tensors": changed}
-    said = {
-        "version": "000005",
-        "base_version": "000004",
-        "delta_encoding": "xor",
-        "compression_format": "zlib",
-    }
     return {
         "mesh": plain(_MESH.to_json()),
         "layout": plain(layout().to_json()),
@@ -215,7 +209,6 @@ def samples() -> Mapping[str, Any]:
         "head of a delta": delta,
         "paged layout": plain(pages().src.to_json()),
         "plan of pages": plain(pages().to_json()),
-        "index of a delta folder": {"metadata": said, "weight_map": {"w": "d.safetensors"}, "lowshard": delta},
         "calibration": {"schema": CALIBRATED, "machine": "m", "measured_at": "", "values": {"pipes_from_bytes": 8192}},
         "state of FSDP.save": {"version": 1, "updates": 2, "arrays": {"l0": ["m"]}, "numbers": {"l0": slot}},
         "state of an optimizer's slot": slot,

@@ -202,7 +202,7 @@ class Applied(Sharded4):
         for version in (0, 1, 2):
             save_over(self.folder / f"v{version}", values_of(_TILINGS, version), _TILINGS, RANKS)
         for base, version in ((0, 1), (0, 2), (1, 2)):
-            made = self.folder / f"from{base}" / f"weight_v{version:06d}"
+            made = self.folder / f"from{base}" / f"weight_v{version:06d}.safetensors"
             made.parent.mkdir(exist_ok=True)
             if not made.exists():  # a delta is never replaced
                 write_delta(self.folder / f"v{base}", self.folder / f"v{version}", made, base_version=base)
@@ -212,7 +212,7 @@ class Applied(Sharded4):
         base, source = 0, self.folder / "v0"
         if version == 2 and self.target.exists():
             base, source = 1, self.place
-        delta = self.folder / f"from{base}" / f"weight_v{version:06d}"
+        delta = self.folder / f"from{base}" / f"weight_v{version:06d}.safetensors"
         convert(Settings(str(source), str(self.place), None, "", deltas=(str(delta),)), comm)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from support import mode
-from support.checkpoints import Values, attention_and_more, on_ranks, same, save_over, state_of, values_of
+from support.checkpoints import Values, attention_and_more, on_ranks, save_over, state_of, values_of
 
 from lowshard.checkpoint import Catalog, checkpoint_index
 from lowshard.checkpoint.checkpoint_index import INDEX_NAME, read_index
@@ -91,26 +91,6 @@ def test_inspect_shows_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     data = json.loads(capsys.readouterr().out)
     assert data["digest"] == model_digest(by_hand(VALUES))
     assert {t["name"]: t["digest"] for t in data["tensors"]} == by_hand(VALUES)
-
-
-def test_checkpoints_of_earlier_versions_open(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    save_over(tmp_path / "a", VALUES, attention_and_more(3), 3)
-
-    def earlier(body: dict[str, Any]) -> None:
-        body["version"] = 2
-        for tensor in body["tensors"].values():
-            del tensor["digest"]
-
-    rewritten(tmp_path / "a", earlier)
-    assert Catalog.open(tmp_path / "a").digests is None
-    assert look_at(tmp_path / "a").digest is None
-    found = load_sharded(tmp_path / "a")
-    assert found.digests is None
-    assert all(same(found[n], v) for n, v in VALUES.items())
-    assert run("inspect", tmp_path / "a") == 0
-    assert "digest: not recorded; --verify works it out" in capsys.readouterr().out
-    assert run("inspect", tmp_path / "a", "--verify") == 0
-    assert f"digest: {model_digest(by_hand(VALUES))}" in capsys.readouterr().out
 
 
 def test_what_was_loaded_is_compared_in_one_line(tmp_path: Path) -> None:

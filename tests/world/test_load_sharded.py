@@ -14,14 +14,14 @@ from safetensors.numpy import save_file
 from support.checkpoints import attention_and_more, local_of, on_ranks, same, save_over, values_of
 
 from lowshard import comm as lc
-from lowshard.checkpoint import Catalog, write_delta
+from lowshard.checkpoint import Catalog
 from lowshard.checkpoint.checkpoint_index import INDEX_NAME
 from lowshard.checkpoint.checkpoint_index import _digest as digest_of
 from lowshard.cli import main
 from lowshard.errors import CheckpointError, CommError, LowshardError, MismatchError
 from lowshard.kernels import quantize_mxfp8
 from lowshard.tiling import Tiling
-from lowshard.weights import ShardingStrategy, apply_deltas, load_sharded, save, saved_tilings
+from lowshard.weights import ShardingStrategy, load_sharded, save, saved_tilings
 from lowshard.weights.cut_rules import Owned
 
 S = ShardingStrategy
@@ -151,35 +151,6 @@ def test_plain_files_are_cut_along_the_first_dim(tmp_path: Path, form: str, rank
     assert all(same(local["step"], values["step"]) for local in found)
 
 
-def old_index(folder: Path) -> None:
-    """Make an index one of version 1."""
-    path = folder / INDEX_NAME
-    body = json.loads(path.read_text())
-    del body["digest"], body["tilings"]
-    body["version"] = 1
-    for tensor in body["tensors"].values():
-        del tensor["tiling"]
-    body["digest"] = digest_of(body)
-    path.write_text(json.dumps(body))
-
-
-def test_indexes_of_version_1_are_read(tmp_path: Path) -> None:
-    tilings = tilings_of(2)
-    values = values_of(tilings)
-    save_over(tmp_path / "c", values, tilings, 2)
-    old_index(tmp_path / "c")
-    found = on_ranks(2, lambda c: load_sharded(tmp_path / "c", c))
-    for rank, local in enumerate(found):
-        assert all(same(a, local_of(values[n], local.tilings[n], rank)) for n, a in local.items())  # type: ignore[arg-type]
-    assert found[0]["rows"].shape == (7, 6)
-    after = values_of(tilings, 1)
-    save(tmp_path / "next", {n: (Tiling.whole(v.shape, tilings[n].dtype), v) for n, v in after.items()})
-    write_delta(tmp_path / "c", tmp_path / "next", tmp_path / "weight_v000001")
-    assert apply_deltas(tmp_path / "c", [tmp_path / "weight_v000001"], tmp_path / "out").applied == 1
-    assert Catalog.open(tmp_path / "out").num_ranks == 2
-    assert all(same(a, after[n]) for n, a in load_sharded(tmp_path / "out").items())
-
-
 def broken(change: Callable[[dict[str, Any]], None], folder: Path) -> None:
     path = folder / INDEX_NAME
     body = json.loads(path.read_text())
@@ -206,6 +177,14 @@ def test_a_tiling_that_does_not_fit_its_tensor_is_refused(tmp_path: Path) -> Non
         broken(change, tmp_path / "c")
         with pytest.raises(CheckpointError, match=said):
             Catalog.open(tmp_path / "c")
+
+
+def test_an_index_of_another_version_is_refused_with_both(tmp_path: Path) -> None:
+    tilings = {"a": S.rowwise(2).layout((4, 4))}
+    save_over(tmp_path / "c", values_of(tilings), tilings, 2)
+    broken(lambda body: body.update(version=2), tmp_path / "c")
+    with pytest.raises(CheckpointError, match=r"reads version 3 of .*, the index is .* version 2"):
+        load_sharded(tmp_path / "c")
 
 
 def test_a_missing_file_is_named_on_every_rank(tmp_path: Path) -> None:

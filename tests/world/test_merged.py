@@ -164,8 +164,7 @@ def test_wrong_requests(cut: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     for file in cut.glob("shard-*"):
         (bare / file.name).write_bytes(file.read_bytes())
     for arguments, said in (
-        ((cut, tmp_path / "o", "--merged", "--to", "tp=2"), "give one of them"),
-        ((cut, tmp_path / "o", "--merged", "--to-rules", "default"), "give one of them"),
+        ((cut, tmp_path / "o", "--merged", "--to-rules", "default"), "needs the sizes of its mesh axes"),
         ((cut, "--merged"), "one is missing"),
         ((cut, tmp_path / "o"), "or --merged; one is missing"),
         ((plain, plain, "--merged"), "another folder or file"),

@@ -61,7 +61,7 @@ def holds(path: Path, number: float) -> bool:
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
-    """Two versions of a model in several forms, a delta in both forms, and rules."""
+    """Two versions of a model in several forms, a delta, and rules."""
     for number in (0, 1):
         state = {n: (Tiling.whole(v.shape, "float32"), v) for n, v in values(number).items()}
         save(tmp_path / f"v{number}", state)
@@ -75,7 +75,6 @@ def place(tmp_path: Path) -> Path:
     (tmp_path / "several" / HF_INDEX).write_text(json.dumps(index))
     (tmp_path / "rules.yaml").write_text("rules: [{pattern: '**', strategy: replicate}]")
     (tmp_path / "rows.yaml").write_text("rules: [{pattern: '**', strategy: rowwise}]")
-    write_delta(tmp_path / "v0", tmp_path / "v1", tmp_path / "weight_v000001")
     write_delta(tmp_path / "v0", tmp_path / "v1", tmp_path / "d.safetensors")
     assert main(
         ["reshard", str(tmp_path / "v0"), str(tmp_path / "two"), "--to", "tp=2", "--strategies",
@@ -89,16 +88,24 @@ def place(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(
     "given",
-    ["-n 2", "--memory 1GB", "--no-verify", "--strategies llama", "--dry-run", "--timeout 9", "--to tp=2",
-     "--merged", "--mxfp8", "--file-size 1GB", "--heads 3", "--dry-run --no-verify"],
+    ["--ranks 2", "--memory 1GB", "--no-verify", "--strategies llama", "--dry-run", "--timeout 9", "--from tp=2",
+     "--mxfp8", "--file-size 1GB", "--heads 3", "--apply d.safetensors", "--dry-run --no-verify"],
 )  # fmt: skip
 def test_options_that_a_delta_does_not_read_are_refused(place: Path, run: Run, given: str) -> None:
     with nothing_changes(place):
-        told = run("--delta", place / "v0", place / "v1", "-o", place / "new", *given.split(), code=2)
-    assert (
-        f"does not read other options, got {'--no-verify, --dry-run' if ' --' in given else given.split()[0]}"
-        in told
-    )
+        told = run(
+            "--delta", place / "v0", place / "v1", "-o", place / "new.safetensors", *given.split(), code=2
+        )
+    assert "does not read other options, got --" in told
+    assert all(word in told for word in given.split() if word.startswith("--"))
+
+
+@pytest.mark.parametrize("given", ["--to tp=2 --merged", "--delta --merged", "--delta --to tp=2"])
+def test_what_is_asked_for_is_one_thing(place: Path, capsys: pytest.CaptureFixture[str], given: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["reshard", str(place / "v0"), str(place / "v1"), *given.split()])
+    assert ended.value.code == 2
+    assert "not allowed with argument" in capsys.readouterr().err
 
 
 def test_mxfp8_of_a_model_that_has_nothing_to_quantise_is_refused(place: Path, run: Run) -> None:
@@ -108,23 +115,10 @@ def test_mxfp8_of_a_model_that_has_nothing_to_quantise_is_refused(place: Path, r
 
 
 def test_options_of_a_delta_are_refused_without_it(place: Path, run: Run) -> None:
-    for given in (("--version", "3"), ("--encoding", "overwrite"), ("--compression", "none")):
-        told = run(place / "v0", place / "out", "--merged", *given, code=2)
-        assert (
-            f"with --delta alone an option says how a delta is written, got {given[0]}: leave it out" in told
-        )
-    run(
-        "--delta",
-        place / "v0",
-        place / "v1",
-        "-o",
-        place / "new",
-        "--version",
-        "3",
-        "--encoding",
-        "overwrite",
-    )
-    assert (Delta.open(place / "new").version, Delta.open(place / "new").encoding) == (3, "overwrite")
+    told = run(place / "v0", place / "out", "--merged", "--version", "3", code=2)
+    assert "--version is that of the delta that --delta writes: leave it out" in told
+    run("--delta", place / "v0", place / "v1", "-o", place / "new.safetensors", "--version", "3")
+    assert Delta.open(place / "new.safetensors").version == 3
 
 
 def test_a_text_that_is_empty_is_no_path(
@@ -181,31 +175,26 @@ def test_the_input_and_its_parts_are_not_replaced(place: Path, run: Run) -> None
             (place / "several" / HF_INDEX, place / "several", *cut),
             (place / "one", place / "one" / "model.safetensors", "--merged"),
             (place / "base.safetensors", place / "base.safetensors", "--merged"),
-            (place / "several", "--apply", place / "weight_v000001", "-o", place / "several" / "model-a.safetensors"),
+            (place / "several", "--apply", place / "d.safetensors", "-o", place / "several" / "model-a.safetensors"),
         ):  # fmt: skip
             assert "the output is another folder or file than the input" in run(*words, code=2)
         for words in (
             (shard, place / "two", *cut),
-            (shard, "--apply", place / "weight_v000001", "-o", place / "two"),
+            (shard, "--apply", place / "d.safetensors", "-o", place / "two"),
         ):
             assert "one of 2 files that hold a checkpoint together" in run(*words, code=2)
 
 
 def test_a_delta_is_not_replaced(place: Path, run: Run) -> None:
-    data = next((place / "weight_v000001").glob("*.safetensors"))
+    delta = place / "d.safetensors"
     with nothing_changes(place):
-        for base, delta, out in (
-            ("base.safetensors", "d.safetensors", place / "d.safetensors"),
-            ("base.safetensors", "weight_v000001", data),
-            ("v0", "weight_v000001", place / "weight_v000001"),
-            ("several", "weight_v000001", place / "weight_v000001"),
-        ):
-            told = run(place / base, "--apply", place / delta, "-o", out, code=2)
-            assert "is a delta that is applied, or a file of one" in told
+        for base in ("base.safetensors", "v0", "several"):
+            told = run(place / base, "--apply", delta, "-o", delta, code=2)
+            assert "is a delta that is applied" in told
 
 
 def test_all_of_the_input_may_be_replaced_by_deltas(place: Path, run: Run) -> None:
-    delta = place / "weight_v000001"
+    delta = place / "d.safetensors"
     run(place / "two" / INDEX_NAME, "--apply", delta, "-o", place / "two")
     run(place / "base.safetensors", "--apply", delta, "-o", place / "base.safetensors")
     assert all(holds(place / name, 1) for name in ("two", "base.safetensors"))
@@ -220,7 +209,7 @@ def test_a_folder_of_another_program_with_one_file_stays_one(place: Path, run: R
     for name in ("one", "indexed", "other"):
         folder = place / name
         names = sorted(os.listdir(folder))
-        report = apply_deltas(folder, [place / "weight_v000001"], folder)
+        report = apply_deltas(folder, [place / "d.safetensors"], folder)
         assert report.applied == 1
         assert sorted(os.listdir(folder)) == names
         assert holds(folder, 1)
@@ -230,9 +219,9 @@ def test_a_folder_of_another_program_with_one_file_stays_one(place: Path, run: R
 
 def test_a_folder_of_another_program_with_several_files_is_not_switched(place: Path, run: Run) -> None:
     with nothing_changes(place):
-        told = run(place / "several", "--apply", place / "weight_v000001", "-o", place / "several", code=2)
+        told = run(place / "several", "--apply", place / "d.safetensors", "-o", place / "several", code=2)
     assert "has files of another program, which cannot be switched to a new version in one step" in told
-    run(place / "several", "--apply", place / "weight_v000001", "-o", place / "new")
+    run(place / "several", "--apply", place / "d.safetensors", "-o", place / "new")
     assert holds(place / "new", 1)
 
 
@@ -253,11 +242,13 @@ def test_what_is_damaged_is_exit_code_1_and_what_is_not_there_2(place: Path, run
     file.write_bytes(file.read_bytes()[:-1] + b"\x55")
     assert "its data is damaged" in run(place / "v1", place / "out", "--merged", code=1)
     delta = ("--delta", place / "v0", place / "v1", "-o")
-    run(*delta, place / "new", "--version", "-1", code=2)
-    assert "its name says version 7" in run(*delta, place / "weight_v000007", "--version", "8", code=2)
-    run("--delta", place / "cut.safetensors", place / "v0", "-o", place / "new", code=1)
-    run("--delta", place / "gone", place / "v1", "-o", place / "new", code=2)
-    assert not (place / "new").exists()
+    run(*delta, place / "new.safetensors", "--version", "-1", code=2)
+    assert "its name says version 7" in run(
+        *delta, place / "weight_v000007.safetensors", "--version", "8", code=2
+    )
+    run("--delta", place / "cut.safetensors", place / "v0", "-o", place / "new.safetensors", code=1)
+    run("--delta", place / "gone", place / "v1", "-o", place / "new.safetensors", code=2)
+    assert not (place / "new.safetensors").exists()
 
 
 def test_names_are_printed_as_they_are(place: Path, run: Run) -> None:

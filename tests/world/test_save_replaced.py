@@ -199,9 +199,6 @@ def test_where_the_index_cannot_be_written_others_find_none_and_nothing_is_left(
 def test_a_checkpoint_without_tensors_has_no_index_and_is_in_no_ones_way(tmp_path: Path) -> None:
     save(tmp_path / "c", {})
     assert seen_by_others(tmp_path / "c") is None
-    (tmp_path / "c" / hf.HF_INDEX).write_text(
-        '{"metadata": {"total_size": 0}, "weight_map": {}}'
-    )  # of before
     save(tmp_path / "c", state(w=1))
     assert seen_by_others(tmp_path / "c") == {"w": 1}
     (tmp_path / "c" / hf.HF_INDEX).write_text(

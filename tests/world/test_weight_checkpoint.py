@@ -554,7 +554,7 @@ def test_what_is_no_file_is_not_replaced_and_no_folder_is_named_as_a_file(tmp_pa
             save(tmp_path / name, state)
     assert sorted(tmp_path.rglob("*")) == before
     (tmp_path / "old.safetensors").mkdir()
-    save(tmp_path / "old.safetensors", state)  # a checkpoint of an earlier version
+    save(tmp_path / "old.safetensors", state)
     save(tmp_path / "to_nothing", state, merged=True)
 
 

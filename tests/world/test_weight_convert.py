@@ -182,9 +182,9 @@ def test_deltas_leave_files_of_ranks_cut_as_they_were(plain: Path, tmp_path: Pat
         )
     after = {n: v + 1 for n, v in values.items()}
     save_file(after, tmp_path / "next.safetensors")
-    write_delta(plain, tmp_path / "next.safetensors", tmp_path / "weight_v000001")
+    write_delta(plain, tmp_path / "next.safetensors", tmp_path / "weight_v000001.safetensors")
     assert run(tmp_path / "ranks", tmp_path / "out", "--from", grid, "--strategies", "llama", "--heads", HEADS,
-               "--kv-heads", KV, "--apply", tmp_path / "weight_v000001") == 0  # fmt: skip
+               "--kv-heads", KV, "--apply", tmp_path / "weight_v000001.safetensors") == 0  # fmt: skip
     assert equal(tmp_path / "out", after)
     assert {n: t.tiling for n, t in Catalog.open(tmp_path / "out").tensors.items()} == {
         n: t for n, (t, _) in made.items()
@@ -485,7 +485,7 @@ def test_wrong_requests_are_told_before_anything_is_written(plain: Path, tmp_pat
 def test_progress_counts_all_that_is_read(plain: Path, tmp_path: Path) -> None:
     size = sum(value.nbytes for value in model().values())
     save_file({n: v + 1 for n, v in model().items()}, tmp_path / "next.safetensors")
-    write_delta(plain, tmp_path / "next.safetensors", tmp_path / "weight_v000001")
+    write_delta(plain, tmp_path / "next.safetensors", tmp_path / "weight_v000001.safetensors")
     cut = Settings(str(plain), str(tmp_path / "cut"), "llama", "tp=2")
     for settings, passes in (
         (cut, 2),
@@ -494,7 +494,7 @@ def test_progress_counts_all_that_is_read(plain: Path, tmp_path: Path) -> None:
             2,
         ),  # checksums
         (
-            replace(cut, target=str(tmp_path / "c"), deltas=(str(tmp_path / "weight_v000001"),)),
+            replace(cut, target=str(tmp_path / "c"), deltas=(str(tmp_path / "weight_v000001.safetensors"),)),
             4,
         ),  # digests, changes
     ):

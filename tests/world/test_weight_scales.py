@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 
 import ml_dtypes
@@ -17,7 +18,7 @@ from lowshard.cli import main
 from lowshard.errors import CheckpointError, ShardingError
 from lowshard.kernels import quantize_mxfp8
 from lowshard.tiling import Tiling
-from lowshard.weights import NamePatterns, ShardingStrategy, Sizes, load, plan_load
+from lowshard.weights import NamePatterns, ShardingStrategy, Sizes, load, plan_load, saved_tilings
 from lowshard.weights.checkpoint_grid import Grid
 from lowshard.weights.name_pattern import NameRule
 from lowshard.weights.ruled import RuledGrid
@@ -202,7 +203,8 @@ S = ShardingStrategy
         ((64, 96), (), None, ()), ((64, 96), (1, 1), None, (None, None)), ((64, 96), (1,), None, (None,)),
         ((300, 576), (3, 5), None, (128, 128)), ((8, 64, 96), (8, 64, 3), None, (1, 1, 32)),
         ((64, 32), (64, 1), "float8_e8m0fnu", (1, 32)), ((1, 32), (1, 1), "float8_e8m0fnu", (1, 32)),
-        ((64, 60), (64, 3), None, (1, 20)), ((64, 300), (64, 7), None, None), ((64, 96), (64, 97), None, None),
+        ((64, 60), (64, 3), None, (1, 20)), ((64, 300), (64, 7), None, (1, 43)),
+        ((64, 300), (64, 299), None, None), ((64, 96), (64, 97), None, None),
         ((64, 96), (96,), None, None), ((64, 96), (64, 3, 1), None, None), ((64, 96), (64, 96), None, (1, 1)),
         ((0, 96), (0, 3), None, (1, 32)), ((64, 50), (64, 2), None, (1, 32)), ((7,), (7,), None, (1,)),
     ],
@@ -254,6 +256,40 @@ def test_a_cut_inside_a_block_is_refused_with_the_name() -> None:
     patterns = NamePatterns("p.yaml", (NameRule("*", "columnwise"),))
     with pytest.raises(ShardingError, match=r"p.yaml: w_scale \[8, 2\]: .* inside a block of 32"):
         Grid.parse("tp=4").tilings(shapes, patterns, Sizes())
+
+
+@pytest.mark.parametrize(
+    ("weight", "scale", "shapes", "block"),
+    [
+        ("a.weight", "a.scale", ((576, 256), (5, 2)), 128), ("a.weight", "a.weight_scale_inv", ((576, 9), (5, 1)), 128),
+        ("a.weight_packed", "a.weight_scale", ((576, 64), (5, 8)), 128), ("w", "w_scale_2", ((576, 64), (9, 1)), 64),
+        ("a.weight", "a.weight_scale", ((300, 64), (7, 64)), 300),  # 43 to 49 rows share one
+        ("a_blocks", "a_scales", ((576, 4, 16), (576, 4)), 1),
+    ],
+)  # fmt: skip
+def test_scales_of_every_known_name_are_not_cut_apart_from_their_weight(
+    tmp_path: Path, weight: str, scale: str, shapes: tuple[tuple[int, ...], tuple[int, ...]], block: int
+) -> None:
+    patterns, given = (
+        NamePatterns("p.yaml", (NameRule("**", "rowwise"),)),
+        {weight: shapes[0], scale: shapes[1]},
+    )
+    assert weights_of_scales(given) == {scale: weight}
+    refused = pytest.raises(ShardingError, match=f"{scale} .*blocks? of")
+    with nullcontext() if block == 1 else refused:
+        Grid.parse("tp=2").tilings({n: ("float32", s) for n, s in given.items()}, patterns, Sizes())
+    save_file({n: np.zeros(s, np.float32) for n, s in given.items()}, tmp_path / "in.safetensors")
+    cut = saved_tilings(Catalog.open(tmp_path / "in.safetensors"), 2)
+    rows, entries = (cut[name].local_shape(0)[0] for name in (weight, scale))
+    assert (rows % block, entries) == (0, 7 if block == 300 else rows // block)
+
+
+def test_scales_of_all_of_a_weight_are_on_every_rank_that_has_a_part() -> None:
+    patterns = NamePatterns("p.yaml", (NameRule("**", "rowwise"),))
+    given = {"a.weight_packed": (8, 64), "a.weight_global_scale": (1,), "a.input_global_scale": (1,)}
+    made = patterns.strategies(given, 2)
+    assert all(made[name].layout((1,)).local_shape(1) == (1,) for name in given if "global" in name)
+    assert weights_of_scales({"norm.scale": (8,), "norm.bias": (8,)}) == {}
 
 
 def test_scales_without_their_weight_and_weights_without_their_scales(tmp_path: Path) -> None:
