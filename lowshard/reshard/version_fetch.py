@@ -5,8 +5,6 @@ rank of the publisher on this host     its snapshot is mapped; boxes are copied 
 on another host                        streams: connections, each with a share of the boxes (`stream_shares`)
 ```
 
-A subscriber of this host that shares what it has is a source as a publisher is, over streams alone.
-
 All ranks' snapshots are copied and all streams are received at the same time, each in a thread that lives as long as
 the fetch. Where one fails, all connections are ended, so that no other goes on, and what failed first is raised.
 """
@@ -37,6 +35,7 @@ from lowshard.reshard.version_target import Target
 from lowshard.reshard.version_wire import (
     CHANGES_HEAD,
     DATA,
+    STALLED_S,
     WHOLE,
     Answer,
     Line,
@@ -52,8 +51,6 @@ _KEPT_PART = 4
 """Texts are kept of less than so small a part of what the boxes have."""
 ENTER_S = 5.0
 """How long a door of a publisher may take to let this rank in."""
-NEAR_S = 1.0
-"""How long one of a subscriber may, and how long it may say nothing: the publisher is there too."""
 
 
 def most_streams() -> int:
@@ -72,14 +69,12 @@ class Fetched:
     dense_bytes: int = 0
     received_bytes: int = 0
     changed_elems: int = 0
-    near_bytes: int = 0
 
     def add(self, other: Fetched) -> None:
         """Count what another part of the version has brought."""
         self.dense_bytes += other.dense_bytes
         self.received_bytes += other.received_bytes
         self.changed_elems += other.changed_elems
-        self.near_bytes += other.near_bytes
 
 
 @dataclass(frozen=True)
@@ -105,7 +100,7 @@ Job = Callable[[], Fetched]
 
 
 class Source:
-    """The ranks of one publisher that have something for this rank; or of a subscriber that shares.
+    """The ranks of one publisher that have something for this rank.
 
     Attributes:
         mark: of the publisher.
@@ -119,7 +114,6 @@ class Source:
         have: Mapping[str, TensorLayout],
         plan: ReshardPlan,
         rank: int,
-        is_near: bool = False,
     ) -> None:
         """Plan for a publisher; nothing is connected yet.
 
@@ -130,7 +124,6 @@ class Source:
             have: its layouts.
             plan: from its ranks to those of this job, which come behind.
             rank: this one, in the plan.
-            is_near: it is a subscriber of this host.
         """
         self.mark = mark
         most = most_streams()
@@ -141,7 +134,6 @@ class Source:
                 (mark, token),
                 places_of(have, peer)[0],
                 shares_of(plan, moves, most),
-                is_near,
             )
             for peer, moves in plan.for_rank(rank).receives.items()
         ]
@@ -186,9 +178,7 @@ class _Peer:
         secrets: tuple[str, bytes],
         places: Mapping[str, Place],
         shares: Sequence[Sequence[TensorBoxes]],
-        is_near: bool,
     ) -> None:
-        self._is_near = is_near
         self._rank, self._station, self._places, self._shares = rank, station, places, shares
         self._mark, self._token = secrets
         self._maps = False
@@ -205,7 +195,7 @@ class _Peer:
         if not self._shares:
             return []
         if not self.lines:
-            self._maps = not self._is_near and is_mapped(self._station.network)
+            self._maps = self._station.network == network_name() and CROSS_MEMORY.choice() != "off"
         try:
             if self._maps:
                 memory = self._memory(wanted.number)
@@ -228,16 +218,14 @@ class _Peer:
             raise self._named(lost) from lost
 
     def _named(self, lost: Lost) -> Lost:
-        whose = "another subscriber" if self._is_near else "the publisher"
-        return Lost(f"rank {self._rank} of {whose}: {lost}")
+        return Lost(f"rank {self._rank} of the publisher: {lost}")
 
     def _line(self, at: int) -> Line:
         """Return a connection by its place, made where it is missing."""
         if at == len(self.lines):
-            limit_s = NEAR_S if self._is_near else None
             try:
-                made = enter(self._station.addresses, self._token, DATA, 0, limit_s or ENTER_S)
-                self.lines.append(Line(made, limit_s))
+                made = enter(self._station.addresses, self._token, DATA, 0, ENTER_S)
+                self.lines.append(Line(made))
             except ConnectionError as error:
                 raise Lost(str(error)) from error
         return self.lines[at]
@@ -335,7 +323,7 @@ class _Stream:
         for boxes, kept in zip(self._share, self._changes, strict=True):
             if boxes.name in up:
                 wanted.target[boxes.name].write(kept, up[boxes.name])
-        if self._line.hear(read_answer, time.monotonic() + self._line.stalled_s).state != "here":
+        if self._line.hear(read_answer, time.monotonic() + STALLED_S).state != "here":
             return False
         incoming = _Incoming(self._line)
         for boxes, kept in zip(self._share, self._changes, strict=True):
@@ -411,13 +399,8 @@ class _Incoming:
             raise Lost("what came has another checksum than what was sent")
 
 
-def is_mapped(network: str) -> bool:
-    """Say whether snapshots of processes on a network are mapped, where they may be opened."""
-    return network == network_name() and CROSS_MEMORY.choice() != "off"
-
-
 def _here(line: Line) -> Answer:
-    answer: Answer = line.hear(read_answer, time.monotonic() + line.stalled_s)
+    answer: Answer = line.hear(read_answer, time.monotonic() + STALLED_S)
     if answer.state != "here":
         raise Lost("the snapshot is there no more")
     return answer

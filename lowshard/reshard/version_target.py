@@ -195,14 +195,12 @@ class TargetSet:
 
     Attributes:
         targets: where each tensor goes.
-        arrays: those that are arrays.
         weights: what readers of the set are given.
         copies: bring what comes to GPUs; of both sets.
         transform: that stores the others, or None.
     """
 
     targets: Mapping[str, Target]
-    arrays: Mapping[str, Array]
     weights: Mapping[str, Any]
     copies: DeviceCopies
     transform: ReshardTransform | None
@@ -311,9 +309,9 @@ def _set(
 ) -> TargetSet:
     targets: dict[str, Target] = {name: ArrayTarget(array, copies) for name, array in arrays.items()}
     if transform is None:
-        return TargetSet(targets, arrays, weights, copies, None)
+        return TargetSet(targets, weights, copies, None)
     storing, held = _Storing(transform, copies), transform.refit_weights()
     for name, (layout, beside) in stored.items():
         targets[name] = StoredTarget(name, layout.dtype, beside, storing)
     shown = {**weights, **{name: held[name] for name in stored if name in held}}
-    return TargetSet(targets, arrays, shown, copies, transform)
+    return TargetSet(targets, shown, copies, transform)

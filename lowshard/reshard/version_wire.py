@@ -1,10 +1,9 @@
 """What a publisher and its subscribers say to each other: a length and JSON, over a connection let in by a door.
 
-Control, to rank 0 of the publisher: greeting -> table; shares, where others of a host may take versions from the
-subscriber; then, again and again, want -> offer, done.
+Control, to rank 0 of the publisher: greeting -> table; then, again and again, want -> offer, done.
 Data, to each rank that has something: map -> where a snapshot lies; or boxes, then read, or changes since another
 snapshot -> bytes and their CRC-32. What differs comes tensor by tensor: a head, then a text of changes
-(`kernels.change_text`), or all of the tensor's boxes where that is less. A subscriber that shares answers read alone.
+(`kernels.change_text`), or all of the tensor's boxes where that is less.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ class Greeting:
 
 @dataclass(frozen=True)
 class Station:
-    """Where a rank of a publisher is reached, or of a subscriber that shares."""
+    """Where a rank of a publisher is reached."""
 
     addresses: tuple[str, ...]
     network: str
@@ -73,15 +72,13 @@ class Request:
     """What a subscriber asks; of the fields those that belong to `ask` count.
 
     Attributes:
-        ask: "want", "done", "shares", "map", "boxes", "read" or "changes".
+        ask: "want", "done", "map", "boxes", "read" or "changes".
         mark: of the publisher that is meant; its ranks refuse another's.
         newer_than: want: the version that the subscriber has of this publisher.
         wait_s: want: how long to wait for one; WANT_S at most.
-        number: done, shares, map, read, changes: of the snapshot; shares: 0 where it has none.
-        since: want, changes: of the snapshot that the subscriber has; 0 where all of a version is to come.
+        number: done, map, read, changes: of the snapshot.
+        since: changes: of the snapshot that the subscriber has.
         version: done: what the subscriber serves now.
-        group: shares: the same for those who may take from each other: of one host, with the same layouts.
-        stations: shares: where they reach the subscriber's ranks.
         boxes: boxes: for each tensor its name and boxes of the rank's local array, in the order of the stream.
         blocks: boxes: for each tensor, of how many elements a unit of its changes is made; 0 where it always comes
             whole; without them it is an element.
@@ -94,8 +91,6 @@ class Request:
     number: int = 0
     since: int = 0
     version: int | None = None
-    group: str = ""
-    stations: tuple[Station, ...] = ()
     boxes: tuple[tuple[str, tuple[Box, ...]], ...] = ()
     blocks: tuple[int, ...] = ()
 
@@ -108,7 +103,6 @@ class Answer:
         state: "here", "none" (no newer version yet), "gone" (this snapshot is no more, or was never here) or "closed".
         version: here, to want.
         number: here, to want: of its snapshot, which stays until done.
-        near: here, to want: where all of it is to come, ranks of another subscriber of the group, which has it.
         pid: here, to map: process, descriptor and bytes of the snapshot.
         fd: the same.
         size_bytes: the same.
@@ -117,7 +111,6 @@ class Answer:
     state: str
     version: int = 0
     number: int = 0
-    near: tuple[Station, ...] = ()
     pid: int = 0
     fd: int = 0
     size_bytes: int = 0
@@ -148,11 +141,10 @@ class Line:
 
     Attributes:
         connection: closed with this.
-        stalled_s: how long nothing may move amid a message.
     """
 
-    def __init__(self, connection: socket.socket, stalled_s: float | None = None) -> None:
-        self.connection, self.stalled_s = connection, STALLED_S if stalled_s is None else stalled_s
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
         self._limits_s: dict[int, float] = {}
         self._pid = os.getpid()
         connection.setblocking(True)
@@ -191,14 +183,14 @@ class Line:
 
     def send(self, data: memoryview) -> None:
         """Send bytes."""
-        self._limit(socket.SO_SNDTIMEO, self.stalled_s)
+        self._limit(socket.SO_SNDTIMEO, STALLED_S)
         with _lost():
             while data:  # sendall would count the limit over all of it
                 data = data[self.connection.send(data) :]
 
     def receive(self, data: memoryview) -> None:
         """Fill memory with what comes next."""
-        self._limit(socket.SO_RCVTIMEO, self.stalled_s)
+        self._limit(socket.SO_RCVTIMEO, STALLED_S)
         end = len(data) - WAKE_BYTES
         if end >= WAKE_BYTES:
             self._wake_at(WAKE_BYTES)

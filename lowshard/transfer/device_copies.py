@@ -48,11 +48,6 @@ class DeviceCopies:
             for device in {binding.device(array) for array in on_gpus}:
                 self._gpus[device] = _Gpu(binding.of_device(device), device, timeout_s)
 
-    @property
-    def has_gpus(self) -> bool:
-        """Whether an array lies on a GPU."""
-        return bool(self._gpus)
-
     def follow(self, stream: Stream = None) -> None:
         """Have copies from now on come behind what has been put on a stream. The host waits for nothing.
 

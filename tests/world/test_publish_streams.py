@@ -115,7 +115,6 @@ def test_all_streams_of_all_peers_are_under_way_at_once(
             assert sent.count == 8
             assert subscriber.report() == {
                 "dense_bytes": whole.nbytes, "received_bytes": whole.nbytes, "changed_elems": whole.size,
-                "near_bytes": 0,
             }  # fmt: skip
     finally:
         done.set()
