@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 DESCRIPTION = """\
 Starts a publisher and a subscriber as two processes on two hosts that it makes on this machine (network namespaces,
 as lowshard run --fake-hosts; Linux, root), and takes version after version over TCP: all of it, and what has changed,
-1 % of bf16 elements. Each is followed by bare sockets that move as many bytes from memory to memory, as many of them
-as there are streams (LOWSHARD_STREAMS), without a checksum. The last row sends one small buffer again and again, as
+1 % of bf16 elements. Each is followed by a bare socket that moves as many bytes from memory to memory, without a
+checksum. The last row sends one small buffer again and again, as
 iperf does. What has come is compared with what was published.
 """
 EPILOG = """\

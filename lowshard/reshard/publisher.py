@@ -69,7 +69,7 @@ class Publisher:
     A subscriber (`Subscriber`) is a job with any number of ranks, or one process without MPI, that knows the address
     and the token. It joins between versions, leaves, is killed and comes back whenever it likes; it gets the newest
     version, whole, and no other member waits for it. On this publisher's host it copies out of mapped memory, from
-    other hosts it reads over TCP, up to LOWSHARD_STREAMS connections for each pair of ranks, all at the same time.
+    other hosts it reads over TCP, from all ranks at the same time, a connection for each pair of ranks.
 
     Each rank keeps one copy of its tensors for the newest version and one for the next, and one more for each
     subscriber that is still copying an older one.

@@ -4,7 +4,7 @@ One `pull`, on every rank:
 
 ```
 rank 0 wants a newer version until one is offered, or the time is over; all ranks hear of it
-each rank fetches its boxes into the arrays that are not served:  mapped memory | streams (`version_fetch`),
+each rank fetches its boxes into the arrays that are not served:  mapped memory | connections (`version_fetch`),
                                   what differs from the version that is served where that is less than all of it
 all agree that they have them -> vote -> switch -> rank 0 says done
 ```

@@ -95,7 +95,7 @@ class _Storing:
     """A transform that stores tensors, and what brings what comes to the GPU that it stores on.
 
     Attributes:
-        lock: held while the transform is called: several streams bring something for it.
+        lock: held while the transform is called: several ranks bring something for it.
     """
 
     transform: ReshardTransform

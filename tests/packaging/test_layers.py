@@ -73,7 +73,6 @@ FLOORS: dict[str, str] = {
     "lowshard.reshard.tensor_layout": "3",
     "lowshard.reshard.parameter_record": "3",
     "lowshard.reshard.replica_shares": "3",
-    "lowshard.reshard.stream_shares": "3",
     "lowshard.reshard.reshard_move": "3",
     "lowshard.reshard.move_schedule": "3",
     "lowshard.reshard.reshard_plan": "3",
