@@ -107,8 +107,6 @@ def add_refit_parser(benches: argparse._SubParsersAction[argparse.ArgumentParser
     model.add_argument("--kv-heads", type=count_of, metavar="H", help="key-value heads (default: likewise)")
     model.add_argument("--changed", default="0.1,1,3,100", metavar="LIST",
                        help="per cent of elements that a version changes (default 0.1,1,3,100)")  # fmt: skip
-    model.add_argument("--base", default="copy", choices=("copy", "digests"),
-                       help="what givers remember of the version before (default copy)")  # fmt: skip
     model.add_argument(
         "--seed", type=natural_of, default=1, metavar="N", help="of which elements change (default 1)"
     )
@@ -167,7 +165,7 @@ def _run_model(args: argparse.Namespace, profile: Any) -> int:
         )
     request = {
         "model": spec.to_json(), "rounds": args.rounds, "changed": _percents(args.changed), "seed": args.seed,
-        "profile": profile, "base": args.base,
+        "profile": profile,
     }  # fmt: skip
     outcome = run_entry(measure_model, request, ranks)
     if outcome.data is None or not outcome.leads:

@@ -224,7 +224,6 @@ class _Measured:
                 self._given,
                 self._arrays(self._dst, 0),
                 delta=delta,
-                base=request["base"],
             )
             for delta in ("off", "auto")
         }

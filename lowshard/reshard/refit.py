@@ -29,7 +29,6 @@ from lowshard.errors import (
     VerificationError,
 )
 from lowshard.foreign_array import like, never_change, view_of
-from lowshard.reshard.last_given import Copies, Digests
 from lowshard.reshard.published_tensors import same_again
 from lowshard.reshard.reshard_plan import ReshardPlan
 from lowshard.reshard.reshard_run import RefitCost, Report, Reshard, Settings, argument_error
@@ -41,7 +40,6 @@ from lowshard.transfer.transform_contract import ReshardTransform
 Array = Any
 Buffering = Literal["double", "in_place"]
 Delta = Literal["off", "auto", "always"]
-Base = Literal["copy", "digests"]
 _NONE = -1
 
 
@@ -88,17 +86,11 @@ class Refit:
             each refit, and not the arrays that were given. "in_place": every version is written into those.
         delta: "auto": of each tensor and destination what differs from the version before is sent, or all of it where
             that is less; "always": what differs, also where that is more; "off": all of it. Bits are compared. Each
-            rank with sources then remembers what it sent last (`base`), and a plan with `multicast` runs without it.
+            rank with sources then keeps a copy of what it sent last, and a plan with `multicast` runs without it.
             The first version, and one after a failure "in_place", goes whole; so do boxes of a transform that takes no
             blocks (`ReshardTransform.change_block_elems`), as MXFP8 boxes that begin or end within a block. Between
             versions the destinations are the Refit's: do not write to them, since elements may come as the steps that
             they have moved by.
-        base: how a rank remembers with `delta` what it sent last. "copy": a copy, as large as the sources; elements are
-            compared. "digests": 8 bytes for every 64 of them, by which cache lines are compared, or with a transform
-            its blocks: these go whole where a bit of them differs, and arrays whose last dim is not made of them go
-            whole always, as what a version that failed had changed does once. So it is for changes that lie together
-            (some experts, some rows), and for MXFP8, whose blocks go whole either way. A change goes unnoticed with a
-            probability of 2^-63 a block (`kernels.block_digests`).
         version: of what dst holds now, or None for nothing yet.
         settings: staging_bytes, checksums and way, as for `Reshard`. Here checksums are on by default: every piece that
             travels is checked, and sources are not read where they lie, for which that would take longer.
@@ -119,7 +111,6 @@ class Refit:
         *,
         buffering: Buffering = "double",
         delta: Delta = "off",
-        base: Base = "copy",
         version: int | None = None,
         **settings: Unpack[Settings],
     ) -> None:
@@ -138,7 +129,6 @@ class Refit:
                 raise error
             choice(buffering, get_args(Buffering), "buffering is 'double' or 'in_place'", PlanError)
             choice(delta, get_args(Delta), "delta is 'off', 'auto' or 'always'", PlanError)
-            choice(base, get_args(Base), "base is 'copy' or 'digests'", PlanError)
             if delta != "off" and plan.multicast:
                 plan = replace(plan, multicast=False)
             if version is not None:
@@ -154,8 +144,8 @@ class Refit:
                 a if how is None else {**a, **how.refit_weights()}
                 for a, how in zip(served, transforms, strict=True)
             ]
-            digest = text_digest(f"{plan.digest()} {buffering} {delta} {base}")
-            words = f"plan {plan.digest()[:8]} of {len(plan.entries)} tensors, {buffering}, delta {delta}, base {base}"
+            digest = text_digest(f"{plan.digest()} {buffering} {delta}")
+            words = f"plan {plan.digest()[:8]} of {len(plan.entries)} tensors, {buffering}, delta {delta}"
         except Exception as caught:
             error = caught
         agree(comm, digest, error, "Refit", lambda: words)
@@ -173,8 +163,7 @@ class Refit:
             self._movers.append(mover)
         self._changes: VersionChanges | None = None
         if delta != "off":
-            last = (Copies if base == "copy" else Digests)(comm.xp, delta == "always")
-            self._changes = VersionChanges(comm, self._movers, last)
+            self._changes = VersionChanges(comm, self._movers, delta == "always")
         self._vote = Vote(comm)
         self._readers, self._reading = [0] * len(served), threading.Condition()
         sends = plan.for_rank(comm.rank).sends.values()
