@@ -437,6 +437,11 @@ def with_tied_output(src: Mapping[str, Held], dst: Iterable[str]) -> dict[str, s
     return found
 
 
+def may_be_tied(name: str, other: str) -> bool:
+    """Say whether there are sources of which one feeds both names."""
+    return name.endswith(_OUTPUT_LAYER) or other.endswith(_OUTPUT_LAYER)
+
+
 def _names_an_expert(name: str) -> bool:
     parts = name.split(".")
     return any(_EXPERT_KEY.match(p) for p in parts) or "local_experts" in parts

@@ -9,7 +9,7 @@ from lowshard import dtypes
 from lowshard.argument import brief, is_text, mapping
 from lowshard.errors import BufferMismatchError, PlanError
 from lowshard.foreign_array import READ_ONLY
-from lowshard.kernels.buffer import is_gpu, require_array, require_results_apart
+from lowshard.kernels.buffer import is_gpu, require_array
 from lowshard.reshard.tensor_layout import TensorLayout, as_tensor_layout
 
 Array = Any
@@ -55,8 +55,7 @@ def local_arrays(
 
     Raises:
         PlanError: an array is missing or has no layout.
-        BufferMismatchError: one has another shape or dtype; one that is written to is read-only, or shares memory with
-            another.
+        BufferMismatchError: one has another shape or dtype; one that is written to is read-only.
     """
     arrays = dict(mapping(given, "arrays are a mapping of names to this rank's arrays", PlanError))
     found = {}
@@ -76,8 +75,6 @@ def local_arrays(
         found[name] = array
     if arrays:
         raise PlanError(f"arrays without a layout: {', '.join(sorted(map(str, arrays)))}")
-    if writes:
-        require_results_apart(found, rank)
     return found
 
 

@@ -29,6 +29,7 @@ from lowshard.errors import (
     VerificationError,
 )
 from lowshard.foreign_array import like, never_change, view_of
+from lowshard.kernels.buffer import is_gpu, twins_of
 from lowshard.reshard.published_tensors import same_again
 from lowshard.reshard.reshard_plan import ReshardPlan
 from lowshard.reshard.reshard_run import RefitCost, Report, Reshard, Settings, argument_error
@@ -78,7 +79,8 @@ class Refit:
         comm: a communicator with every rank of the plan.
         src: this rank's source arrays by name; the same arrays serve every version. JAX's never change: for those give
             NumPy's, and copy into them before each version.
-        dst: its destination arrays, which hold version `version`.
+        dst: its destination arrays, which hold version `version`; each in memory of its own. One array may stand for
+            two names that one source feeds.
         transform: what this rank's tensors go through.
         buffering: what becomes of the arrays of `dst`, and of what the transform stores into (the persistent buffers of
             `MXFP8ReshardTransform`). "double": a second set is made beside them, and versions take turns: the first
@@ -137,7 +139,7 @@ class Refit:
             sets.append({n: view_of(a, str(n), writes=True) for n, a in given.items()})
             served.append(given)
             if buffering == "double":
-                sets.append({n: _twin(comm, a) for n, a in sets[0].items()})
+                sets.append(_twins(comm, sets[0]))
                 served.append({n: like(a, given[n]) for n, a in sets[1].items()})
                 transforms.append(None if transform is None else transform.twin())
             served = [
@@ -486,18 +488,23 @@ class Refit:
         self.comm.__exit__(type(error), error, None)
 
 
-def _twin(comm: Communicator, array: Array) -> Array:
-    """Return an array of the same form, where others can write it."""
-    if not hasattr(array, "shape") or not hasattr(array, "dtype"):
+def _twins(comm: Communicator, arrays: Mapping[str, Array]) -> dict[str, Array]:
+    """Return arrays of the same forms and content, where others can write them."""
+    wrong = next((a for a in arrays.values() if not isinstance(a, np.ndarray) and not is_gpu(a)), None)
+    if wrong is not None:
         raise PlanError(
-            f"destinations are arrays, got {type(array).__name__}; a transform has what it quantises"
+            f"destinations are arrays, got {type(wrong).__name__}; a transform has what it quantises"
         )
-    with comm.meeting("Refit"):
-        try:
-            made = comm.empty(tuple(array.shape), array.dtype)
-        except (MemoryError, OSError) as error:
-            raise CommError(
-                f"there is no memory for a second set of destinations ({error}); refit with buffering='in_place'"
-            ) from error
+
+    def make(array: Array) -> Array:
+        made = comm.empty(tuple(array.shape), array.dtype)
         made[...] = array
-    return made
+        return made
+
+    try:
+        with comm.meeting("Refit"):
+            return twins_of(arrays, make)
+    except (MemoryError, OSError) as error:
+        raise CommError(
+            f"there is no memory for a second set of destinations ({error}); refit with buffering='in_place'"
+        ) from error

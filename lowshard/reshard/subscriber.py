@@ -37,6 +37,7 @@ from lowshard.comm.door import enter
 from lowshard.comm.work import Stream, Work
 from lowshard.content_hash import text_digest
 from lowshard.errors import CommError, LowshardError, PeerFailed, PlanError, TimedOut
+from lowshard.kernels.buffer import require_results_apart
 from lowshard.layout import Layout
 from lowshard.reshard.plan_builder import build_reshard_plan
 from lowshard.reshard.publication_address import Address, checked_token, read_token
@@ -431,6 +432,8 @@ class Subscriber:
             refused = self._sets[0].targets[plan.entries[move.entry].name].refuses(move.dst_box)
             if refused is not None:
                 raise PlanError(refused)
+        fed = {entry.name: entry.src_name for entry in plan.entries}
+        require_results_apart(self._sets[0].memory, self._comm.rank, lambda a, b: fed[a] == fed[b])
         return Source(mark, stations, self._proven, have, plan, ranks + self._comm.rank)
 
     def _number_in(self, at: int) -> int:

@@ -14,16 +14,17 @@ from lowshard import dtypes
 from lowshard.box import Box, full_box, shape_of, slices_of
 from lowshard.errors import PlanError
 from lowshard.foreign_array import like, view_of
-from lowshard.kernels.buffer import allocate, is_gpu
+from lowshard.kernels.buffer import allocate, is_gpu, require_results_apart, twins_of
 from lowshard.kernels.change_text import Changes
 from lowshard.kernels.changes import ChangeBoxes
 from lowshard.kernels.staging import assign
+from lowshard.reshard.parameter_record import may_be_tied
 from lowshard.reshard.published_tensors import local_arrays
 from lowshard.reshard.tensor_layout import TensorLayout
 from lowshard.reshard.version_store import PIECE_BYTES, box_of, copy_bits, pieces_of
 from lowshard.transfer.changed_blocks import store_changed_blocks
 from lowshard.transfer.device_copies import DeviceCopies, filled_from
-from lowshard.transfer.transform_contract import ReshardTransform
+from lowshard.transfer.transform_contract import ReshardTransform, memory_of
 
 Array = Any
 RECEIVE_BYTES = 8 << 20
@@ -205,6 +206,12 @@ class TargetSet:
     copies: DeviceCopies
     transform: ReshardTransform | None
 
+    @property
+    def memory(self) -> list[tuple[str, Array]]:
+        """What is written, with the names of tensors."""
+        arrays = [(n, one.array) for n, one in self.targets.items() if isinstance(one, ArrayTarget)]
+        return arrays + [(n, array) for n, array in memory_of(self.transform) if n in self.targets]
+
     def begin(self) -> None:
         """Begin to write a version."""
         if self.transform is not None:
@@ -236,7 +243,7 @@ def two_sets(
     Raises:
         PlanError: it is no transform, has no twin, refuses a tensor, or takes it in another form than it comes in.
         KernelError: it has no buffer for one.
-        BufferMismatchError: an array is not as its layout says.
+        BufferMismatchError: an array is not as its layout says, or shares memory with another.
     """
     if transform is not None and not isinstance(transform, ReshardTransform):
         raise PlanError(f"transform is a ReshardTransform or None, got {type(transform).__name__}")
@@ -248,15 +255,14 @@ def two_sets(
         )
     plain = {name: layout for name, layout in layouts.items() if name not in stored}
     first = local_arrays(plain, out, rank, writes=True)
-    second = {
-        name: allocate(a.shape, a.dtype, a) if is_gpu(a) else np.empty_like(a) for name, a in first.items()
-    }
+    second = twins_of(first, lambda a: allocate(a.shape, a.dtype, a) if is_gpu(a) else np.empty_like(a))
     shown = {name: like(array, out[name]) for name, array in second.items()}
     copies = DeviceCopies([*first.values(), *(one.beside for one in stored.values())], timeout_s)
-    return (
-        _set(first, {name: out[name] for name in first}, copies, transform, stored),
-        _set(second, shown, copies, _twin_of(transform), stored),
+    made = _set(first, {name: out[name] for name in first}, copies, transform, stored)
+    require_results_apart(
+        made.memory, rank, lambda a, b: may_be_tied(a, b) and layouts[a].tiles(rank) == layouts[b].tiles(rank)
     )
+    return made, _set(second, shown, copies, _twin_of(transform), stored)
 
 
 def _twin_of(transform: ReshardTransform | None) -> ReshardTransform | None:
