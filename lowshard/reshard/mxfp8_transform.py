@@ -367,11 +367,6 @@ def swizzled_places(rows: range, cols: range, width: int) -> np.ndarray:
     """Return where scales lie in the 128x4 layout, int64 [rows, cols].
 
     Source: cuBLAS documentation, "1D block scaling factors layout".
-
-    Args:
-        rows: rows of the matrix.
-        cols: columns of its scales.
-        width: scale columns of the whole matrix.
     """
     r = np.arange(rows.start, rows.stop, dtype=np.int64)[:, None]
     c = np.arange(cols.start, cols.stop, dtype=np.int64)[None, :]

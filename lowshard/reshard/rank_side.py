@@ -28,15 +28,7 @@ Array = Any
 
 
 class Side:
-    """What a rank holds of a reshard.
-
-    Attributes:
-        mine: its moves.
-        gives: its items for others, by rank, in the order of the wire.
-        takes: those of others for it.
-        keeps: what stays.
-        conversion: its transform at work, or None.
-    """
+    """What a rank holds of a reshard."""
 
     gives: dict[int, list[Item]]
     takes: dict[int, list[Item]]
@@ -66,11 +58,7 @@ class Side:
     # ---- arrays
 
     def prepare(self) -> None:
-        """Look up and check this rank's arrays.
-
-        Raises:
-            BufferMismatchError, MeshError, MismatchError: as `Reshard`; on this rank alone.
-        """
+        """Look up and check this rank's arrays."""
         comm, plan = self.comm, self.plan
         if comm.size < plan.world_size:
             raise MeshError(
@@ -205,13 +193,7 @@ class Side:
     # ---- items: what travels for a move
 
     def shake_hands(self) -> None:
-        """Make the items, and compare what each pair of ranks will move: how many arrays, of what dtypes and shapes.
-
-        Collective: all ranks of the communicator call this.
-
-        Raises:
-            MismatchError: two sides prepare unequal arrays; on all ranks.
-        """
+        """Make the items, and compare what each pair of ranks will move: how many arrays, of what dtypes and shapes."""
         comm, errors = self.comm, self._errors
         size = comm.size
         self.gives = {p: [self._item(m) for m in found] for p, found in self.mine.sends.items()}

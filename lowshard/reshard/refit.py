@@ -412,11 +412,7 @@ class Refit:
     def _agreed(
         self, version: int | None, pushes: bool, error: Exception | None, in_background: bool
     ) -> tuple[int, bool, bool]:
-        """Return the version that is pushed, whether a rank is in the background, and whether all hold the one before.
-
-        Raises:
-            LowshardError: on all ranks alike.
-        """
+        """Return the version pushed, whether a rank is in the background, and whether all hold the one before."""
         number = _NONE
         try:
             if version is not None or pushes:

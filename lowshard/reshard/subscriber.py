@@ -359,10 +359,7 @@ class Subscriber:
         return said
 
     def _connect(self, end_s: float) -> str | None:
-        """Reach the publisher and learn what it has; return why it cannot be reached, after some tries.
-
-        The other ranks wait meanwhile: tries go on once they have heard of it.
-        """
+        """Reach the publisher and learn what it has; return why it cannot be reached, after some tries."""
         if self._comm.size > 1:
             end_s = min(end_s, time.monotonic() + min(ENTER_S, self._patience_s))
         while True:
@@ -491,17 +488,7 @@ class Subscriber:
     def _in_turns(
         self, take: Callable[[], Fetched], stop: Callable[[], object]
     ) -> tuple[Fetched, Exception | None]:
-        """Fetch, and return what came or what went wrong. The ranks meet again and again until all have ended.
-
-        So a rank that needs longer than the others, for more bytes or a slower link, is no rank that did not come.
-
-        Args:
-            take: fetches.
-            stop: has it fail soon.
-
-        Raises:
-            CommError: a rank has failed.
-        """
+        """Fetch, and return what came or what went wrong. The ranks meet again and again until all have ended."""
         result: tuple[Fetched, Exception | None] = Fetched(), None
 
         def run() -> None:

@@ -49,22 +49,7 @@ Decided = dict[int, npt.NDArray[np.int64]]
 
 
 class _Group:
-    """One tensor's items between this rank and a peer, in the order of the wire.
-
-    Attributes:
-        items: for each set of arrays the version may go to.
-        size_bytes: of all of them.
-        block_elems: elements of a unit of its texts; 0 where it always goes whole.
-        unit_bytes: of a unit, as it travels.
-        by_steps: its texts may be of steps.
-        given: the boxes in the giver's array.
-        taken: those in the taker's.
-        sent: what the giver sends of this version.
-        raw: the same before a transform made something of it.
-        came: what came of this version.
-        kept: what came of the one before, None where it came whole.
-        is_up: what it is written into has been brought up to the version before.
-    """
+    """One tensor's items between this rank and a peer, in the order of the wire."""
 
     def __init__(self, items: Sequence[Sequence[Item]]) -> None:
         self.items = items
@@ -76,6 +61,7 @@ class _Group:
         self.size_bytes = self.itemsize * sum(int(np.prod(shape_of(item.dst_box))) for item in items[0])
         self.given: ChangeBoxes | None = None
         self.taken: ChangeBoxes | None = None
+        # raw: sent, before a transform made something of it; kept: what came of the version before
         self.sent = self.raw = self.came = self.kept = Changes(0, 0, 0, None, 0)
 
     def lay_out(self, block_elems: int, unit_bytes: int, by_steps: int) -> None:
@@ -88,18 +74,7 @@ class _Group:
 
 
 class VersionChanges:
-    """One rank's texts of changes, version after version.
-
-    Collective: all ranks of the communicator make it, and run it together.
-
-    Args:
-        comm: the communicator.
-        movers: that move whole versions; one for each set of arrays that versions go to.
-        always: send texts also where they take more than all.
-
-    Raises:
-        CommError: a rank has no memory for it; on all ranks.
-    """
+    """One rank's texts of changes, version after version."""
 
     def __init__(self, comm: Communicator, movers: Sequence[Reshard], always: bool) -> None:
         self._comm, self._movers, self._always = comm, movers, always
@@ -221,15 +196,7 @@ class VersionChanges:
     def run(
         self, target: int, version: int, follows: bool, cost: RefitCost, tear: Callable[[], object]
     ) -> Report:
-        """Move a version; ends in an agreement that all have it.
-
-        Args:
-            target: the set of arrays that it goes to.
-            version: its number.
-            follows: all ranks hold what `follows` says; otherwise all of it goes.
-            cost: filled.
-            tear: called before the first byte of the set is written.
-        """
+        """Move a version; ends in an agreement that all have it."""
         comm, errors, mover = self._comm, self._errors, self._movers[target]
 
         def begin_to_write() -> None:
@@ -350,15 +317,10 @@ class VersionChanges:
     # ---- taking it in
 
     def _bring_up(self, target: int, follows: bool) -> None:
-        """Write the texts of the version before into the set that is a version behind, while others still search.
-
-        Or copy what is served, where a text has so many runs that this is less work.
-
-        From then on the set holds no version, whatever becomes of this one: steps are taken once.
-        """
+        """Write the texts of the version before into the set that is a version behind, while others still search."""
         if len(self._movers) == 1:
             return
-        behind, self._holds[target] = self._holds[target], 0
+        behind, self._holds[target] = self._holds[target], 0  # whatever becomes of it: steps are taken once
         for group in self._taken():
             group.is_up = follows and behind > 0 and behind == self._before and group.kept.text is not None
             if group.is_up and group.kept.cost_in_copied_bytes < group.size_bytes:
@@ -410,12 +372,7 @@ class VersionChanges:
     # ---- when it is switched to
 
     def commit(self, target: int, attempt: int) -> None:
-        """Move on what was kept: the version is switched to.
-
-        Args:
-            target: the set it went to.
-            attempt: its number, the same on all ranks.
-        """
+        """Move on what was kept: the version is switched to."""
         self._before, self._holds[target] = self._served, attempt
         self.follows = 0
         nothing = Changes(0, 0, 0, None, 0)

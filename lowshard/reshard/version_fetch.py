@@ -69,38 +69,23 @@ class Fetched:
 
 @dataclass(frozen=True)
 class Wanted:
-    """A version that is to be fetched.
-
-    Attributes:
-        number: of its snapshot.
-        target: by tensor, where it goes.
-        since: the snapshot that `served` holds; 0 to take all of the version.
-        served: where the version before is.
-        behind: the snapshot that `target` holds, the one before `since`; 0 where it holds none.
-    """
+    """A version that is to be fetched."""
 
     number: int
     target: Mapping[str, Target]
-    since: int = 0
+    since: int = 0  # the snapshot that `served` holds; 0 to take all of the version
     served: Mapping[str, Target] = field(default_factory=dict)
-    behind: int = 0
+    behind: int = 0  # the snapshot that `target` holds, the one before `since`; 0 where it holds none
 
 
 @dataclass(frozen=True)
 class _TensorBoxes:
-    """Boxes of one tensor, in the order in which they come.
+    """Boxes of one tensor, in the order in which they come."""
 
-    Attributes:
-        name: of the tensor, in this job.
-        src_name: the publisher's name of it.
-        src_boxes: in the array of the publisher's rank.
-        dst_boxes: the same elements in this rank's array.
-    """
-
-    name: str
-    src_name: str
-    src_boxes: tuple[Box, ...]
-    dst_boxes: tuple[Box, ...]
+    name: str  # of the tensor, in this job
+    src_name: str  # the publisher's name of it
+    src_boxes: tuple[Box, ...]  # in the array of the publisher's rank
+    dst_boxes: tuple[Box, ...]  # the same elements in this rank's array
 
 
 def _by_tensor(plan: ReshardPlan, moves: Iterable[Move]) -> tuple[_TensorBoxes, ...]:
@@ -124,11 +109,7 @@ Job = Callable[[], Fetched]
 
 
 class Source:
-    """The ranks of one publisher that have something for this rank.
-
-    Attributes:
-        mark: of the publisher.
-    """
+    """The ranks of one publisher that have something for this rank."""
 
     def __init__(
         self,
@@ -139,16 +120,7 @@ class Source:
         plan: ReshardPlan,
         rank: int,
     ) -> None:
-        """Plan for a publisher; nothing is connected yet.
-
-        Args:
-            mark: of the publisher.
-            stations: its ranks.
-            token: of its doors.
-            have: its layouts.
-            plan: from its ranks to those of this job, which come behind.
-            rank: this one, in the plan.
-        """
+        """Plan for a publisher; nothing is connected yet."""
         self.mark = mark
         self._peers = [
             _Peer(peer, stations[peer], (mark, token), places_of(have, peer)[0], boxes)
@@ -157,12 +129,7 @@ class Source:
         ]
 
     def fetch(self, wanted: Wanted) -> Fetched:
-        """Write a version's boxes into this rank's arrays; return what came. Where that fails, connections are closed.
-
-        Raises:
-            Lost: a rank of the publisher has gone, or its snapshot has.
-            VerificationError: what came is no text of changes.
-        """
+        """Write a version's boxes into this rank's arrays; where that fails, connections are closed."""
         try:
             return _together([peer.job(wanted) for peer in self._peers], self.stop)
         except BaseException:
@@ -182,11 +149,7 @@ class Source:
 
 
 class _Peer:
-    """A rank of the publisher, and what this rank gets from it.
-
-    Attributes:
-        line: the connection to it, once there is one.
-    """
+    """A rank of the publisher, and what this rank gets from it."""
 
     def __init__(
         self,
@@ -204,11 +167,7 @@ class _Peer:
         self.line: Line | None = None
 
     def job(self, wanted: Wanted) -> Job:
-        """Connect where that is not so yet; return what is to be done to get a version's boxes.
-
-        Raises:
-            Lost: the rank has gone, or its snapshot has.
-        """
+        """Connect where that is not so yet; return what is to be done to get a version's boxes."""
         try:
             if self.line is None:
                 self._maps = self._station.network == network_name() and CROSS_MEMORY.choice() != "off"
@@ -297,12 +256,7 @@ class _Stream:
         line.say(Request("boxes", boxes=asked, blocks=blocks))
 
     def fetch(self, wanted: Wanted) -> Fetched:
-        """Receive the boxes of a version, or what differs in them from the version before.
-
-        Raises:
-            Lost: the other end has gone, or its snapshot has.
-            VerificationError: what came is no text of changes.
-        """
+        """Receive the boxes of a version, or what differs in them from the version before."""
         fetched = Fetched(dense_bytes=sum(kept.size_bytes for kept in self._changes))
         if not (wanted.since and self._take_changes(wanted, fetched)):
             self._take_whole(wanted, fetched)
@@ -318,11 +272,7 @@ class _Stream:
         incoming.end()
 
     def _take_changes(self, wanted: Wanted, fetched: Fetched) -> bool:
-        """Receive what differs, and write it over what is served; return whether the publisher can tell.
-
-        What is written to is a version behind. It is brought up by the text of that version, while the publisher
-        searches, or what is served is copied over it.
-        """
+        """Receive what differs, and write it over what is served; return whether the publisher can tell."""
         self._line.say(Request("changes", self._mark, number=wanted.number, since=wanted.since))
         up = self._last.texts if self._last.leads(wanted.behind, wanted.since) else {}
         self._last = _Brought(wanted.since, wanted.number)
@@ -393,11 +343,7 @@ class _Incoming:
         self._crc = crc32(raw, self._crc)
 
     def end(self) -> None:
-        """Compare the checksum.
-
-        Raises:
-            Lost: it is another than the sender's, or the snapshot has gone meanwhile.
-        """
+        """Compare the checksum."""
         said = bytearray(4)
         self._line.receive(memoryview(said))
         _here(self._line)
@@ -413,15 +359,7 @@ def _here(line: Line) -> Answer:
 
 
 def _together(jobs: Sequence[Job], stop: Callable[[], None]) -> Fetched:
-    """Do jobs at the same time, one of them in this thread; return what they have brought when all have ended.
-
-    Args:
-        jobs: each ends soon once `stop` was called.
-        stop: called when one has failed.
-
-    Raises:
-        BaseException: what failed first.
-    """
+    """Do jobs at the same time, one of them in this thread; return what they have brought when all have ended."""
     fetched, failed = Fetched(), list[BaseException]()
     lock = threading.Lock()
 

@@ -71,17 +71,11 @@ class _Lease:
 
 @dataclass(frozen=True)
 class _Wanted:
-    """What a subscriber wants of a tensor.
-
-    Attributes:
-        place: where it lies.
-        changes: its boxes.
-        by_changes: what differs is looked for; else they always come whole.
-    """
+    """What a subscriber wants of a tensor."""
 
     place: Place
     changes: ChangeBoxes
-    by_changes: bool
+    by_changes: bool  # else they always come whole
 
 
 @dataclass
@@ -130,15 +124,7 @@ class VersionServer:
         newest: Newest | None = None,
         table: Table | None = None,
     ) -> None:
-        """Begin to answer.
-
-        Args:
-            doors: of this rank; closed with this.
-            store: this rank's snapshots.
-            mark: of the publisher.
-            newest: on rank 0, what is offered.
-            table: on rank 0, what subscribers are told.
-        """
+        """Begin to answer."""
         self._doors, self._store, self._mark = tuple(doors), store, mark
         self._newest, self._table = newest, table
         self._search = SharedSearch()
@@ -152,10 +138,7 @@ class VersionServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Let nobody in any more and end all connections. In a forked child they are left to the parent.
-
-        Closing twice is safe.
-        """
+        """Let nobody in any more and end all connections. In a forked child they are left to the parent."""
         if self._closing.is_set() or os.getpid() != self._pid:
             return
         self._closing.set()
@@ -321,10 +304,7 @@ class VersionServer:
     def _send_changes(
         self, line: Line, found: Memory, number: int, base: Memory, since: int, boxes: Sequence[_Wanted]
     ) -> int:
-        """Send what differs from another snapshot, tensor by tensor; return the CRC-32 of all bytes.
-
-        That snapshot may be written over meanwhile. Then the tensors come whole.
-        """
+        """Send what differs from another snapshot, tensor by tensor; return the CRC-32 of all bytes."""
         crc, room = 0, Room()
         for wanted in boxes:
             told = NOT_TOLD

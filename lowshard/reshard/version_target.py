@@ -34,11 +34,7 @@ Receive = Callable[[memoryview], None]
 
 
 class ArrayTarget:
-    """An array in one of the two sets that versions take turns between. Any thread may call these.
-
-    Attributes:
-        array: written in place.
-    """
+    """An array in one of the two sets that versions take turns between. Any thread may call these."""
 
     def __init__(self, array: Array, copies: DeviceCopies) -> None:
         """Take an array; `copies` bring what comes to the GPU that it may lie on."""
@@ -61,10 +57,7 @@ class ArrayTarget:
             copy_bits(values, target)
 
     def receive(self, box: Box, receive: Receive) -> None:
-        """Put a box that comes row-major in its place: where it shall lie, or by way of other memory.
-
-        That is where it lies in many runs, or on a GPU.
-        """
+        """Put a box that comes row-major in its place: where it shall lie, or by way of other memory."""
         target = box_of(self.array, box)
         if is_gpu(target):
             self._copies.store(target, lambda room: receive(room.data))
@@ -81,11 +74,7 @@ class ArrayTarget:
             boxes.copy(served.array, self.array)
 
     def write(self, boxes: ChangeBoxes, changes: Changes) -> None:
-        """Write what differs.
-
-        Raises:
-            VerificationError: the text is none of these boxes.
-        """
+        """Write what differs."""
         there = _beside(self.array, changes, self._copies)
         with self._copies.current(self.array):
             boxes.write(self.array, there)
@@ -93,11 +82,7 @@ class ArrayTarget:
 
 @dataclass(frozen=True)
 class _Storing:
-    """A transform that stores tensors, and what brings what comes to the GPU that it stores on.
-
-    Attributes:
-        lock: held while the transform is called: several ranks bring something for it.
-    """
+    """A transform that stores tensors, and what brings what comes to the GPU that it stores on."""
 
     transform: ReshardTransform
     copies: DeviceCopies
@@ -105,14 +90,7 @@ class _Storing:
 
 
 class StoredTarget:
-    """What a transform stores a tensor in, as `ArrayTarget`.
-
-    Args:
-        name: of the tensor.
-        dtype: in which it comes.
-        beside: an array, of no elements, where the transform takes what comes: on the host or on a GPU.
-        storing: the transform.
-    """
+    """What a transform stores a tensor in, as `ArrayTarget`."""
 
     def __init__(self, name: str, dtype: str, beside: Array, storing: _Storing) -> None:
         self._name, self._dtype, self._beside, self._storing = name, dtype, beside, storing
@@ -192,14 +170,7 @@ def _beside(array: Array, changes: Changes, copies: DeviceCopies) -> Changes:
 
 @dataclass(frozen=True)
 class TargetSet:
-    """One of the two sets of a rank that versions take turns between.
-
-    Attributes:
-        targets: where each tensor goes.
-        weights: what readers of the set are given.
-        copies: bring what comes to GPUs; of both sets.
-        transform: that stores the others, or None.
-    """
+    """One of the two sets of a rank that versions take turns between."""
 
     targets: Mapping[str, Target]
     weights: Mapping[str, Any]
@@ -231,20 +202,7 @@ def two_sets(
     rank: int,
     timeout_s: float,
 ) -> tuple[TargetSet, TargetSet]:
-    """Return a set over a rank's arrays and its transform, and one beside them.
-
-    Args:
-        layouts: of all tensors.
-        out: the rank's arrays; none of those that the transform stores.
-        transform: a ReshardTransform, or None.
-        rank: this rank.
-        timeout_s: deadline of each wait for a GPU.
-
-    Raises:
-        PlanError: it is no transform, has no twin, refuses a tensor, or takes it in another form than it comes in.
-        KernelError: it has no buffer for one.
-        BufferMismatchError: an array is not as its layout says, or shares memory with another.
-    """
+    """Return a set over a rank's arrays and its transform, and one beside them."""
     if transform is not None and not isinstance(transform, ReshardTransform):
         raise PlanError(f"transform is a ReshardTransform or None, got {type(transform).__name__}")
     stored = {} if transform is None else _stored(layouts, transform, rank)

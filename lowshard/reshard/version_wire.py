@@ -69,49 +69,28 @@ class Table:
 
 @dataclass(frozen=True)
 class Request:
-    """What a subscriber asks; of the fields those that belong to `ask` count.
+    """What a subscriber asks; of the fields those that belong to `ask` count."""
 
-    Attributes:
-        ask: "want", "done", "map", "boxes", "read" or "changes".
-        mark: of the publisher that is meant; its ranks refuse another's.
-        newer_than: want: the version that the subscriber has of this publisher.
-        wait_s: want: how long to wait for one; WANT_S at most.
-        number: done, map, read, changes: of the snapshot.
-        since: changes: of the snapshot that the subscriber has.
-        version: done: what the subscriber serves now.
-        boxes: boxes: for each tensor its name and boxes of the rank's local array, in the order of the stream.
-        blocks: boxes: for each tensor, of how many elements a unit of its changes is made; 0 where it always comes
-            whole; without them it is an element.
-    """
-
-    ask: str
-    mark: str = ""
-    newer_than: int | None = None
-    wait_s: float = WANT_S
-    number: int = 0
-    since: int = 0
-    version: int | None = None
+    ask: str  # "want", "done", "map", "boxes", "read" or "changes"
+    mark: str = ""  # of the publisher that is meant; its ranks refuse another's
+    newer_than: int | None = None  # want: the version that the subscriber has of this publisher
+    wait_s: float = WANT_S  # want: how long to wait for one; WANT_S at most
+    number: int = 0  # done, map, read, changes: of the snapshot
+    since: int = 0  # changes: of the snapshot that the subscriber has
+    version: int | None = None  # done: what the subscriber serves now
+    # boxes: for each tensor its name and boxes of the rank's local array, in the order of the stream
     boxes: tuple[tuple[str, tuple[Box, ...]], ...] = ()
-    blocks: tuple[int, ...] = ()
+    blocks: tuple[int, ...] = ()  # boxes: elements of a unit of changes; 0: always whole; default 1
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a publisher answers.
+    """What a publisher answers."""
 
-    Attributes:
-        state: "here", "none" (no newer version yet), "gone" (this snapshot is no more, or was never here) or "closed".
-        version: here, to want.
-        number: here, to want: of its snapshot, which stays until done.
-        pid: here, to map: process, descriptor and bytes of the snapshot.
-        fd: the same.
-        size_bytes: the same.
-    """
-
-    state: str
-    version: int = 0
-    number: int = 0
-    pid: int = 0
+    state: str  # "here", "none" (nothing newer yet), "gone" (no such snapshot) or "closed"
+    version: int = 0  # here, to want
+    number: int = 0  # here, to want: of its snapshot, which stays until done
+    pid: int = 0  # here, to map: process, descriptor and bytes of the snapshot
     fd: int = 0
     size_bytes: int = 0
 
@@ -135,13 +114,7 @@ class Lost(Exception):
 
 
 class Line:
-    """A connection whose ends know each other; one thread at an end uses it.
-
-    Limits of time are the kernel's: with those of Python each piece would be asked for twice.
-
-    Attributes:
-        connection: closed with this.
-    """
+    """A connection whose ends know each other; one thread at an end uses it."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
@@ -151,23 +124,12 @@ class Line:
         tune(connection, _UNCONFIRMED_S)
 
     def say(self, message: Any) -> None:
-        """Send a message.
-
-        Raises:
-            Lost: it did not go out.
-        """
+        """Send a message."""
         text = text_of(message).encode()
         self.send(memoryview(_LENGTH.pack(len(text)) + text))
 
     def hear(self, read: Reader[Any], until_s: float | None = None) -> Any:
-        """Return the next message, by its reader.
-
-        Args:
-            until_s: of time.monotonic(): when its first byte must have come; None waits as long as the other end lives.
-
-        Raises:
-            Lost: the other end has gone or stalls, or said what is not a message.
-        """
+        """Return the next message, by its reader."""
         head = bytearray(_LENGTH.size)
         self._receive_first(memoryview(head)[:1], until_s)
         self.receive(memoryview(head)[1:])
@@ -240,10 +202,7 @@ class Line:
         return False
 
     def stop(self) -> None:
-        """End the connection; whoever waits on either end hears of it. Any thread may call this.
-
-        A forked child ends nothing: it has a descriptor of what its parent goes on with.
-        """
+        """End the connection; whoever waits on either end hears of it. Any thread may call this."""
         if os.getpid() == self._pid:
             with contextlib.suppress(OSError):
                 self.connection.shutdown(socket.SHUT_RDWR)
