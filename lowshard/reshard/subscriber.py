@@ -438,21 +438,11 @@ class Subscriber:
         found = self._holds[at]
         return found.number if self._source is not None and self._source.mark == found.mark else 0
 
-    @property
-    def _held(self) -> int:
-        """The snapshot of the publisher that this job serves; 0 where that is another one's."""
-        return self._number_in(self._now.at)
-
-    @property
-    def _since(self) -> int:
-        """The snapshot from which on changes are asked for; 0 to take the next version whole."""
-        return self._held if self._delta == "auto" and not self._is_misled else 0
-
     def _fetch(self, offer: Answer) -> Fetched:
         """Fill the arrays that are not served, or raise on all ranks."""
         source = self._source
         assert source is not None
-        since = self._since
+        since = self._number_in(self._now.at) if self._delta == "auto" and not self._is_misled else 0
         at = 1 - self._now.at
         served, target, behind = self._sets[1 - at], self._sets[at], self._number_in(at)
         self._holds[at] = _Snapshot()

@@ -187,8 +187,9 @@ class Line:
     def _limit(self, option: int, limit_s: float) -> None:
         """Limit how long nothing may move, in seconds; 0 for ever."""
         if self._limits_s.get(option) != limit_s:
+            timeval = struct.pack("ll", int(limit_s), int(limit_s % 1 * 1_000_000))
             with _lost():
-                self.connection.setsockopt(socket.SOL_SOCKET, option, _timeval(limit_s))
+                self.connection.setsockopt(socket.SOL_SOCKET, option, timeval)
             self._limits_s[option] = limit_s
 
     def is_quiet(self) -> bool:
@@ -220,10 +221,6 @@ def _lost() -> Iterator[None]:
         yield
     except OSError as error:
         raise Lost(_words(error)) from error
-
-
-def _timeval(limit_s: float) -> bytes:
-    return struct.pack("ll", int(limit_s), int(limit_s % 1 * 1_000_000))
 
 
 def _words(error: OSError) -> str:
