@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import tempfile
 from itertools import product
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -27,6 +27,7 @@ _COLS_EACH = 96
 """Columns of a rank: whole blocks of 32."""
 _NAMES = ("w1", "w2")
 _VERSIONS = (1, 2, 3)
+_DELTAS: tuple[Literal["off", "auto"], ...] = "off", "auto"
 
 
 def run(setting: Setting, tally: Tally) -> None:
@@ -48,7 +49,7 @@ def refit_everything(comm: Communicator, tally: Tally) -> None:
 
 def _push_everything(comm: Communicator, tally: Tally) -> None:
     mesh, whole_shape = DeviceMesh((comm.size,), ("tp",)), (_ROWS, _COLS_EACH * comm.size)
-    for on_send, delta in product((None, False, True), ("off", "auto")):
+    for on_send, delta in product((None, False, True), _DELTAS):
         # Rows to columns where bits move as they are; blocks of 32 lie along the columns and stay whole by rows.
         src = Layout(mesh, whole_shape, "bfloat16", (Sharded(0),))
         dst = Layout(mesh, whole_shape, "bfloat16", (Sharded(0) if on_send else Sharded(1),))
