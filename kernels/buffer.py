@@ -7,7 +7,7 @@ The checks look at shapes, dtypes, strides and addresses only; no element is rea
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -90,17 +90,22 @@ def may_overlap(a: Array, b: Array) -> bool:
     return bool(a.size and b.size) and ours[0] < theirs[1] and theirs[0] < ours[1]
 
 
-def require_results_apart(results: Mapping[str, Array], rank: int) -> None:
+def require_results_apart(
+    results: Sequence[tuple[str, Array]], rank: int, is_tied: Callable[[str, str], bool]
+) -> None:
     """Raise BufferMismatchError where results share memory: they would be written over one another.
 
-    One array under several names is none of these: tied weights are given so.
+    One array under two names is let through where both get the same, as `is_tied` says.
     """
-    spans = {name: address_range(array) for name, array in results.items() if array.size}
-    begun: list[str] = []
-    for name in sorted(spans, key=spans.__getitem__):
-        array = results[name]
-        begun = [other for other in begun if spans[other][1] > spans[name][0]]
-        shared = [other for other in begun if _share_elements(results[other], array)]
+    begun: list[tuple[int, str, Array]] = []
+    for begin, end, at in sorted((*address_range(a), at) for at, (_, a) in enumerate(results) if a.size):
+        name, array = results[at]
+        begun = [row for row in begun if row[0] > begin]
+        shared = [
+            other
+            for _, other, there in begun
+            if (not is_tied(name, other) if place_of(there) == place_of(array) else _share(there, array))
+        ]
         if any(stride == 0 and extent > 1 for extent, stride in zip(array.shape, array.strides, strict=True)):
             shared.append(name)
         if shared:
@@ -108,13 +113,25 @@ def require_results_apart(results: Mapping[str, Array], rank: int) -> None:
             raise BufferMismatchError(
                 f"on rank {rank} {what} share memory, so that one is written over another; give arrays of their own"
             )
-        begun.append(name)
+        begun.append((end, name, array))
 
 
-def _share_elements(a: Array, b: Array) -> bool:
-    """Say whether two arrays that cross share elements, and are not the same; False where that is hard to tell."""
-    if (address(a), a.shape, a.strides, a.dtype) == (address(b), b.shape, b.strides, b.dtype):
-        return False
+def place_of(array: Array) -> tuple[object, ...]:
+    """Return what two arrays have in common exactly where they are one."""
+    return address(array), array.shape, array.strides, array.dtype
+
+
+def twins_of(arrays: Mapping[str, Array], make: Callable[[Array], Array]) -> dict[str, Array]:
+    """Return another array for each; what is one array under several names stays one."""
+    made: dict[tuple[object, ...], Array] = {}
+    for array in arrays.values():
+        if place_of(array) not in made:
+            made[place_of(array)] = make(array)
+    return {name: made[place_of(array)] for name, array in arrays.items()}
+
+
+def _share(a: Array, b: Array) -> bool:
+    """Say whether two arrays that cross share elements; False where that is hard to tell."""
     if not (isinstance(a, np.ndarray) and isinstance(b, np.ndarray)):
         return bool(a.flags.c_contiguous and b.flags.c_contiguous)
     try:  # columns of one array cross and share none

@@ -6,7 +6,6 @@ from typing import Protocol
 
 import numpy as np
 
-from lowshard.kernels.block_digests import BlockDigests
 from lowshard.kernels.buffer import Array, address
 from lowshard.kernels.change_boxes import BoxUnits
 from lowshard.kernels.change_text import Bytes, Changes
@@ -19,11 +18,6 @@ class ChangeSearch(Protocol):
         self, boxes: BoxUnits, new: Array, old: Array, room: Room, may_stop: bool, may_step: bool
     ) -> Changes:
         """Return what is in `new` other than in `old`; a text of None where it has found that too much is."""
-
-    def find_by_digests(
-        self, boxes: BoxUnits, new: Array, kept: BlockDigests, room: Room, may_stop: bool, is_first: bool
-    ) -> Changes:
-        """Return the blocks that have other digests, and put theirs in the place; no text where it `is_first`."""
 
     def write(self, boxes: BoxUnits, array: Array, changes: Changes) -> None:
         """Write what differs.

@@ -1,7 +1,7 @@
 """What differs between two arrays: found, told by a short text (`change_text`), and written into a third array.
 
 ```
-ChangeBoxes.find, find_by_digests, write      which boxes, and who searches
+ChangeBoxes.find, write      which boxes, and who searches
   change_search: PlainSearch | CompiledSearch (kernels/cpu) | DeviceSearch (kernels/cuda)
 ```
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from lowshard.kernels.block_digests import BlockDigests
 from lowshard.kernels.buffer import Array, is_gpu
 from lowshard.kernels.change_boxes import BoxUnits
 from lowshard.kernels.change_search import ChangeSearch, Room
@@ -35,29 +34,7 @@ class ChangeBoxes(BoxUnits):
         """
         if not self.units:
             return _NOTHING
-        return self._worth(self._search(new).find(self, new, old, room, may_stop, may_step), may_stop)
-
-    def find_by_digests(
-        self, new: Array, kept: BlockDigests, room: Room, may_stop: bool, is_first: bool = False
-    ) -> Changes:
-        """Return the blocks of `new` that differ from those of which digests were made, whose digests are made anew.
-
-        Elements that differ are counted as all of these blocks (`kernels.block_digests` says what may go unnoticed).
-
-        Args:
-            new: an array that has the boxes; its blocks lie in one piece.
-            kept: digests, one a unit; made anew.
-            room: memory that is used.
-            may_stop: as for `find`.
-            is_first: nothing was there before: no text is made.
-        """
-        if not self.units:
-            return _NOTHING
-        search = self._search(new)
-        return self._worth(search.find_by_digests(self, new, kept, room, may_stop, is_first), may_stop)
-
-    def _worth(self, found: Changes, may_stop: bool) -> Changes:
-        """Return changes without their text where this is too long to be sent."""
+        found = self._search(new).find(self, new, old, room, may_stop, may_step)
         if may_stop and found.text is not None and 8 * found.text.size > 7 * self.size_bytes:
             return found._replace(text=None, steps=None)
         return found

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 
 from lowshard.box import slices_of
-from lowshard.kernels.block_digests import BlockDigests, plain_digests
 from lowshard.kernels.buffer import Array
 from lowshard.kernels.change_boxes import BoxUnits
 from lowshard.kernels.change_search import Room
@@ -29,19 +28,6 @@ class PlainSearch:
             grown = (units[found].view(kind) - before[found].view(kind)).reshape(-1).astype(np.int64)
             steps = bytes_of(grown << 1 ^ grown >> 63)
         return text_of(units[found], found, changed, steps)
-
-    def find_by_digests(
-        self, boxes: BoxUnits, new: Array, kept: BlockDigests, room: Room, may_stop: bool, is_first: bool
-    ) -> Changes:
-        """Compare digests."""
-        units = _units_of(boxes, new)
-        made = plain_digests(units, kept.key)
-        found = np.flatnonzero(made != kept.values)
-        kept.values[...] = made
-        changed = len(found) * boxes.block_elems
-        if is_first:
-            return Changes(len(found), 0, 0, None, changed)
-        return text_of(units[found], found, changed)
 
     def write(self, boxes: BoxUnits, array: Array, changes: Changes) -> None:
         """Write units, box by box."""

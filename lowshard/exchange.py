@@ -170,11 +170,7 @@ class Exchange:
         return [a for a, op in enumerate(self.src.partials) if op is None and a not in cutters]
 
     def _nearest(self, rank: int, at: list[int], copies: list[int]) -> int:
-        """Return which of the replicas of a source cell serves `rank`.
-
-        Itself if it is one; else one of its node; else the one at its own place along the replicated
-        axes, or by its place in the destination mesh when the meshes differ: readers spread evenly.
-        """
+        """Return which of the replicas of a source cell serves `rank`."""
         mesh = self.src.mesh
         if not copies:
             return mesh.rank(at)

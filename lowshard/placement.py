@@ -79,22 +79,13 @@ def check_split(split: object) -> None:
 
 
 def mean_weight(extent: int, parts: int, index: int, split: Split = "balanced") -> float:
-    """Return what the mean over one part of a split extent is multiplied by to be a term of `Partial("avg")`.
-
-    The value of a Partial("avg") is the plain mean of its terms. So that it is the mean over the whole extent where
-    the parts are not equally long, a part counts by its length: parts * length / extent. An empty part counts 0, and
-    its term is 0, not the NaN that a mean over nothing gives.
-    """
-    start, stop = split_interval((0, extent), parts, index, split)
+    """Return what the mean over one part of a split extent is multiplied by to be a term of `Partial("avg")`."""
+    start, stop = split_interval((0, extent), parts, index, split)  # uneven parts count by their length
     return parts * (stop - start) / extent if extent else 0.0
 
 
 def parse_placement(text: str) -> Placement:
-    """Return the placement that `str()` wrote: R, S0, S-1, S1:ceil, P, P:max.
-
-    Raises:
-        ShardingError: the text is none of these.
-    """
+    """Return the placement that `str()` wrote: R, S0, S-1, S1:ceil, P, P:max."""
     head, _, tail = instance(
         text, str, "a placement as text is R, S0, S1:ceil, P or P:max", ShardingError
     ).partition(":")

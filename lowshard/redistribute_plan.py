@@ -379,10 +379,7 @@ def _read(src: Layout, dst: Layout, steps: tuple[_StepData, ...], is_default: bo
 
 
 def _verify(plan: RedistributePlan) -> None:
-    """Raise PlanError unless a planner makes each step between the layouts that it has.
-
-    Which layouts a plan goes by is a matter of prices, which it does not hold; all else follows from the layouts.
-    """
+    """Raise PlanError unless a planner makes each step between the layouts that it has."""
     src, dst, steps = plan.src, plan.dst, plan.steps
     ends = [src, *(step.dst for step in steps)], [*(step.src for step in steps), dst]
     one_grid, node_size = on_one_grid(src, dst), steps[0].exchanges[0].node_size if steps else None

@@ -76,17 +76,6 @@ class Setting:
             raise (error or self.error)(told)
         return min(seconds, MOST_S)
 
-    def count(self, env: Mapping[str, str] | None = None) -> int:
-        """Return the variable as an integer from 1 to 999.
-
-        Raises:
-            LowshardError: of class `error`: it is none.
-        """
-        text = self.text(env)
-        if not (text.isascii() and text.isdecimal() and len(text) <= 3 and int(text)):
-            raise self.error(f"{self.name} is {self.values} from 1 to 999, got {text!r}: {self.meaning}")
-        return int(text)
-
 
 # What ranks do with each other.
 CHECK = Setting("LOWSHARD_CHECK", "hash", "off|hash|full", "what ranks compare before a call moves bytes")
@@ -114,12 +103,6 @@ CROSS_MEMORY = Setting(
     "auto",
     "auto|off",
     "whether processes of a host may read each other's private memory",
-)
-STREAMS = Setting(
-    "LOWSHARD_STREAMS",
-    "auto",
-    "auto, or a number of connections",
-    "how many streams at most bring a rank of a subscriber what one rank of its publisher has: four, or one a core",
 )
 PIPES = Setting(
     "LOWSHARD_PIPES", "auto", "auto|off", "whether private memory in small pages is handed on by pipes"
@@ -174,7 +157,7 @@ BUILD_CODE = Setting(
 
 SETTINGS = (
     CHECK, TIMEOUT_S, WATCH, HEARTBEAT_S, ON_FAILURE, INTERFACE,
-    CPU_PATH, CROSS_MEMORY, STREAMS, PIPES, HUGE_PAGES, NODE_SIZE, NCCL, NCCL_REDUCE16, KERNELS,
+    CPU_PATH, CROSS_MEMORY, PIPES, HUGE_PAGES, NODE_SIZE, NCCL, NCCL_REDUCE16, KERNELS,
     CALIBRATION, SHIPPED_CODE,
     START_S, BUILD_CODE,
 )  # fmt: skip

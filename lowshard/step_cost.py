@@ -22,10 +22,7 @@ _SERIALS = count()
 
 
 class Prices:
-    """A profile's times by collective, ranks, bytes and level.
-
-    What a profile has no curves for is taken from the other level, then from the built-in default.
-    """
+    """A profile's times by collective, ranks, bytes and level."""
 
     def __init__(self, profile: ClusterProfile | None = None) -> None:
         self.profile = ClusterProfile.default() if profile is None else profile

@@ -45,17 +45,11 @@ class State(NamedTuple):
 
 
 class Load(NamedTuple):
-    """What an exchange asks of the ranks, estimated from some of them.
+    """What an exchange asks of the ranks, estimated from some of them."""
 
-    Attributes:
-        most: elements received by the rank that receives most.
-        mean: elements received by a rank, on average.
-        partners: ranks that it receives from.
-    """
-
-    most: int
-    mean: float
-    partners: int
+    most: int  # elements received by the rank that receives most
+    mean: float  # elements received by a rank, on average
+    partners: int  # ranks that it receives from
 
 
 class Move(NamedTuple):

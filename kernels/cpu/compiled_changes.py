@@ -5,23 +5,16 @@ from __future__ import annotations
 import numpy as np
 
 from lowshard.errors import VerificationError
-from lowshard.kernels.block_digests import DIGEST_LINES, BlockDigests
 from lowshard.kernels.buffer import Array, address
 from lowshard.kernels.change_boxes import BoxUnits
 from lowshard.kernels.change_search import Room
 from lowshard.kernels.change_text import STEP_BYTES, Changes
 from lowshard.kernels.cpu import cpu_changes as cpu
-from lowshard.kernels.cpu.cpu_block_digests import FIND_SCRATCH_BYTES as DIGEST_SCRATCH_BYTES
-from lowshard.kernels.cpu.cpu_block_digests import digest_kernel
 from lowshard.kernels.cpu.memory_steps import CACHE_LINE_BYTES
-from lowshard.kernels.plain_changes import PlainSearch
 
 
 class CompiledSearch:
     """Searches in host memory, at the speed of reading it."""
-
-    def __init__(self) -> None:
-        self._plain = PlainSearch()
 
     @staticmethod
     def takes(boxes: BoxUnits) -> bool:
@@ -55,26 +48,6 @@ class CompiledSearch:
         text = np.concatenate([values[: sizes[0]], gaps[: sizes[1]], lengths[: sizes[2]]])
         found = steps[: sizes[3]].copy() if may_step else None
         return Changes(sizes[0] // boxes.unit_bytes, sizes[1], sizes[2], text, changed, 0, found)
-
-    def find_by_digests(
-        self, boxes: BoxUnits, new: Array, kept: BlockDigests, room: Room, may_stop: bool, is_first: bool
-    ) -> Changes:
-        """Make digests and compare them, in one pass over the array."""
-        if boxes.unit_bytes // CACHE_LINE_BYTES not in DIGEST_LINES:
-            return self._plain.find_by_digests(boxes, new, kept, room, may_stop, is_first)
-        gaps, lengths, values, _ = room.streams(0 if is_first else boxes.units, boxes.unit_bytes, 0)
-        state = np.zeros(cpu.STATE_ELEMS, np.int64)
-        state[cpu.TOTAL], state[cpu.MAY_STOP], state[cpu.STOPPED] = boxes.units, may_stop, is_first
-        digest_kernel(boxes.unit_bytes // CACHE_LINE_BYTES)(
-            boxes.table(new, new).columns, address(new), address(kept.key), address(kept.values), address(gaps),
-            address(lengths), address(values), state, address(room.scratch(DIGEST_SCRATCH_BYTES)),
-        )  # fmt: skip
-        hit = int(state[cpu.HIT])
-        if state[cpu.STOPPED]:
-            return Changes(hit, 0, 0, None, hit * boxes.block_elems)
-        sizes = [int(state[i]) for i in (cpu.VALUES, cpu.GAPS, cpu.LENGTHS)]
-        text = np.concatenate([values[: sizes[0]], gaps[: sizes[1]], lengths[: sizes[2]]])
-        return Changes(hit, sizes[1], sizes[2], text, hit * boxes.block_elems)
 
     def write(self, boxes: BoxUnits, array: Array, changes: Changes) -> None:
         """Write units run by run."""

@@ -1,5 +1,5 @@
-// What differs between two arrays: which elements, as bits; or which blocks, by their digests (block_digests.py
-// has the formula). And units of boxes that are named by number, gathered and scattered.
+// What differs between two arrays: which elements, as bits. And units of boxes that are named by number, gathered
+// and scattered.
 //
 // A thread takes a unit, of which one lies in one run.
 
@@ -87,57 +87,3 @@ MOVE_LISTED(scatter_2, u16, here, there)
 MOVE_LISTED(scatter_4, u32, here, there)
 MOVE_LISTED(scatter_8, uint2, here, there)
 MOVE_LISTED(scatter_16, uint4, here, there)
-
-// Eight bytes in words of their own alignment.
-template <class Word>
-DEVICE u64 eight_bytes(u64 address) {
-    u64 value = 0;
-#pragma unroll
-    for (u32 i = 0; i < 8 / sizeof(Word); ++i) {
-        value |= (u64)load<Word>(address + i * sizeof(Word)) << (8 * i * sizeof(Word) & 63);
-    }
-    return value;
-}
-
-struct Wide {
-    u64 low, high;
-
-    __device__ __forceinline__ void add(u64 more_low, u64 more_high) {
-        low += more_low;
-        high += more_high + (low < more_low);
-    }
-};
-
-// For every block of `lines` cache lines: its digest takes the place of the one before, and whether they are
-// two is written, u8.
-#define DIGEST(name, Word)                                                                               \
-    extern "C" __global__ void __launch_bounds__(THREADS)                                                \
-        name(u64 src, u64 key, u64 digests, u64 flags, u64 lines, u64 records, u64 boxes, u64 dims,      \
-             u64 map_shift, u64 units) {                                                                 \
-        const u32 block_bytes = (u32)lines * 64;                                                         \
-        const Table table = {records, boxes, (u32)dims, (u32)map_shift, units, block_bytes, block_bytes}; \
-        const u64 fold = key + block_bytes;                                                              \
-        FOR_EACH(unit, units) {                                                                          \
-            const u64 block = src + find(table, unit).src;                                               \
-            Wide total = {0, 0};                                                                         \
-            _Pragma("unroll 4") for (u32 at = 0; at < block_bytes; at += 16) {                           \
-                const u64 a = eight_bytes<Word>(block + at) + lookup<u64>(key + at);                     \
-                const u64 b = eight_bytes<Word>(block + at + 8) + lookup<u64>(key + at + 8);             \
-                total.add(a * b, __umul64hi(a, b));                                                      \
-            }                                                                                            \
-            const u64 a_low = lookup<u64>(fold), b_low = lookup<u64>(fold + 16);                         \
-            Wide folded = {total.low * a_low,                                                            \
-                           __umul64hi(total.low, a_low) + total.low * lookup<u64>(fold + 8)};            \
-            folded.add(total.high * b_low,                                                               \
-                       __umul64hi(total.high, b_low) + total.high * lookup<u64>(fold + 24));             \
-            const uint2 made = {(u32)folded.high, (u32)(folded.high >> 32)};                             \
-            const uint2 kept = load<uint2>(digests + 8 * unit);                                          \
-            store<uint2>(digests + 8 * unit, made);                                                      \
-            store<u8>(flags + unit, (u8)(made.x != kept.x || made.y != kept.y));                         \
-        }                                                                                                \
-    }
-
-DIGEST(digest_1, u8)
-DIGEST(digest_2, u16)
-DIGEST(digest_4, u32)
-DIGEST(digest_8, u64)

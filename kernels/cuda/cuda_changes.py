@@ -1,7 +1,7 @@
 """What differs between arrays on a GPU, found and written there; the host has the places, which it counts in runs.
 
-An array is read once, an element that differs is written once, and beside two bytes for every sixteen, or one for each
-block, nothing of the array's size is made.
+An array is read once, an element that differs is written once, and beside two bytes for every sixteen nothing of the
+array's size is made.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from lowshard.kernels.block_digests import BlockDigests
 from lowshard.kernels.buffer import Array
 from lowshard.kernels.change_boxes import BoxUnits
 from lowshard.kernels.change_search import Room
@@ -54,17 +53,6 @@ class DeviceSearch:
             places = self._xp.unique(places // boxes.block_elems)
         return text_of(self._gathered(new, places, boxes.table(new, new)), places, changed)
 
-    def find_by_digests(
-        self, boxes: BoxUnits, new: Array, kept: BlockDigests, room: Room, may_stop: bool, is_first: bool
-    ) -> Changes:
-        """Make digests and compare them."""
-        table = boxes.table(new, new)
-        places = self._digested(new, kept, table)
-        changed = len(places) * boxes.block_elems
-        if is_first:
-            return Changes(len(places), 0, 0, None, changed)
-        return text_of(self._gathered(new, places, table), places, changed)
-
     def write(self, boxes: BoxUnits, array: Array, changes: Changes) -> None:
         """Write units where the text says; the host reads the places."""
         table = boxes.table(array, array)
@@ -97,18 +85,6 @@ class DeviceSearch:
         hit = xp.flatnonzero(masks)
         at = xp.flatnonzero(masks[hit][:, None] >> xp.arange(lanes, dtype=xp.uint16) & xp.uint16(1))
         return count, hit[at // lanes] * lanes + at % lanes
-
-    def _digested(self, new: Array, kept: BlockDigests, runs: RunTable) -> Array:
-        """Return which blocks have other digests than those given, int64, ascending, and put theirs in the place.
-
-        Args:
-            new: an array.
-            kept: of the blocks before.
-            runs: of the array, in blocks; they are counted through.
-        """
-        flags = self._xp.empty(kept.values.size, self._xp.uint8)
-        self._engine.digest(new, self._xp.asarray(kept.key), kept.values, flags, runs)
-        return self._xp.flatnonzero(flags)
 
     def _gathered(self, array: Array, places: Array, runs: RunTable) -> Array:
         """Return elements, or blocks, by number, uint8 [places, bytes of one]."""

@@ -36,7 +36,6 @@ MOST_FOLDED = _FOLD_GROUP << (_FOLD_LEVELS - 2)
 """Sources that `CudaEngine.fold` takes."""
 _KEPT_SOURCE_TABLES = 256
 _KEPT_STREAMS = 64  # that a run table has a copy for
-_LINE_BYTES = 64
 _TILE_BYTES = 512  # of the 128x4 layout
 _SWIZZLE_TILES = 8  # of a CTA's turn
 
@@ -269,22 +268,6 @@ class CudaEngine:
         table = self._placed(runs, unit_bytes, bytes_as_items=True)
         args = (address(new), address(old), address(masks), runs.src_itemsize, *table.args)
         self._launch(f"differ_{unit_bytes}", table.units, THREADS, 8, args)
-
-    def digest(self, src: Array, key: Array, digests: Array, flags: Array, runs: RunTable) -> None:
-        """Put the digests of blocks, whole cache lines, in the place of others, and say which are not the same.
-
-        Args:
-            src: an array.
-            key: of the digests.
-            digests: uint64 [blocks].
-            flags: uint8 [blocks], written.
-            runs: in blocks.
-        """
-        table = self._placed(runs, 1)
-        word = min(8, self.word_bytes(runs, src))
-        args = (address(src), address(key), address(digests), address(flags))
-        lines = runs.src_itemsize // _LINE_BYTES
-        self._launch(f"digest_{word}", table.units, THREADS, 6, (*args, lines, *table.args))
 
     def gather(self, array: Array, packed: Array, places: Array, runs: RunTable) -> None:
         """Copy items of an array's runs, by number, one behind the other.

@@ -34,7 +34,6 @@ _FILE_OF = {
     "sgd": "step",
     "fold": "fold",
     "differ": "changes",
-    "digest": "changes",
     "gather": "changes",
     "scatter": "changes",
 }

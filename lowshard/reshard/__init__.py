@@ -11,10 +11,6 @@ from lowshard.reshard.mxfp8_transform import (
     MXFP8ReshardTransform,
     ensure_sendable,
 )
-from lowshard.reshard.page_digest import digest_pages
-from lowshard.reshard.page_move import PageReport, move_pages
-from lowshard.reshard.page_plan import PagedSequence, PagePair, PagePlan, plan_pages
-from lowshard.reshard.paged_layout import PagedLayout
 from lowshard.reshard.parameter_record import ParameterMetadata, resolve_name
 from lowshard.reshard.plan_builder import build_reshard_plan
 from lowshard.reshard.publisher import Publisher
@@ -34,11 +30,6 @@ __all__ = [
     "MXFP8ReshardTransform",
     "Member",
     "Move",
-    "PagePair",
-    "PagePlan",
-    "PageReport",
-    "PagedLayout",
-    "PagedSequence",
     "ParameterMetadata",
     "Publisher",
     "Refit",
@@ -52,13 +43,10 @@ __all__ = [
     "TensorLayout",
     "build_reshard_plan",
     "digest",
-    "digest_pages",
     "ensure_sendable",
     "execute_reshard_plan",
     "kv_cache_layout",
     "model_digest",
-    "move_pages",
-    "plan_pages",
     "resolve_name",
     "scale_slice_from_data_slice",
     "ssm_state_layouts",

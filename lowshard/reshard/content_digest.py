@@ -121,14 +121,7 @@ class _Piece:
 
 @dataclass(frozen=True)
 class _Plan:
-    """A layout, and what this rank holds of every tensor that has it.
-
-    Attributes:
-        layout: the layout.
-        shape: of this rank's array; None where it holds no part.
-        cell: its cell.
-        pieces: that it holds, each with its box in the array.
-    """
+    """A layout, and what this rank holds of every tensor that has it."""
 
     layout: TensorLayout
     shape: tuple[int, ...] | None
@@ -137,11 +130,7 @@ class _Plan:
 
     @classmethod
     def of(cls, layout: TensorLayout, rank: int) -> _Plan:
-        """Return a rank's.
-
-        Raises:
-            LayoutError: elements that no cell has.
-        """
+        """Return a rank's."""
         seat = layout.seats.seat(rank)
         if seat is None:
             return cls(layout, None, -1, {})
@@ -167,10 +156,7 @@ class _Held:
     array: Array | None
 
     def sums(self, rank: int, row: npt.NDArray[np.uint32]) -> dict[_Key, list[int]]:
-        """Add this rank's sums to a row: of the parts it speaks for, of all it holds, of what all should hold.
-
-        Returns the sums of each part that this rank holds.
-        """
+        """Add this rank's sums to a row: of the parts it speaks for, of all it holds, of what all should hold."""
         own = {}
         for key, piece in self.plan.pieces.items():
             local = dict(piece.places)[self.plan.cell]
@@ -194,11 +180,7 @@ def _factors(ranks: tuple[int, ...]) -> npt.NDArray[np.uint32]:
 
 
 def _pieces_of(partition: Partition, cell: int) -> dict[_Key, _Piece]:
-    """Return the pieces that a cell holds.
-
-    Raises:
-        LayoutError: elements that no cell has.
-    """
+    """Return the pieces that a cell holds."""
     if isinstance(partition, Cuts):  # cells have nothing in common, and cover all
         return {
             (cell, number): _Piece(tile.box, ((cell, tile.local),))

@@ -223,10 +223,7 @@ _read = reader("cut", LayoutError)(Cut)
 
 
 def overlaps_into(src: Cut, dst: Cut, dst_part: int) -> tuple[Overlap, ...]:
-    """Return what a destination part gets from each source part, by its own offset.
-
-    Neighbours that continue each other on both sides are one.
-    """
+    """Return what a destination part gets from each source part, by its own offset."""
     found: list[Overlap] = []
     for segment in dst.segments(dst_part):
         for held in src.holders(segment.start, segment.stop):

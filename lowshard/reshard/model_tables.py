@@ -11,10 +11,7 @@ Tables = dict[str, TensorLayout]
 def dense(
     count: int, tp: int, pp: int, dp: int, *, offset: int = 0, hidden: int = 1024, dtype: str = "bfloat16"
 ) -> Tables:
-    """Return a dense model of `count` tensors: column-cut, gated, row-cut and replicated ones in equal parts.
-
-    Ranks are numbered with tp fastest, then dp, then pp: rank = offset + (stage * dp + replica) * tp + part.
-    """
+    """Return a dense model of `count` tensors: column-cut, gated, row-cut and replicated ones in equal parts."""
     found = {}
     for i in range(count):
         stage = i * pp // count
@@ -40,11 +37,7 @@ def mixture(
     ranks: int, tp: int, pp: int, ep: int, *, layers: int = 61, experts: int = 256, dense_layers: int = 3,
     offset: int = 0, hidden: int = 7168, expert_hidden: int = 2048, dtype: str = "bfloat16",
 ) -> Tables:  # fmt: skip
-    """Return the table of a mixture of experts; by default of DeepSeek-V3's shape (arXiv 2412.19437, section 4.2).
-
-    Each expert is a tensor of its own, held by the ranks of its place along the expert-parallel axis; other tensors are
-    cut by tp and held by all other ranks of the stage. rank = offset + (stage * data + replica) * tp + part.
-    """
+    """Return the table of a mixture of experts; by default of DeepSeek-V3's shape (arXiv 2412.19437, section 4.2)."""
     per_stage = ranks // pp
     data = per_stage // tp
     copies = per_stage // ep

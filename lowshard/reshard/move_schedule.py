@@ -20,23 +20,13 @@ ENTRIES = 1 << _ENTRY_BITS
 
 
 class Schedule:
-    """Who gives what to whom: kinds of tensors and shares of replicas, worked out as far as somebody asks.
-
-    Args:
-        entries: the tensors, in table order.
-        node_size: ranks a node, or None.
-        multicast: whether one replica of a destination fetches and hands on to the others.
-    """
+    """Who gives what to whom: kinds of tensors and shares of replicas, worked out as far as somebody asks."""
 
     def __init__(self, entries: Sequence[Entry], node_size: int | None, multicast: bool) -> None:
         self.entries, self.node_size, self.multicast = entries, node_size, multicast
 
     def rank_plan(self, rank: int) -> RankPlan:
-        """Return what one rank does.
-
-        Raises:
-            PlanError: the sources do not hold all of what the rank needs.
-        """
+        """Return what one rank does."""
         sends: dict[int, list[Move]] = {}
         receives: dict[int, list[Move]] = {}
         copies: list[Move] = []

@@ -20,7 +20,7 @@ from lowshard.kernels import (
     quantize_mxfp8,
     unswizzle_scales,
 )
-from lowshard.kernels.buffer import is_gpu, require_array
+from lowshard.kernels.buffer import is_gpu, place_of, require_array
 from lowshard.kernels.mxfp8_tensor import TILE_BYTES, TILE_COLS, TILE_ROWS, swizzled_bytes
 from lowshard.kernels.reference import BLOCK_ELEMS, Elem, Mode
 from lowshard.kernels.staging import assign
@@ -248,7 +248,8 @@ class MXFP8ReshardTransform(ReshardTransform):
 
     def twin(self) -> MXFP8ReshardTransform:
         """Return a transform like this one with persistent buffers of its own."""
-        buffers = {name: _copy_of(held) for name, held in self.persistent_buffers.items()}
+        made = {place: _copy_of(held) for place, held in map(_placed, self.persistent_buffers.values())}
+        buffers = {name: made[_placed(held)[0]] for name, held in self.persistent_buffers.items()}
         return MXFP8ReshardTransform(
             self.convertible_params, buffers, self.buffer_key_prefix, self.convert_on_send,
             elem=self.elem, mode=self.mode, misaligned=self.misaligned,
@@ -366,11 +367,6 @@ def swizzled_places(rows: range, cols: range, width: int) -> np.ndarray:
     """Return where scales lie in the 128x4 layout, int64 [rows, cols].
 
     Source: cuBLAS documentation, "1D block scaling factors layout".
-
-    Args:
-        rows: rows of the matrix.
-        cols: columns of its scales.
-        width: scale columns of the whole matrix.
     """
     r = np.arange(rows.start, rows.stop, dtype=np.int64)[:, None]
     c = np.arange(cols.start, cols.stop, dtype=np.int64)[None, :]
@@ -412,6 +408,10 @@ class _Seen:
 
     def __init__(self, held: Any) -> None:
         self.data, self.scale = view_of(held.data, "data"), view_of(held.scale, "scale")
+
+
+def _placed(held: Any) -> tuple[object, Any]:
+    return (place_of(view_of(held.data, "data")), place_of(view_of(held.scale, "scale"))), held
 
 
 def _copy_of(held: Any) -> MXFP8Tensor | SwizzledMXFP8:

@@ -208,15 +208,7 @@ class Held:
 
 
 def tensor_layouts(records: Iterable[ParameterMetadata]) -> dict[str, Held]:
-    """Return a table of layouts from the records of all ranks, in the order in which names first come.
-
-    A record speaks for its rank; the ranks of its tensor-parallel group that have no record of their own are
-    taken to hold equal parts. Uneven parts need a record each. What only one side says about blocks is not
-    needed on the other: a side that is not cut has the whole dim.
-
-    Raises:
-        PlanError: records of one parameter that contradict each other or leave a part out.
-    """
+    """Return a table of layouts from the records of all ranks, in the order in which names first come."""
     groups: dict[str, list[ParameterMetadata]] = {}
     for record in _resolve_experts(list(records)):
         groups.setdefault(record.key, []).append(record)
@@ -224,12 +216,7 @@ def tensor_layouts(records: Iterable[ParameterMetadata]) -> dict[str, Held]:
 
 
 def _resolve_experts(records: list[ParameterMetadata]) -> list[ParameterMetadata]:
-    """Resolve the names of experts that carry their local number still.
-
-    For lists of experts (`local_experts.K`) Megatron's own resolved names keep the local number, so that experts of
-    different ranks are taken for the same one. Where the records do not say how many experts there are they are
-    counted.
-    """
+    """Resolve the names of experts that carry their local number still."""
     counted: dict[tuple[int, str], set[int]] = {}
     for record in records:
         at = _in_list(record.name)
@@ -410,14 +397,7 @@ def _cut(
 
 
 def with_tied_output(src: Mapping[str, Held], dst: Iterable[str]) -> dict[str, str]:
-    """Return for each destination name the source name that feeds it.
-
-    An output layer that the source lacks is fed from the word embedding: tied weights, which more pipeline stages
-    pull apart.
-
-    Raises:
-        PlanError: a destination name that the source lacks.
-    """
+    """Return for each destination name the source name that feeds it."""
     found = {}
     lacking = []
     for name in dst:
@@ -435,6 +415,11 @@ def with_tied_output(src: Mapping[str, Held], dst: Iterable[str]) -> dict[str, s
             f"source has {list(src)[:3]}"
         )
     return found
+
+
+def may_be_tied(name: str, other: str) -> bool:
+    """Say whether there are sources of which one feeds both names."""
+    return name.endswith(_OUTPUT_LAYER) or other.endswith(_OUTPUT_LAYER)
 
 
 def _names_an_expert(name: str) -> bool:

@@ -111,10 +111,7 @@ Partition = Cuts | Tiles
 
 
 class Pairing:
-    """What the cells of a source and a destination partition have in common.
-
-    It is worked out as far as somebody asks, and kept as long as the plan that has the pairing.
-    """
+    """What the cells of a source and a destination partition have in common."""
 
     def __init__(self, src: Partition, dst: Partition) -> None:
         self.src, self.dst = src, dst
@@ -160,12 +157,9 @@ class Pairing:
 
     @kept_in_self
     def missing(self, dst_cell: int) -> int:
-        """Return how many elements of a destination cell no source cell has: 0 where the sources cover it.
-
-        The boxes of one cell are disjoint by construction (segments partition a dim; covers are subtracted), so equal
-        sums prove that every element is written exactly once.
-        """
+        """Return how many elements of a destination cell no source cell has: 0 where the sources cover it."""
         got = sum(self.moved_elems(c, dst_cell) for c in self.sources(dst_cell))
+        # boxes of one cell are disjoint by construction, so equal sums prove that each element is written once
         return prod(self.dst.local_shape(dst_cell)) - got
 
     def first_tile(self, src_cell: int, dst_cell: int) -> int:

@@ -85,11 +85,7 @@ def _entry(name: str, src_name: str, src: Held, dst: Held, from_records: bool) -
 
 
 def _with_blocks(name: str, src: Held, dst: Held) -> tuple[TensorLayout, TensorLayout]:
-    """Give packed blocks that one side's records name to the other side, if that is cut plainly.
-
-    Raises:
-        PlanError: both sides name blocks, not the same; or the ranks of the other side hold parts of other shapes.
-    """
+    """Give packed blocks that one side's records name to the other side, if that is cut plainly."""
     a, b = src.layout, dst.layout
     if a.shape != b.shape or not (isinstance(a.partition, Cuts) and isinstance(b.partition, Cuts)):
         return a, b

@@ -45,13 +45,7 @@ _TRIES = 100
 
 @dataclass(frozen=True)
 class Address:
-    """A parsed address.
-
-    Attributes:
-        folder: of `unix:`, else None.
-        host: of `tcp://`, else "".
-        port: the same, else 0.
-    """
+    """A parsed address."""
 
     folder: Path | None = None
     host: str = ""
@@ -59,11 +53,7 @@ class Address:
 
     @classmethod
     def parse(cls, text: object) -> Address:
-        """Return what an address says.
-
-        Raises:
-            CommError: it is not an address.
-        """
+        """Return what an address says."""
         text = instance(text, str, _RULE, CommError)
         scheme, _, rest = text.partition(":")
         if scheme == "unix" and rest.startswith("/") and _is_path(rest):
@@ -145,11 +135,7 @@ class PublishedDoor(Door):
 
 
 def tcp_door(hosts: tuple[str, ...], port: int, token: bytes) -> Door:
-    """Return a door at addresses of this host.
-
-    Raises:
-        OSError: one of them cannot be listened on.
-    """
+    """Return a door at addresses of this host."""
     made: list[socket.socket] = []
     try:
         for host in hosts:
@@ -166,11 +152,7 @@ def tcp_door(hosts: tuple[str, ...], port: int, token: bytes) -> Door:
 
 
 def folder_door(folder: Path, token: bytes) -> Door:
-    """Return a door in a folder, which is made where it is missing.
-
-    Raises:
-        OSError: it is there and not this user's alone, or its file system takes no sockets.
-    """
+    """Return a door in a folder, which is made where it is missing."""
     folder.mkdir(mode=0o700, exist_ok=True)
     door = PublishedDoor.in_folder(folder)
     door.token = token
@@ -181,11 +163,7 @@ class FolderLock:
     """Holds a publisher's folder for this process, and what lies in it; `release` removes it."""
 
     def __init__(self, folder: Path) -> None:
-        """Take the folder over, without what a publisher that was killed has left there.
-
-        Raises:
-            CommError: another publisher has it, it is not this user's alone, or something else lies in it.
-        """
+        """Take the folder over, without what a publisher that was killed has left there."""
         self._folder, self._pid = folder, os.getpid()
         self._fd = -1
         try:
@@ -197,10 +175,7 @@ class FolderLock:
             raise CommError(f"no publisher can be at unix:{folder}: {error.strerror or error}") from error
 
     def release(self) -> None:
-        """Let go of the folder and remove what is in it; the folder too, where nothing else is in it.
-
-        Where the lock is this one's no more, the folder is another publisher's, and stays as it is.
-        """
+        """Let go of the folder and remove what is in it; the folder too, where nothing else is in it."""
         try:
             if self._fd >= 0 and os.getpid() == self._pid and _is_lock_of(self._folder, self._fd):
                 with contextlib.suppress(OSError):
@@ -242,14 +217,8 @@ class FolderLock:
 
 
 def _locked(folder: Path) -> int:
-    """Return the descriptor of a folder's lock, taken; both are made where they are missing.
-
-    Who closes at this moment removes both, at any step of this: then it begins anew.
-
-    Raises:
-        OSError: another publisher has the lock, or the folder is not this user's alone.
-    """
-    for left in reversed(range(_TRIES)):
+    """Return the descriptor of a folder's lock, taken; both are made where they are missing."""
+    for left in reversed(range(_TRIES)):  # who closes at this moment removes both, at any step of this
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             about = folder.stat(follow_symlinks=False)
@@ -337,11 +306,7 @@ def new_token() -> bytes:
 
 
 def write_token(path: Path, token: bytes) -> None:
-    """Write a token where this user alone may read it.
-
-    Raises:
-        CommError: it cannot be written.
-    """
+    """Write a token where this user alone may read it."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         path.unlink(missing_ok=True)
@@ -366,15 +331,7 @@ def remove_token(path: Path, token: bytes) -> None:
 
 
 def read_token(path: object, missing: str = _BRING_TOKEN) -> bytes:
-    """Return the token that a publisher wrote.
-
-    Args:
-        path: of the file.
-        missing: what to do where there is no such file.
-
-    Raises:
-        CommError: it is not there, others may read it, or it is not a token.
-    """
+    """Return the token that a publisher wrote."""
     path = check_path(path, "token_file is the path of a publisher's token", CommError)
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)

@@ -9,7 +9,7 @@ from lowshard import dtypes
 from lowshard.argument import brief, is_text, mapping
 from lowshard.errors import BufferMismatchError, PlanError
 from lowshard.foreign_array import READ_ONLY
-from lowshard.kernels.buffer import is_gpu, require_array, require_results_apart
+from lowshard.kernels.buffer import is_gpu, require_array
 from lowshard.reshard.tensor_layout import TensorLayout, as_tensor_layout
 
 Array = Any
@@ -25,11 +25,7 @@ def same_again(version: object) -> PlanError:
 
 
 def tensor_layouts(given: object, size: int) -> dict[str, TensorLayout]:
-    """Return layouts by name, each over ranks that the job has.
-
-    Raises:
-        PlanError, LayoutError: they are not a mapping of names to layouts.
-    """
+    """Return layouts by name, each over ranks that the job has."""
     found = {}
     rule = "layouts are a mapping of names to layouts"
     for name, layout in mapping(given, rule, PlanError).items():
@@ -48,16 +44,7 @@ def tensor_layouts(given: object, size: int) -> dict[str, TensorLayout]:
 def local_arrays(
     layouts: Mapping[str, TensorLayout], given: object, rank: int, writes: bool = False
 ) -> dict[str, Array]:
-    """Return this rank's arrays by name, each the one that its layout says.
-
-    Args:
-        writes: whether they are written to.
-
-    Raises:
-        PlanError: an array is missing or has no layout.
-        BufferMismatchError: one has another shape or dtype; one that is written to is read-only, or shares memory with
-            another.
-    """
+    """Return this rank's arrays by name, each the one that its layout says."""
     arrays = dict(mapping(given, "arrays are a mapping of names to this rank's arrays", PlanError))
     found = {}
     for name, layout in layouts.items():
@@ -76,17 +63,11 @@ def local_arrays(
         found[name] = array
     if arrays:
         raise PlanError(f"arrays without a layout: {', '.join(sorted(map(str, arrays)))}")
-    if writes:
-        require_results_apart(found, rank)
     return found
 
 
 def array_of(layout: TensorLayout, shape: tuple[int, ...], given: object, rank: int, name: str) -> Array:
-    """Return a rank's array of a tensor, of that local shape and the layout's dtype.
-
-    Raises:
-        BufferMismatchError: it is another one, or no array.
-    """
+    """Return a rank's array of a tensor, of that local shape and the layout's dtype."""
     array, dtype = require_array(given, name), dtypes.get(layout.dtype)
     is_other = array.dtype.itemsize != dtype.itemsize_bytes if is_gpu(array) else array.dtype != dtype.numpy
     if array.shape != shape or is_other:

@@ -69,7 +69,7 @@ class Publisher:
     A subscriber (`Subscriber`) is a job with any number of ranks, or one process without MPI, that knows the address
     and the token. It joins between versions, leaves, is killed and comes back whenever it likes; it gets the newest
     version, whole, and no other member waits for it. On this publisher's host it copies out of mapped memory, from
-    other hosts it reads over TCP, up to LOWSHARD_STREAMS connections for each pair of ranks, all at the same time.
+    other hosts it reads over TCP, from all ranks at the same time, a connection for each pair of ranks.
 
     Each rank keeps one copy of its tensors for the newest version and one for the next, and one more for each
     subscriber that is still copying an older one.
@@ -373,20 +373,9 @@ class Publisher:
                 raise untold from None
 
     def _wait_for_members(self, wait_s: float, has_news: bool) -> bool:
-        """Wait until all members have the newest version, or the time of rank 0 is over; all ranks end together.
-
-        They meet in rounds: rank 0 may wait longer than the communicator's deadline, and members read the snapshots of
-        the others until then.
-
-        Args:
-            wait_s: time that members have.
-            has_news: whether this rank has an error to tell.
-
-        Returns:
-            Whether some rank has.
-        """
+        """Wait until all members have the newest version, or the time of rank 0 is over; all ranks end together."""
         end_s = time.monotonic() + wait_s
-        while True:
+        while True:  # in rounds: rank 0 may wait longer than the communicator's deadline
             is_over = True
             if self._newest is not None and self._version is not None:
                 left_s = max(0.0, end_s - time.monotonic())
@@ -449,10 +438,7 @@ def _give_back(
     server: VersionServer | None,
     token_file: Path | None,
 ) -> None:
-    """Give back what a rank has opened, each thing whatever becomes of the others.
-
-    A forked child only lets go of its descriptors. Who reads a snapshot still has it until then.
-    """
+    """Give back what a rank has opened, each thing whatever becomes of the others."""
     is_own = os.getpid() == pid
     with contextlib.ExitStack() as stack:  # the last one first
         if lock is not None:

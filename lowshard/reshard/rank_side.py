@@ -22,21 +22,13 @@ from lowshard.transfer.conversion import Conversion
 from lowshard.transfer.item import Format, Item, bytes_of
 from lowshard.transfer.rounds import FirstError
 from lowshard.transfer.spans import box_span
-from lowshard.transfer.transform_contract import ReshardTransform
+from lowshard.transfer.transform_contract import ReshardTransform, memory_of
 
 Array = Any
 
 
 class Side:
-    """What a rank holds of a reshard.
-
-    Attributes:
-        mine: its moves.
-        gives: its items for others, by rank, in the order of the wire.
-        takes: those of others for it.
-        keeps: what stays.
-        conversion: its transform at work, or None.
-    """
+    """What a rank holds of a reshard."""
 
     gives: dict[int, list[Item]]
     takes: dict[int, list[Item]]
@@ -66,11 +58,7 @@ class Side:
     # ---- arrays
 
     def prepare(self) -> None:
-        """Look up and check this rank's arrays.
-
-        Raises:
-            BufferMismatchError, MeshError, MismatchError: as `Reshard`; on this rank alone.
-        """
+        """Look up and check this rank's arrays."""
         comm, plan = self.comm, self.plan
         if comm.size < plan.world_size:
             raise MeshError(
@@ -97,26 +85,31 @@ class Side:
 
     def _require_apart(self) -> None:
         """Refuse destinations that lie over one another, or over sources: others read these while those are written."""
-        rank = self.comm.rank
-        require_results_apart(
-            {self.plan.entries[n].dst_local_name(rank): a for n, a in self._dst.items()}, rank
-        )
+        rank, entries = self.comm.rank, self.plan.entries
+        by_name = {e.dst_local_name(rank): n for n, e in enumerate(entries) if rank in e.dst}
+        results = [(entries[n].dst_local_name(rank), a) for n, a in self._dst.items()]
+        results += [(name, a) for name, a in memory_of(self._transform) if name in by_name]
+
+        def is_tied(name: str, other: str) -> bool:
+            a, b = entries[by_name[name]], entries[by_name[other]]
+            return a.src_name == b.src_name and a.dst.tiles(rank) == b.dst.tiles(rank)
+
+        require_results_apart(results, rank, is_tied)
         whole = {
             m.entry for m in self.mine.copies if m.src_box == m.dst_box == full_box(self._src[m.entry].shape)
         }
         numbers = [n for n in self._src if n not in self.quantised]
         spans = np.array([address_range(self._src[n]) for n in numbers], np.int64).reshape(-1, 2)
-        for number, array in self._dst.items():
+        for name, array in results:
             begin, end = address_range(array)
             for at in np.flatnonzero((spans[:, 0] < end) & (spans[:, 1] > begin)).tolist():
-                if begin == end or (
-                    numbers[at] == number and number in whole and (begin, end) == (*spans[at],)
-                ):
+                own, other = by_name[name], numbers[at]
+                stays = own in whole and entries[own].src_name == entries[other].src_name
+                if begin == end or (stays and (begin, end) == (*spans[at],)):
                     continue  # nothing there, or it stays as it is
                 raise BufferMismatchError(
-                    f"{self.plan.entries[number].name}: on rank {self.comm.rank} its destination shares memory with "
-                    f"the source of {self.plan.entries[numbers[at]].name}, which is read while the other is written; "
-                    "give arrays of their own"
+                    f"{entries[own].name}: on rank {rank} its destination shares memory with the source of "
+                    f"{entries[other].name}, which is read while the other is written; give arrays of their own"
                 )
 
     def _look_up_source(self, entry: int) -> None:
@@ -200,13 +193,7 @@ class Side:
     # ---- items: what travels for a move
 
     def shake_hands(self) -> None:
-        """Make the items, and compare what each pair of ranks will move: how many arrays, of what dtypes and shapes.
-
-        Collective: all ranks of the communicator call this.
-
-        Raises:
-            MismatchError: two sides prepare unequal arrays; on all ranks.
-        """
+        """Make the items, and compare what each pair of ranks will move: how many arrays, of what dtypes and shapes."""
         comm, errors = self.comm, self._errors
         size = comm.size
         self.gives = {p: [self._item(m) for m in found] for p, found in self.mine.sends.items()}

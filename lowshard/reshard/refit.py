@@ -29,7 +29,7 @@ from lowshard.errors import (
     VerificationError,
 )
 from lowshard.foreign_array import like, never_change, view_of
-from lowshard.reshard.last_given import Copies, Digests
+from lowshard.kernels.buffer import is_gpu, twins_of
 from lowshard.reshard.published_tensors import same_again
 from lowshard.reshard.reshard_plan import ReshardPlan
 from lowshard.reshard.reshard_run import RefitCost, Report, Reshard, Settings, argument_error
@@ -41,7 +41,6 @@ from lowshard.transfer.transform_contract import ReshardTransform
 Array = Any
 Buffering = Literal["double", "in_place"]
 Delta = Literal["off", "auto", "always"]
-Base = Literal["copy", "digests"]
 _NONE = -1
 
 
@@ -80,7 +79,8 @@ class Refit:
         comm: a communicator with every rank of the plan.
         src: this rank's source arrays by name; the same arrays serve every version. JAX's never change: for those give
             NumPy's, and copy into them before each version.
-        dst: its destination arrays, which hold version `version`.
+        dst: its destination arrays, which hold version `version`; each in memory of its own. One array may stand for
+            two names that one source feeds.
         transform: what this rank's tensors go through.
         buffering: what becomes of the arrays of `dst`, and of what the transform stores into (the persistent buffers of
             `MXFP8ReshardTransform`). "double": a second set is made beside them, and versions take turns: the first
@@ -88,17 +88,11 @@ class Refit:
             each refit, and not the arrays that were given. "in_place": every version is written into those.
         delta: "auto": of each tensor and destination what differs from the version before is sent, or all of it where
             that is less; "always": what differs, also where that is more; "off": all of it. Bits are compared. Each
-            rank with sources then remembers what it sent last (`base`), and a plan with `multicast` runs without it.
+            rank with sources then keeps a copy of what it sent last, and a plan with `multicast` runs without it.
             The first version, and one after a failure "in_place", goes whole; so do boxes of a transform that takes no
             blocks (`ReshardTransform.change_block_elems`), as MXFP8 boxes that begin or end within a block. Between
             versions the destinations are the Refit's: do not write to them, since elements may come as the steps that
             they have moved by.
-        base: how a rank remembers with `delta` what it sent last. "copy": a copy, as large as the sources; elements are
-            compared. "digests": 8 bytes for every 64 of them, by which cache lines are compared, or with a transform
-            its blocks: these go whole where a bit of them differs, and arrays whose last dim is not made of them go
-            whole always, as what a version that failed had changed does once. So it is for changes that lie together
-            (some experts, some rows), and for MXFP8, whose blocks go whole either way. A change goes unnoticed with a
-            probability of 2^-63 a block (`kernels.block_digests`).
         version: of what dst holds now, or None for nothing yet.
         settings: staging_bytes, checksums and way, as for `Reshard`. Here checksums are on by default: every piece that
             travels is checked, and sources are not read where they lie, for which that would take longer.
@@ -119,7 +113,6 @@ class Refit:
         *,
         buffering: Buffering = "double",
         delta: Delta = "off",
-        base: Base = "copy",
         version: int | None = None,
         **settings: Unpack[Settings],
     ) -> None:
@@ -138,7 +131,6 @@ class Refit:
                 raise error
             choice(buffering, get_args(Buffering), "buffering is 'double' or 'in_place'", PlanError)
             choice(delta, get_args(Delta), "delta is 'off', 'auto' or 'always'", PlanError)
-            choice(base, get_args(Base), "base is 'copy' or 'digests'", PlanError)
             if delta != "off" and plan.multicast:
                 plan = replace(plan, multicast=False)
             if version is not None:
@@ -147,15 +139,15 @@ class Refit:
             sets.append({n: view_of(a, str(n), writes=True) for n, a in given.items()})
             served.append(given)
             if buffering == "double":
-                sets.append({n: _twin(comm, a) for n, a in sets[0].items()})
+                sets.append(_twins(comm, sets[0]))
                 served.append({n: like(a, given[n]) for n, a in sets[1].items()})
                 transforms.append(None if transform is None else transform.twin())
             served = [
                 a if how is None else {**a, **how.refit_weights()}
                 for a, how in zip(served, transforms, strict=True)
             ]
-            digest = text_digest(f"{plan.digest()} {buffering} {delta} {base}")
-            words = f"plan {plan.digest()[:8]} of {len(plan.entries)} tensors, {buffering}, delta {delta}, base {base}"
+            digest = text_digest(f"{plan.digest()} {buffering} {delta}")
+            words = f"plan {plan.digest()[:8]} of {len(plan.entries)} tensors, {buffering}, delta {delta}"
         except Exception as caught:
             error = caught
         agree(comm, digest, error, "Refit", lambda: words)
@@ -173,8 +165,7 @@ class Refit:
             self._movers.append(mover)
         self._changes: VersionChanges | None = None
         if delta != "off":
-            last = (Copies if base == "copy" else Digests)(comm.xp, delta == "always")
-            self._changes = VersionChanges(comm, self._movers, last)
+            self._changes = VersionChanges(comm, self._movers, delta == "always")
         self._vote = Vote(comm)
         self._readers, self._reading = [0] * len(served), threading.Condition()
         sends = plan.for_rank(comm.rank).sends.values()
@@ -421,11 +412,7 @@ class Refit:
     def _agreed(
         self, version: int | None, pushes: bool, error: Exception | None, in_background: bool
     ) -> tuple[int, bool, bool]:
-        """Return the version that is pushed, whether a rank is in the background, and whether all hold the one before.
-
-        Raises:
-            LowshardError: on all ranks alike.
-        """
+        """Return the version pushed, whether a rank is in the background, and whether all hold the one before."""
         number = _NONE
         try:
             if version is not None or pushes:
@@ -497,18 +484,23 @@ class Refit:
         self.comm.__exit__(type(error), error, None)
 
 
-def _twin(comm: Communicator, array: Array) -> Array:
-    """Return an array of the same form, where others can write it."""
-    if not hasattr(array, "shape") or not hasattr(array, "dtype"):
+def _twins(comm: Communicator, arrays: Mapping[str, Array]) -> dict[str, Array]:
+    """Return arrays of the same forms and content, where others can write them."""
+    wrong = next((a for a in arrays.values() if not isinstance(a, np.ndarray) and not is_gpu(a)), None)
+    if wrong is not None:
         raise PlanError(
-            f"destinations are arrays, got {type(array).__name__}; a transform has what it quantises"
+            f"destinations are arrays, got {type(wrong).__name__}; a transform has what it quantises"
         )
-    with comm.meeting("Refit"):
-        try:
-            made = comm.empty(tuple(array.shape), array.dtype)
-        except (MemoryError, OSError) as error:
-            raise CommError(
-                f"there is no memory for a second set of destinations ({error}); refit with buffering='in_place'"
-            ) from error
+
+    def make(array: Array) -> Array:
+        made = comm.empty(tuple(array.shape), array.dtype)
         made[...] = array
-    return made
+        return made
+
+    try:
+        with comm.meeting("Refit"):
+            return twins_of(arrays, make)
+    except (MemoryError, OSError) as error:
+        raise CommError(
+            f"there is no memory for a second set of destinations ({error}); refit with buffering='in_place'"
+        ) from error

@@ -84,13 +84,7 @@ def near_source(src: TensorLayout, src_cell: int, dst_rank: int, node_size: int,
 
 
 class _Line:
-    """The requests for one source cell: who asks, and where each one's requests begin, in bytes.
-
-    Attributes:
-        ranks: destination ranks that are served from the line, ascending, int64.
-        begins: where the requests of each begin; one more entry: the length of the line.
-        largest_bytes: the largest request.
-    """
+    """The requests for one source cell: who asks, and where each one's requests begin, in bytes."""
 
     def __init__(self, rows: Sequence[tuple[npt.NDArray[np.int64], int, int]]) -> None:
         none = np.zeros(0, np.int64)
@@ -119,12 +113,7 @@ class _Line:
 
 
 class Shares:
-    """The lines of all source cells of a plan, as far as somebody asks.
-
-    Args:
-        kinds: every kind of tensor, in a fixed order.
-        node_size: ranks a node, or None.
-    """
+    """The lines of all source cells of a plan, as far as somebody asks."""
 
     def __init__(self, kinds: Sequence[Kind], node_size: int | None) -> None:
         self._kinds, self._node_size = kinds, node_size
@@ -135,15 +124,7 @@ class Shares:
         self._offsets: dict[tuple[object, int, int], dict[int, tuple[int, int]]] = {}
 
     def source(self, number: int, cell: int, dst_cell: int, replica: int, index: int) -> int:
-        """Return the source rank that serves one request.
-
-        Args:
-            number: of the kind.
-            cell: source cell.
-            dst_cell: destination cell.
-            replica: of the destination cell.
-            index: of the tensor among the kind's entries.
-        """
+        """Return the source rank that serves one request."""
         kind = self._kinds[number]
         seats = kind.src.seats
         count = seats.count(cell)
@@ -162,14 +143,7 @@ class Shares:
         return seats.rank(cell, at * count // line.length if line.length else 0)
 
     def served(self, number: int, cell: int, replica: int, rank: int) -> Iterator[tuple[int, int, int]]:
-        """Yield the requests that a replica of a source cell serves to others: entry index, cell, replica.
-
-        Args:
-            number: of the kind.
-            cell: source cell.
-            replica: of the source cell.
-            rank: its rank.
-        """
+        """Yield the requests that a replica of a source cell serves to others: entry index, cell, replica."""
         kind = self._kinds[number]
         count = kind.src.seats.count(cell)
         if count == 1:

@@ -35,11 +35,7 @@ class Move(NamedTuple):
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of a plan: where it comes from and where it goes to.
-
-    Raises:
-        PlanError: source and destination differ in shape or dtype.
-    """
+    """One tensor of a plan: where it comes from and where it goes to."""
 
     name: str
     """Its name over all ranks, on the destination side."""

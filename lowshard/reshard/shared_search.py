@@ -40,17 +40,7 @@ class SharedSearch:
     def find(
         self, new: Memory, number: int, old: Memory, since: int, place: Place, boxes: ChangeBoxes, room: Room
     ) -> Changes:
-        """Return what differs in a tensor's boxes; without a text where they had better come whole.
-
-        Args:
-            new: a snapshot.
-            number: of it.
-            old: one before.
-            since: its number. Where a snapshot was written over meanwhile there is no text.
-            place: of the tensor.
-            boxes: of it.
-            room: memory that is used.
-        """
+        """Return what differs in a tensor's boxes; without a text where they had better come whole."""
         search = self._search(new, number, (since, place.name, boxes.boxes, boxes.block_elems))
         with search.lock:
             if not search.is_over:

@@ -4,9 +4,8 @@ One `pull`, on every rank:
 
 ```
 rank 0 wants a newer version until one is offered, or the time is over; all ranks hear of it
-each rank fetches its boxes into the arrays that are not served:  mapped memory | streams (`version_fetch`),
-                                  what differs from the version that is served where that is less than all of it;
-                                  all of it from another subscriber of this host where both share
+each rank fetches its boxes into the arrays that are not served:  mapped memory | connections (`version_fetch`),
+                                  what differs from the version that is served where that is less than all of it
 all agree that they have them -> vote -> switch -> rank 0 says done
 ```
 
@@ -16,37 +15,35 @@ What fails before the vote leaves the arrays that are served, and the version, a
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import socket
 import threading
 import time
-import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, Self, overload
 
 import numpy as np
 
-from lowshard.argument import brief, choice, in_words, instance, is_text, number, truth
+from lowshard.argument import brief, choice, in_words, instance, is_text, number
 from lowshard.argument import path as checked_path
 from lowshard.comm import Communicator, agree, loopback, share_text
 from lowshard.comm.agreement import control_of, share
 from lowshard.comm.background import Background
 from lowshard.comm.door import enter
-from lowshard.comm.interface import network_name
 from lowshard.comm.work import Stream, Work
+from lowshard.content_hash import text_digest
 from lowshard.errors import CommError, LowshardError, PeerFailed, PlanError, TimedOut
+from lowshard.kernels.buffer import require_results_apart
 from lowshard.layout import Layout
 from lowshard.reshard.plan_builder import build_reshard_plan
 from lowshard.reshard.publication_address import Address, checked_token, read_token
 from lowshard.reshard.published_tensors import tensor_layouts
 from lowshard.reshard.tensor_layout import TensorLayout
-from lowshard.reshard.version_fetch import ENTER_S, Fetched, Source, Wanted, is_mapped
-from lowshard.reshard.version_shelf import Shelf
+from lowshard.reshard.version_fetch import ENTER_S, Fetched, Source, Wanted
 from lowshard.reshard.version_target import two_sets
 from lowshard.reshard.version_wire import (
     CONTROL,
@@ -107,20 +104,16 @@ class Subscriber:
             that is less; where the publisher has that version no more, all of it. Bits are compared. "off": all of it
             always. From mapped memory everything is copied. Between versions the arrays are the subscriber's: do not
             write to them, since what differs is written over what came before.
-        share: True gives versions to other subscribers of this host with the same layouts, which share too, and takes
-            them from there, where the publisher is on another host and all of a version is to come: it comes to each
-            host once. For that all ranks are on one host, and each opens a port of 127.0.0.1 to who knows the token.
         name: what the publisher's `members()` shows.
         transform: what this rank's tensors go through as they come, such as an `MXFP8ReshardTransform`: for a tensor
             that it stores there is no array in `out`, and `weights` has what it is stored in. The second set is made by
             its `twin()`. What differs comes by whole blocks of the transform, 32 elements for MXFP8, and only where
-            boxes begin and end with them; not together with `share`.
+            boxes begin and end with them.
 
     Every rank raises the same error.
 
     Raises:
-        CommError: the address is not valid; a token that is too short, or both token and token_file; share with a
-            transform, or with arrays on a GPU.
+        CommError: the address is not valid; a token that is too short, or both token and token_file.
         LayoutError, BufferMismatchError: as for `Publisher`.
         PlanError, KernelError: the transform has no twin, no buffer for a tensor, or takes it in another form than it
             is published in.
@@ -137,14 +130,13 @@ class Subscriber:
         token: bytes | None = None,
         token_file: str | Path | None = None,
         delta: Literal["auto", "off"] = "auto",
-        share: bool = False,
         name: str = "",
         transform: ReshardTransform | None = None,
     ) -> None:
         self._alone = loopback(1)[0] if comm is None else None
         whole = self._alone if comm is None else control_of(comm)
         assert whole is not None
-        asked, words, error, network, layouts_text = b"", "", None, "", b""
+        asked, words, error = b"", "", None
         try:
             self._layouts = tensor_layouts(layouts, whole.size)
             self._sets = two_sets(self._layouts, out, transform, whole.rank, whole.timeout_s)
@@ -161,25 +153,12 @@ class Subscriber:
                 self._address.token_file if token_file is None else checked_path(token_file, rule, CommError)
             )
             choice(delta, ("auto", "off"), "delta of a Subscriber is 'auto' or 'off'", CommError)
-            shares = truth(share, "share is True or False", CommError)
             instance(name, str, "name of a Subscriber is text", CommError)
             if not is_text(name):
                 raise CommError(f"name of a Subscriber is text that UTF-8 can write, got {brief(name)}")
-            if shares and transform is not None:
-                raise CommError(
-                    "share=True gives versions on as they came, which a transform does not keep; leave one of them out"
-                )
-            if shares and self._sets[0].copies.has_gpus:
-                raise CommError(
-                    "share=True gives versions on out of host memory; leave it out for arrays on a GPU"
-                )
-            if shares:
-                network = network_name()
             tables = {n: x.to_json() for n, x in self._layouts.items()}
-            layouts_text = json.dumps(tables, default=list).encode()
-            said = json.dumps([address, name, delta, shares]).encode()
-            asked = hashlib.blake2b(said + layouts_text).digest()
-            words = f"{address}, name {name!r}, delta {delta}, share {shares}, {in_words(self._layouts)}"
+            asked = text_digest(json.dumps([address, name, delta, tables], default=list))
+            words = f"{address}, name {name!r}, delta {delta}, {in_words(self._layouts)}"
         except LowshardError as found:
             error = found
         agree(whole, asked, error, "Subscriber", lambda: words)
@@ -201,11 +180,6 @@ class Subscriber:
         self._control: Line | None = None
         self._table_text, self._offers, self._tried, self._proven = "", "", b"", b""
         self._source: Source | None = None
-        self._shelf: Shelf | None = None
-        self._when_lost: weakref.finalize[..., Subscriber] | None = None  # closes the shelf
-        self._group = ""
-        if network and len(set(share_text(self._comm, network))) == 1:
-            self._group = hashlib.blake2b(network.encode() + layouts_text, digest_size=16).hexdigest()
         self._vote = Vote(self._comm)
 
     def __repr__(self) -> str:
@@ -233,7 +207,6 @@ class Subscriber:
         - `dense_bytes`: what all of its boxes have.
         - `received_bytes`: what came over connections.
         - `changed_elems`: elements of what came that differ from the version before; all of what came whole.
-        - `near_bytes`: of `received_bytes`, what came from another subscriber of this host.
         """
         return asdict(self._fetched)
 
@@ -330,8 +303,6 @@ class Subscriber:
         self._holds[at] = _Snapshot(self._source.mark, offer.number)
         self._now = _Served(at, offer.version)
         self._fetched = fetched
-        if self._shelf is not None:
-            self._shelf.put(at, offer.number)
         self._tell(Request("done", number=offer.number, version=offer.version))
         return offer.version
 
@@ -368,7 +339,7 @@ class Subscriber:
                 return {"why": why, "over": time.monotonic() >= end_s}
             newer = self.version if self._offers == self._holds[self._now.at].mark else None
             wait_s = min(WANT_S, max(0.0, end_s - time.monotonic()))
-            self._control.say(Request("want", self._offers, newer, wait_s, since=self._since))
+            self._control.say(Request("want", self._offers, newer, wait_s))
             answer_s = min(WANT_S + _TURN_S + STALLED_S / 3, self._patience_s)
             answer = self._control.hear(read_answer, time.monotonic() + answer_s)
             if answer.state == "here":
@@ -388,10 +359,7 @@ class Subscriber:
         return said
 
     def _connect(self, end_s: float) -> str | None:
-        """Reach the publisher and learn what it has; return why it cannot be reached, after some tries.
-
-        The other ranks wait meanwhile: tries go on once they have heard of it.
-        """
+        """Reach the publisher and learn what it has; return why it cannot be reached, after some tries."""
         if self._comm.size > 1:
             end_s = min(end_s, time.monotonic() + min(ENTER_S, self._patience_s))
         while True:
@@ -447,84 +415,37 @@ class Subscriber:
             self._disconnect()
             self._drop_source()
             raise
-        if self._group:
-            self._share(table)
 
     def _drop_source(self) -> None:
         if self._source is not None:
             self._source.close()
             self._source = None
 
-    def _planned(
-        self, mark: str, stations: Sequence[Station], have: Mapping[str, TensorLayout], is_near: bool = False
-    ) -> Source:
-        """Return a source of what a publisher has, or another subscriber of this host."""
+    def _planned(self, mark: str, stations: Sequence[Station], have: Mapping[str, TensorLayout]) -> Source:
+        """Return a source of what a publisher has."""
         ranks = len(stations)
         plan = build_reshard_plan(have, {n: x.shifted(ranks) for n, x in self._layouts.items()})
         for move in plan.for_rank(ranks + self._comm.rank).incoming:
             refused = self._sets[0].targets[plan.entries[move.entry].name].refuses(move.dst_box)
             if refused is not None:
                 raise PlanError(refused)
-        return Source(mark, stations, self._proven, have, plan, ranks + self._comm.rank, is_near)
-
-    def _share(self, table: Table) -> None:
-        """Open what this job serves to others of this host, where each rank can and reads all over connections itself;
-        have the publisher know.
-        """
-        comm, mark = self._comm, table.mark
-        if self._shelf is None or self._shelf.mark != mark:
-            self._close_shelf()
-            if not all(is_mapped(one.network) for one in table.stations):
-                with contextlib.suppress(OSError):
-                    self._shelf = Shelf(
-                        self._layouts, comm.rank, [one.arrays for one in self._sets], mark, self._proven
-                    )
-                    self._when_lost = weakref.finalize(self, self._shelf.close)
-                    self._shelf.put(self._now.at, self._held)
-        own = () if self._shelf is None else self._shelf.addresses
-        doors = [tuple(json.loads(text)) for text in share_text(comm, json.dumps(own))]
-        if all(doors):
-            stations = tuple(Station(door, "", 0) for door in doors)
-            self._tell(Request("shares", number=self._held, group=self._group, stations=stations))
-        else:
-            self._close_shelf()
-
-    def _close_shelf(self) -> None:
-        if self._shelf is not None and self._when_lost is not None:
-            self._when_lost.detach()
-            self._shelf.close()
-            self._shelf = None
+        fed = {entry.name: entry.src_name for entry in plan.entries}
+        require_results_apart(self._sets[0].memory, self._comm.rank, lambda a, b: fed[a] == fed[b])
+        return Source(mark, stations, self._proven, have, plan, ranks + self._comm.rank)
 
     def _number_in(self, at: int) -> int:
         """Return the snapshot of the present publisher that a set holds; 0 where it holds none of it."""
         found = self._holds[at]
         return found.number if self._source is not None and self._source.mark == found.mark else 0
 
-    @property
-    def _held(self) -> int:
-        """The snapshot of the publisher that this job serves; 0 where that is another one's."""
-        return self._number_in(self._now.at)
-
-    @property
-    def _since(self) -> int:
-        """The snapshot from which on changes are asked for; 0 to take the next version whole."""
-        return self._held if self._delta == "auto" and not self._is_misled else 0
-
     def _fetch(self, offer: Answer) -> Fetched:
         """Fill the arrays that are not served, or raise on all ranks."""
         source = self._source
         assert source is not None
-        since = self._since
+        since = self._number_in(self._now.at) if self._delta == "auto" and not self._is_misled else 0
         at = 1 - self._now.at
         served, target, behind = self._sets[1 - at], self._sets[at], self._number_in(at)
         self._holds[at] = _Snapshot()
-        if self._shelf is not None:
-            self._shelf.put(at, 0)
-        if offer.near:
-            near = self._fetch_near(offer.near, Wanted(offer.number, target.targets))
-            if near is not None:
-                return near
-            behind = 0
         wanted = Wanted(offer.number, target.targets, since, served.targets, behind)
 
         def take() -> Fetched:
@@ -554,43 +475,10 @@ class Subscriber:
             # The others had it and switched before one of them died: so does this rank.
         return fetched
 
-    def _fetch_near(self, stations: Sequence[Station], wanted: Wanted) -> Fetched | None:
-        """Fill the same arrays from another subscriber of this host; return None on all ranks where that went wrong."""
-        assert self._source is not None
-        mark, near = self._source.mark, list[Source]()
-
-        def take() -> Fetched:
-            near.append(self._planned(mark, stations, self._layouts, is_near=True))
-            return near[0].fetch(wanted)
-
-        def stop() -> None:
-            for source in near:
-                source.stop()
-
-        try:
-            fetched, found = self._in_turns(take, stop)
-            agree(self._comm, b"", None if found is None else CommError(str(found)), "pull")
-        except LowshardError:  # the publisher has it as well
-            return None
-        finally:
-            for source in near:
-                source.close()
-        return replace(fetched, near_bytes=fetched.received_bytes)
-
     def _in_turns(
         self, take: Callable[[], Fetched], stop: Callable[[], object]
     ) -> tuple[Fetched, Exception | None]:
-        """Fetch, and return what came or what went wrong. The ranks meet again and again until all have ended.
-
-        So a rank that needs longer than the others, for more bytes or a slower link, is no rank that did not come.
-
-        Args:
-            take: fetches.
-            stop: has it fail soon.
-
-        Raises:
-            CommError: a rank has failed.
-        """
+        """Fetch, and return what came or what went wrong. The ranks meet again and again until all have ended."""
         result: tuple[Fetched, Exception | None] = Fetched(), None
 
         def run() -> None:
@@ -665,7 +553,6 @@ class Subscriber:
 
     def _let_go(self) -> None:
         self._disconnect()
-        self._close_shelf()
         self._drop_source()
 
     def __enter__(self) -> Self:

@@ -245,11 +245,7 @@ class TensorLayout:
 
 
 def as_tensor_layout(given: object) -> TensorLayout:
-    """Return a TensorLayout, Layout or Tiling as a TensorLayout.
-
-    Raises:
-        LayoutError: it is not one of these, or partial.
-    """
+    """Return a TensorLayout, Layout or Tiling as a TensorLayout."""
     if isinstance(given, TensorLayout):
         return given
     if isinstance(given, Layout):

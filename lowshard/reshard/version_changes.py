@@ -1,7 +1,7 @@
 """What a refit sends of a version where its receivers hold the one before: the elements that differ.
 
 A group is what one rank gives another of one tensor. Its changes go as a text (`kernels.change_text`), or all of it as
-ever, whichever is less. Who gives remembers what it gave last (`last_given`), and moves on only when the version has
+ever, whichever is less. Who gives keeps a copy of what it gave last, which moves on only when the version has
 been switched to. Who takes into two sets of arrays keeps the texts of the last version: the set that the next one goes
 to is a version behind, and is brought up with them while givers search.
 """
@@ -22,9 +22,9 @@ from lowshard.comm.agreement import agree, trade
 from lowshard.comm.communicator import Communicator
 from lowshard.errors import CommError
 from lowshard.kernels.buffer import address, address_range
+from lowshard.kernels.change_search import Room
 from lowshard.kernels.change_text import Changes, values_of
 from lowshard.kernels.changes import ChangeBoxes
-from lowshard.reshard.last_given import LastGiven, key_of
 from lowshard.reshard.reshard_run import RefitCost, Report, Reshard
 from lowshard.transfer.changed_blocks import store_changed_blocks
 from lowshard.transfer.conversion import Conversion
@@ -42,28 +42,14 @@ ROW_BYTES = 8 * _ROW
 Units = tuple[int, int, int]
 """What texts are made of: elements of a block, bytes that travel for one, and whether they may be of steps."""
 _UNITS = 3
+_LINE_BYTES = 64
 _NO_UNITS: Units = 0, 0, 0
 Decided = dict[int, npt.NDArray[np.int64]]
 """By peer, a row for each group."""
 
 
 class _Group:
-    """One tensor's items between this rank and a peer, in the order of the wire.
-
-    Attributes:
-        items: for each set of arrays the version may go to.
-        size_bytes: of all of them.
-        block_elems: elements of a unit of its texts; 0 where it always goes whole.
-        unit_bytes: of a unit, as it travels.
-        by_steps: its texts may be of steps.
-        given: the boxes in the giver's array.
-        taken: those in the taker's.
-        sent: what the giver sends of this version.
-        raw: the same before a transform made something of it.
-        came: what came of this version.
-        kept: what came of the one before, None where it came whole.
-        is_up: what it is written into has been brought up to the version before.
-    """
+    """One tensor's items between this rank and a peer, in the order of the wire."""
 
     def __init__(self, items: Sequence[Sequence[Item]]) -> None:
         self.items = items
@@ -75,6 +61,7 @@ class _Group:
         self.size_bytes = self.itemsize * sum(int(np.prod(shape_of(item.dst_box))) for item in items[0])
         self.given: ChangeBoxes | None = None
         self.taken: ChangeBoxes | None = None
+        # raw: sent, before a transform made something of it; kept: what came of the version before
         self.sent = self.raw = self.came = self.kept = Changes(0, 0, 0, None, 0)
 
     def lay_out(self, block_elems: int, unit_bytes: int, by_steps: int) -> None:
@@ -87,21 +74,15 @@ class _Group:
 
 
 class VersionChanges:
-    """One rank's texts of changes, version after version.
+    """One rank's texts of changes, version after version."""
 
-    Collective: all ranks of the communicator make it, and run it together.
-
-    Args:
-        comm: the communicator.
-        movers: that move whole versions; one for each set of arrays that versions go to.
-        last: what this rank remembers of what it gave last, nothing yet; of one kind on all ranks.
-
-    Raises:
-        CommError: a rank has no memory for it; on all ranks.
-    """
-
-    def __init__(self, comm: Communicator, movers: Sequence[Reshard], last: LastGiven) -> None:
-        self._comm, self._movers, self._last = comm, movers, last
+    def __init__(self, comm: Communicator, movers: Sequence[Reshard], always: bool) -> None:
+        self._comm, self._movers, self._always = comm, movers, always
+        self._room = Room()
+        self._given_last: dict[int, Array] = {}
+        """A copy of each tensor. What goes whole is copied, and goes out of the copy: that is what the takers have."""
+        self._ahead: set[int] = set()
+        """Tensors whose copy is of a version that has not been switched to: they go whole."""
         self._errors = FirstError()
         sides = [mover.side for mover in movers]
         self._out = _groups([side.gives for side in sides])
@@ -151,9 +132,7 @@ class VersionChanges:
         if any(item.hands_on or item.turn for item in group.items[0]):
             return _NO_UNITS
         if not first.stores:
-            boxes = [item.dst_box for item in group.items[0]]
-            elems = self._last.units_of(group.itemsize, first.target, boxes)
-            return elems, elems * group.itemsize, elems == 1 and group.entry not in self._shared
+            return 1, group.itemsize, group.entry not in self._shared
         conversion = self._conversion(0)
         blocks = {conversion.transform.change_block_elems(i.dst_name, i.dst_box) for i in group.items[0]}
         block = blocks.pop() if len(blocks) == 1 else 0
@@ -197,28 +176,27 @@ class VersionChanges:
     def _remember(self) -> None:
         try:
             for group in self._given():
-                if group.given is not None:
-                    self._last.add(group.entry, group.items[0][0].source, group.given)
+                if group.given is not None and group.entry not in self._given_last:
+                    self._given_last[group.entry] = self._empty_like(group.items[0][0].source)
         except MemoryError as error:
-            less = "base='digests', an eighth of a copy, or " if self._last.gives_copies else ""
             raise CommError(
-                f"there is no memory for what was sent last ({error}); refit with {less}delta='off'"
+                f"there is no memory for what was sent last ({error}); refit with delta='off'"
             ) from error
+
+    def _empty_like(self, source: Array) -> Array:
+        """Return an array of the same form; it begins where the source does in a cache line, so lines are compared."""
+        if self._comm.xp is not np:
+            return self._comm.xp.empty(source.shape, source.dtype)
+        room = np.empty(source.nbytes + _LINE_BYTES, np.uint8)
+        begin = (address(source) - address(room)) % _LINE_BYTES
+        return room[begin : begin + source.nbytes].view(source.dtype).reshape(source.shape)
 
     # ---- a version
 
     def run(
         self, target: int, version: int, follows: bool, cost: RefitCost, tear: Callable[[], object]
     ) -> Report:
-        """Move a version; ends in an agreement that all have it.
-
-        Args:
-            target: the set of arrays that it goes to.
-            version: its number.
-            follows: all ranks hold what `follows` says; otherwise all of it goes.
-            cost: filled.
-            tear: called before the first byte of the set is written.
-        """
+        """Move a version; ends in an agreement that all have it."""
         comm, errors, mover = self._comm, self._errors, self._movers[target]
 
         def begin_to_write() -> None:
@@ -261,17 +239,21 @@ class VersionChanges:
             if boxes is None:
                 group.sent = group.raw = _whole(items)
                 continue
-            key = (
-                key_of(group.entry, boxes),
-                group.by_steps,
-            )  # a tensor's name says whether a transform makes it
+            # a tensor's name says whether a transform makes it
+            key = group.entry, boxes.boxes, boxes.block_elems, group.by_steps
             if key not in found:
-                raw = self._last.find(group.entry, items[0].source, boxes, follows, group.by_steps)
+                raw = Changes(0, 0, 0, None, boxes.elems)
+                if follows and group.entry not in self._ahead:
+                    last = self._given_last[group.entry]
+                    raw = boxes.find(items[0].source, last, self._room, not self._always, group.by_steps)
                 found[key] = raw, raw if raw.text is None else self._made(group, items[0], raw)
             group.raw, group.sent = found[key]
         for group in self._given():
             if group.sent.text is None and group.given is not None:
-                self._last.give_whole(group.entry, group.items[target][0].source, group.given)
+                self._ahead.add(group.entry)
+                for box in group.given.boxes:
+                    where = (*slices_of(box), ...)
+                    self._given_last[group.entry][where] = group.items[target][0].source[where]
 
     def _made(self, group: _Group, item: Item, raw: Changes) -> Changes:
         """Return changes as they travel: a copy is written over and over, so it is not moved by steps."""
@@ -326,25 +308,19 @@ class VersionChanges:
 
     def _whole_items(self, group: _Group, target: int) -> list[Item]:
         """Return the items of a group that goes whole, with what it goes out of."""
-        if group.given is None or not self._last.gives_copies:
-            return list(group.items[target])
-        return [
-            replace(item, source=self._last.whole_source(group.entry, item.source), there=None)
-            for item in group.items[target]
-        ]
+        items = group.items[target]
+        if group.given is None:
+            return list(items)
+        last = None if items[0].source is None else self._given_last[group.entry]
+        return [replace(item, source=last, there=None) for item in items]
 
     # ---- taking it in
 
     def _bring_up(self, target: int, follows: bool) -> None:
-        """Write the texts of the version before into the set that is a version behind, while others still search.
-
-        Or copy what is served, where a text has so many runs that this is less work.
-
-        From then on the set holds no version, whatever becomes of this one: steps are taken once.
-        """
+        """Write the texts of the version before into the set that is a version behind, while others still search."""
         if len(self._movers) == 1:
             return
-        behind, self._holds[target] = self._holds[target], 0
+        behind, self._holds[target] = self._holds[target], 0  # whatever becomes of it: steps are taken once
         for group in self._taken():
             group.is_up = follows and behind > 0 and behind == self._before and group.kept.text is not None
             if group.is_up and group.kept.cost_in_copied_bytes < group.size_bytes:
@@ -396,28 +372,23 @@ class VersionChanges:
     # ---- when it is switched to
 
     def commit(self, target: int, attempt: int) -> None:
-        """Move on what was kept: the version is switched to.
-
-        Args:
-            target: the set it went to.
-            attempt: its number, the same on all ranks.
-        """
+        """Move on what was kept: the version is switched to."""
         self._before, self._holds[target] = self._served, attempt
         self.follows = 0
         nothing = Changes(0, 0, 0, None, 0)
         for group in self._taken():
             group.kept, group.came = group.came if len(self._movers) > 1 else nothing, nothing
         for group in self._given():
-            if group.given is not None:
-                self._last.commit(group.entry, group.given, group.raw)
+            if group.given is not None and group.raw.text is not None:
+                group.given.write(self._given_last[group.entry], group.raw)
             group.sent = group.raw = nothing
-        self._last.end()
+        self._ahead.clear()
+        self._room = Room()
         self.follows = self._served = attempt
 
     def close(self) -> None:
         """Let go of what is kept."""
-        self._out, self._in, self._own, self.follows = {}, {}, [], 0
-        self._last.close()
+        self._out, self._in, self._own, self.follows, self._given_last = {}, {}, [], 0, {}
 
 
 def _groups(streams: Sequence[Mapping[int, Sequence[Item]]]) -> dict[int, list[_Group]]:

@@ -1,42 +1,41 @@
-"""How a rank of a subscriber gets its boxes from the ranks of a publisher: out of mapped memory, or over streams.
+"""How a rank of a subscriber gets its boxes from the ranks of a publisher: out of mapped memory, or over connections.
 
 ```
 rank of the publisher on this host     its snapshot is mapped; boxes are copied out of it
-on another host                        streams: connections, each with a share of the boxes (`stream_shares`)
+on another host                        the boxes come over the connection to it
 ```
 
-A subscriber of this host that shares what it has is a source as a publisher is, over streams alone.
-
-All ranks' snapshots are copied and all streams are received at the same time, each in a thread that lives as long as
-the fetch. Where one fails, all connections are ended, so that no other goes on, and what failed first is raised.
+All ranks' boxes are fetched at the same time, a rank's in a thread that lives as long as the fetch. Where one fails,
+all connections are ended, so that no other goes on, and what failed first is raised.
 """
 
 from __future__ import annotations
 
-import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
 
 from lowshard import dtypes
+from lowshard.box import Box
 from lowshard.checkpoint.crc import crc32
 from lowshard.comm.door import enter
 from lowshard.comm.interface import network_name
 from lowshard.errors import VerificationError
 from lowshard.kernels.change_text import Changes
 from lowshard.kernels.changes import ChangeBoxes
+from lowshard.reshard.reshard_move import Move
 from lowshard.reshard.reshard_plan import ReshardPlan
-from lowshard.reshard.stream_shares import TensorBoxes, shares_of
 from lowshard.reshard.tensor_layout import TensorLayout
 from lowshard.reshard.version_store import Memory, Place, places_of
 from lowshard.reshard.version_target import Target
 from lowshard.reshard.version_wire import (
     CHANGES_HEAD,
     DATA,
+    STALLED_S,
     WHOLE,
     Answer,
     Line,
@@ -45,24 +44,12 @@ from lowshard.reshard.version_wire import (
     Station,
     read_answer,
 )
-from lowshard.settings import CROSS_MEMORY, STREAMS
+from lowshard.settings import CROSS_MEMORY
 
-_MOST_STREAMS = 4
 _KEPT_PART = 4
 """Texts are kept of less than so small a part of what the boxes have."""
 ENTER_S = 5.0
 """How long a door of a publisher may take to let this rank in."""
-NEAR_S = 1.0
-"""How long one of a subscriber may, and how long it may say nothing: the publisher is there too."""
-
-
-def most_streams() -> int:
-    """Return how many streams there are from one rank at most; each has a thread, so none more than cores by default.
-
-    Raises:
-        CommError: LOWSHARD_STREAMS is none of its values.
-    """
-    return min(_MOST_STREAMS, len(os.sched_getaffinity(0))) if STREAMS.text() == "auto" else STREAMS.count()
 
 
 @dataclass
@@ -72,44 +59,57 @@ class Fetched:
     dense_bytes: int = 0
     received_bytes: int = 0
     changed_elems: int = 0
-    near_bytes: int = 0
 
     def add(self, other: Fetched) -> None:
         """Count what another part of the version has brought."""
         self.dense_bytes += other.dense_bytes
         self.received_bytes += other.received_bytes
         self.changed_elems += other.changed_elems
-        self.near_bytes += other.near_bytes
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """A version that is to be fetched.
-
-    Attributes:
-        number: of its snapshot.
-        target: by tensor, where it goes.
-        since: the snapshot that `served` holds; 0 to take all of the version.
-        served: where the version before is.
-        behind: the snapshot that `target` holds, the one before `since`; 0 where it holds none.
-    """
+    """A version that is to be fetched."""
 
     number: int
     target: Mapping[str, Target]
-    since: int = 0
+    since: int = 0  # the snapshot that `served` holds; 0 to take all of the version
     served: Mapping[str, Target] = field(default_factory=dict)
-    behind: int = 0
+    behind: int = 0  # the snapshot that `target` holds, the one before `since`; 0 where it holds none
+
+
+@dataclass(frozen=True)
+class _TensorBoxes:
+    """Boxes of one tensor, in the order in which they come."""
+
+    name: str  # of the tensor, in this job
+    src_name: str  # the publisher's name of it
+    src_boxes: tuple[Box, ...]  # in the array of the publisher's rank
+    dst_boxes: tuple[Box, ...]  # the same elements in this rank's array
+
+
+def _by_tensor(plan: ReshardPlan, moves: Iterable[Move]) -> tuple[_TensorBoxes, ...]:
+    """Return the boxes that moves from one rank to another bring; those without elements do not come."""
+    found: dict[int, list[Move]] = {}
+    for move in moves:
+        if move.elems:
+            found.setdefault(move.entry, []).append(move)
+    return tuple(
+        _TensorBoxes(
+            plan.entries[entry].name,
+            plan.entries[entry].src_name,
+            tuple(move.src_box for move in some),
+            tuple(move.dst_box for move in some),
+        )
+        for entry, some in found.items()
+    )
 
 
 Job = Callable[[], Fetched]
 
 
 class Source:
-    """The ranks of one publisher that have something for this rank; or of a subscriber that shares.
-
-    Attributes:
-        mark: of the publisher.
-    """
+    """The ranks of one publisher that have something for this rank."""
 
     def __init__(
         self,
@@ -119,43 +119,19 @@ class Source:
         have: Mapping[str, TensorLayout],
         plan: ReshardPlan,
         rank: int,
-        is_near: bool = False,
     ) -> None:
-        """Plan for a publisher; nothing is connected yet.
-
-        Args:
-            mark: of the publisher.
-            stations: its ranks.
-            token: of its doors.
-            have: its layouts.
-            plan: from its ranks to those of this job, which come behind.
-            rank: this one, in the plan.
-            is_near: it is a subscriber of this host.
-        """
+        """Plan for a publisher; nothing is connected yet."""
         self.mark = mark
-        most = most_streams()
         self._peers = [
-            _Peer(
-                peer,
-                stations[peer],
-                (mark, token),
-                places_of(have, peer)[0],
-                shares_of(plan, moves, most),
-                is_near,
-            )
+            _Peer(peer, stations[peer], (mark, token), places_of(have, peer)[0], boxes)
             for peer, moves in plan.for_rank(rank).receives.items()
+            if (boxes := _by_tensor(plan, moves))
         ]
 
     def fetch(self, wanted: Wanted) -> Fetched:
-        """Write a version's boxes into this rank's arrays; return what came. Where that fails, connections are closed.
-
-        Raises:
-            Lost: a rank of the publisher has gone, or its snapshot has.
-            VerificationError: what came is no text of changes.
-        """
+        """Write a version's boxes into this rank's arrays; where that fails, connections are closed."""
         try:
-            jobs = [job for peer in self._peers for job in peer.jobs(wanted)]
-            return _together(jobs, self.stop)
+            return _together([peer.job(wanted) for peer in self._peers], self.stop)
         except BaseException:
             self.close()
             raise
@@ -163,8 +139,8 @@ class Source:
     def stop(self) -> None:
         """Have a fetch that is under way fail soon. Any thread may call this."""
         for peer in self._peers:
-            for line in peer.lines:
-                line.stop()
+            if peer.line is not None:
+                peer.line.stop()
 
     def close(self) -> None:
         """Let go of connections and memory."""
@@ -173,11 +149,7 @@ class Source:
 
 
 class _Peer:
-    """A rank of the publisher, and what this rank gets from it.
-
-    Attributes:
-        lines: connections to it; the first one asks for mapped memory too, where the rank is on this host.
-    """
+    """A rank of the publisher, and what this rank gets from it."""
 
     def __init__(
         self,
@@ -185,39 +157,29 @@ class _Peer:
         station: Station,
         secrets: tuple[str, bytes],
         places: Mapping[str, Place],
-        shares: Sequence[Sequence[TensorBoxes]],
-        is_near: bool,
+        boxes: Sequence[_TensorBoxes],
     ) -> None:
-        self._is_near = is_near
-        self._rank, self._station, self._places, self._shares = rank, station, places, shares
+        self._rank, self._station, self._places, self._boxes = rank, station, places, boxes
         self._mark, self._token = secrets
         self._maps = False
         self._mapped: dict[tuple[int, int], Memory] = {}
-        self._streams: list[_Stream] = []
-        self.lines: list[Line] = []
+        self._stream: _Stream | None = None
+        self.line: Line | None = None
 
-    def jobs(self, wanted: Wanted) -> list[Job]:
-        """Connect where that is not so yet; return what is to be done to get a version's boxes, all at a time.
-
-        Raises:
-            Lost: the rank has gone, or its snapshot has.
-        """
-        if not self._shares:
-            return []
-        if not self.lines:
-            self._maps = not self._is_near and is_mapped(self._station.network)
+    def job(self, wanted: Wanted) -> Job:
+        """Connect where that is not so yet; return what is to be done to get a version's boxes."""
         try:
+            if self.line is None:
+                self._maps = self._station.network == network_name() and CROSS_MEMORY.choice() != "off"
+                self.line = self._connected()
             if self._maps:
-                memory = self._memory(wanted.number)
+                memory = self._memory(self.line, wanted.number)
                 if memory is not None:
-                    return [partial(self._of_this_rank, partial(self._copy, wanted, memory))]
+                    return partial(self._of_this_rank, partial(self._copy, wanted, memory))
                 self._maps = False
-            while len(self._streams) < len(self._shares):
-                at = len(self._streams)
-                self._streams.append(
-                    _Stream(self._line(at), self._mark, self._shares[at], self._places, wanted.target)
-                )
-            return [partial(self._of_this_rank, partial(stream.fetch, wanted)) for stream in self._streams]
+            if self._stream is None:
+                self._stream = _Stream(self.line, self._mark, self._boxes, self._places, wanted.target)
+            return partial(self._of_this_rank, partial(self._stream.fetch, wanted))
         except Lost as lost:
             raise self._named(lost) from lost
 
@@ -228,23 +190,16 @@ class _Peer:
             raise self._named(lost) from lost
 
     def _named(self, lost: Lost) -> Lost:
-        whose = "another subscriber" if self._is_near else "the publisher"
-        return Lost(f"rank {self._rank} of {whose}: {lost}")
+        return Lost(f"rank {self._rank} of the publisher: {lost}")
 
-    def _line(self, at: int) -> Line:
-        """Return a connection by its place, made where it is missing."""
-        if at == len(self.lines):
-            limit_s = NEAR_S if self._is_near else None
-            try:
-                made = enter(self._station.addresses, self._token, DATA, 0, limit_s or ENTER_S)
-                self.lines.append(Line(made, limit_s))
-            except ConnectionError as error:
-                raise Lost(str(error)) from error
-        return self.lines[at]
+    def _connected(self) -> Line:
+        try:
+            return Line(enter(self._station.addresses, self._token, DATA, 0, ENTER_S))
+        except ConnectionError as error:
+            raise Lost(str(error)) from error
 
-    def _memory(self, number: int) -> Memory | None:
+    def _memory(self, line: Line, number: int) -> Memory | None:
         """Return a snapshot mapped here, or None where it cannot be."""
-        line = self._line(0)
         line.say(Request("map", self._mark, number=number))
         answer = _here(line)
         key = answer.pid, answer.fd
@@ -260,7 +215,7 @@ class _Peer:
     def _copy(self, wanted: Wanted, memory: Memory) -> Fetched:
         """Copy the boxes out of mapped memory."""
         fetched = Fetched()
-        for boxes in (boxes for share in self._shares for boxes in share):
+        for boxes in self._boxes:
             place, into = self._places[boxes.src_name], wanted.target[boxes.name]
             for src_box, dst_box in zip(boxes.src_boxes, boxes.dst_boxes, strict=True):
                 values = place.part(memory.bytes, src_box)
@@ -272,9 +227,9 @@ class _Peer:
 
     def close(self) -> None:
         """Let go of connections and memory."""
-        for line in self.lines:
-            line.close()
-        self.lines, self._streams, self._mapped = [], [], {}
+        if self.line is not None:
+            self.line.close()
+        self.line, self._stream, self._mapped = None, None, {}
 
 
 class _Stream:
@@ -284,31 +239,24 @@ class _Stream:
         self,
         line: Line,
         mark: str,
-        share: Sequence[TensorBoxes],
+        boxes: Sequence[_TensorBoxes],
         places: Mapping[str, Place],
         target: Mapping[str, Target],
     ) -> None:
         """Say which boxes are meant, and how their changes are to be told."""
-        self._line, self._mark, self._share = line, mark, share
-        blocks = tuple(target[boxes.name].block_elems(boxes.dst_boxes) for boxes in share)
+        self._line, self._mark, self._boxes = line, mark, boxes
+        blocks = tuple(target[one.name].block_elems(one.dst_boxes) for one in boxes)
         self._changes = tuple(
-            ChangeBoxes(
-                boxes.dst_boxes, dtypes.get(places[boxes.src_name].dtype).itemsize_bytes, max(1, block)
-            )
-            for boxes, block in zip(share, blocks, strict=True)
+            ChangeBoxes(one.dst_boxes, dtypes.get(places[one.src_name].dtype).itemsize_bytes, max(1, block))
+            for one, block in zip(boxes, blocks, strict=True)
         )
         """By tensor, the boxes in this rank's array."""
         self._last = _Brought()
-        asked = tuple((boxes.src_name, boxes.src_boxes) for boxes in share)
+        asked = tuple((one.src_name, one.src_boxes) for one in boxes)
         line.say(Request("boxes", boxes=asked, blocks=blocks))
 
     def fetch(self, wanted: Wanted) -> Fetched:
-        """Receive the boxes of a version, or what differs in them from the version before.
-
-        Raises:
-            Lost: the other end has gone, or its snapshot has.
-            VerificationError: what came is no text of changes.
-        """
+        """Receive the boxes of a version, or what differs in them from the version before."""
         fetched = Fetched(dense_bytes=sum(kept.size_bytes for kept in self._changes))
         if not (wanted.since and self._take_changes(wanted, fetched)):
             self._take_whole(wanted, fetched)
@@ -319,26 +267,22 @@ class _Stream:
         self._line.say(Request("read", self._mark, number=wanted.number))
         _here(self._line)
         incoming = _Incoming(self._line)
-        for boxes, kept in zip(self._share, self._changes, strict=True):
+        for boxes, kept in zip(self._boxes, self._changes, strict=True):
             incoming.fill(wanted.target[boxes.name], kept, fetched)
         incoming.end()
 
     def _take_changes(self, wanted: Wanted, fetched: Fetched) -> bool:
-        """Receive what differs, and write it over what is served; return whether the publisher can tell.
-
-        What is written to is a version behind. It is brought up by the text of that version, while the publisher
-        searches, or what is served is copied over it.
-        """
+        """Receive what differs, and write it over what is served; return whether the publisher can tell."""
         self._line.say(Request("changes", self._mark, number=wanted.number, since=wanted.since))
         up = self._last.texts if self._last.leads(wanted.behind, wanted.since) else {}
         self._last = _Brought(wanted.since, wanted.number)
-        for boxes, kept in zip(self._share, self._changes, strict=True):
+        for boxes, kept in zip(self._boxes, self._changes, strict=True):
             if boxes.name in up:
                 wanted.target[boxes.name].write(kept, up[boxes.name])
-        if self._line.hear(read_answer, time.monotonic() + self._line.stalled_s).state != "here":
+        if self._line.hear(read_answer, time.monotonic() + STALLED_S).state != "here":
             return False
         incoming = _Incoming(self._line)
-        for boxes, kept in zip(self._share, self._changes, strict=True):
+        for boxes, kept in zip(self._boxes, self._changes, strict=True):
             units, gaps, lengths, changed = CHANGES_HEAD.unpack(incoming.take(CHANGES_HEAD.size))
             into = wanted.target[boxes.name]
             if units == WHOLE:
@@ -399,11 +343,7 @@ class _Incoming:
         self._crc = crc32(raw, self._crc)
 
     def end(self) -> None:
-        """Compare the checksum.
-
-        Raises:
-            Lost: it is another than the sender's, or the snapshot has gone meanwhile.
-        """
+        """Compare the checksum."""
         said = bytearray(4)
         self._line.receive(memoryview(said))
         _here(self._line)
@@ -411,28 +351,15 @@ class _Incoming:
             raise Lost("what came has another checksum than what was sent")
 
 
-def is_mapped(network: str) -> bool:
-    """Say whether snapshots of processes on a network are mapped, where they may be opened."""
-    return network == network_name() and CROSS_MEMORY.choice() != "off"
-
-
 def _here(line: Line) -> Answer:
-    answer: Answer = line.hear(read_answer, time.monotonic() + line.stalled_s)
+    answer: Answer = line.hear(read_answer, time.monotonic() + STALLED_S)
     if answer.state != "here":
         raise Lost("the snapshot is there no more")
     return answer
 
 
 def _together(jobs: Sequence[Job], stop: Callable[[], None]) -> Fetched:
-    """Do jobs at the same time, one of them in this thread; return what they have brought when all have ended.
-
-    Args:
-        jobs: each ends soon once `stop` was called.
-        stop: called when one has failed.
-
-    Raises:
-        BaseException: what failed first.
-    """
+    """Do jobs at the same time, one of them in this thread; return what they have brought when all have ended."""
     fetched, failed = Fetched(), list[BaseException]()
     lock = threading.Lock()
 

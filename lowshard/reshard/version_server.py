@@ -1,5 +1,4 @@
-"""The side of a publisher that answers: a thread at the doors, and one for each connection that was let in. The data
-part of it serves subscribers that share what they have too.
+"""The side of a publisher that answers: a thread at the doors, and one for each connection that was let in.
 
 Nothing here waits for a subscriber but the thread that answers it; `publish` never does.
 """
@@ -11,24 +10,22 @@ import os
 import selectors
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 from lowshard import dtypes
-from lowshard.box import Box, is_within
+from lowshard.box import is_within
 from lowshard.checkpoint.crc import crc32
 from lowshard.comm.door import Door, Guest
 from lowshard.errors import KernelError
 from lowshard.kernels.change_search import Room
 from lowshard.kernels.changes import ChangeBoxes
 from lowshard.reshard.shared_search import NOT_TOLD, SharedSearch
-from lowshard.reshard.version_store import Memory, Place
+from lowshard.reshard.version_store import Memory, Place, VersionStore
 from lowshard.reshard.version_wire import (
     CHANGES_HEAD,
     CONTROL,
     DATA,
-    STALLED_S,
     WANT_S,
     WHOLE,
     Answer,
@@ -36,7 +33,6 @@ from lowshard.reshard.version_wire import (
     Line,
     Lost,
     Request,
-    Station,
     Table,
     read_greeting,
     read_request,
@@ -65,54 +61,21 @@ class Member:
     version: int | None = None
 
 
-class Snapshot(Protocol):
-    """A version of a rank's tensors. `Memory` and `Held` are some."""
-
-    @property
-    def number(self) -> int:
-        """Which one is whole here, or 0."""
-
-    def runs(self, place: Place, box: Box, crc: int) -> Iterator[tuple[memoryview, int]]:
-        """Yield the bytes of a box of a tensor, with checksums."""
-
-
-class Store(Protocol):
-    """Where a rank's snapshots are. `VersionStore` and `Shelf` are some."""
-
-    @property
-    def places(self) -> Mapping[str, Place]:
-        """Where tensors lie in a snapshot."""
-
-    def find(self, number: int) -> Snapshot | None:
-        """Return a snapshot by number, where it is there."""
-
-
 @dataclass
 class _Lease:
-    """A member; the snapshot that is kept for it, and since when; the one that others of its group may take from it."""
+    """A member, and the snapshot that is kept for it."""
 
     member: Member
     number: int = 0
-    since_s: float = 0.0
-    group: str = ""
-    stations: tuple[Station, ...] = ()
-    holds: int = 0
-    given: int = 0
 
 
 @dataclass(frozen=True)
 class _Wanted:
-    """What a subscriber wants of a tensor.
-
-    Attributes:
-        place: where it lies.
-        changes: its boxes.
-        by_changes: what differs is looked for; else they always come whole.
-    """
+    """What a subscriber wants of a tensor."""
 
     place: Place
     changes: ChangeBoxes
-    by_changes: bool
+    by_changes: bool  # else they always come whole
 
 
 @dataclass
@@ -136,26 +99,6 @@ class Newest:
             self.version, self.number = version, number
             self.changed.notify_all()
 
-    def take_near(self, lease: _Lease) -> tuple[Station, ...]:
-        """Return the ranks of a member of the same group that has the newest snapshot, members in turn; or none."""
-        found = [one for one in self._beside(lease) if one.holds == self.number]
-        if not found:
-            return ()
-        chosen = min(found, key=lambda one: one.given)
-        chosen.given += 1
-        return chosen.stations
-
-    def is_on_its_way(self, lease: _Lease) -> bool:
-        """Say whether a member of the same group is taking the newest snapshot, and may soon share it."""
-        now_s = time.monotonic()
-        return any(
-            one.number == self.number and now_s - one.since_s < STALLED_S for one in self._beside(lease)
-        )
-
-    def _beside(self, lease: _Lease) -> list[_Lease]:
-        others = self.leases.values() if lease.group else ()
-        return [one for one in others if one is not lease and one.group == lease.group]
-
     def members(self) -> tuple[Member, ...]:
         """Return who is in touch."""
         with self.changed:
@@ -176,20 +119,12 @@ class VersionServer:
     def __init__(
         self,
         doors: Sequence[Door],
-        store: Store,
+        store: VersionStore,
         mark: str,
         newest: Newest | None = None,
         table: Table | None = None,
     ) -> None:
-        """Begin to answer.
-
-        Args:
-            doors: of this rank; closed with this.
-            store: this rank's snapshots.
-            mark: of the publisher.
-            newest: on rank 0, what is offered.
-            table: on rank 0, what subscribers are told.
-        """
+        """Begin to answer."""
         self._doors, self._store, self._mark = tuple(doors), store, mark
         self._newest, self._table = newest, table
         self._search = SharedSearch()
@@ -203,10 +138,7 @@ class VersionServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Let nobody in any more and end all connections. In a forked child they are left to the parent.
-
-        Closing twice is safe.
-        """
+        """Let nobody in any more and end all connections. In a forked child they are left to the parent."""
         if self._closing.is_set() or os.getpid() != self._pid:
             return
         self._closing.set()
@@ -279,13 +211,9 @@ class VersionServer:
                     line.say(self._offer(line, lease, request))
                 elif request.ask == "done":
                     with newest.changed:
-                        lease.number, lease.holds = 0, request.number
+                        lease.number = 0
                         lease.member = replace(lease.member, version=request.version)
                         newest.changed.notify_all()
-                elif request.ask == "shares":
-                    with newest.changed:
-                        lease.group, lease.stations = request.group, request.stations
-                        lease.holds = request.number
                 else:
                     raise Lost(f"asked for {request.ask!r} over a control connection")
         finally:
@@ -294,26 +222,18 @@ class VersionServer:
                 newest.changed.notify_all()
 
     def _offer(self, line: Line, lease: _Lease, request: Request) -> Answer:
-        """Return an offer of the newest version, kept from now on; or that there is none, after a while.
-
-        Where all of it is to come, members of a group wait for the first of them, and take it from who has it; but none
-        waits longer than it has asked for.
-        """
+        """Return an offer of the newest version, kept from now on; or that there is none, after a while."""
         newest, end_s = self._newest, time.monotonic() + min(WANT_S, request.wait_s)
         assert newest is not None
-        takes_all = not (request.since and self._store.find(request.since))
         with newest.changed:
             lease.number = 0
             while True:
                 left_s = end_s - time.monotonic()
-                is_last = left_s <= 0 and request.wait_s < WANT_S
                 if newest.version is not None and (
                     request.newer_than is None or newest.version > request.newer_than
                 ):
-                    near = newest.take_near(lease) if takes_all else ()
-                    if near or not takes_all or is_last or not newest.is_on_its_way(lease):
-                        lease.number, lease.since_s = newest.number, time.monotonic()
-                        return Answer("here", newest.version, newest.number, near)
+                    lease.number = newest.number
+                    return Answer("here", newest.version, newest.number)
                 if newest.closing:
                     return Answer("closed")
                 if left_s <= 0 or not line.is_quiet():
@@ -332,7 +252,7 @@ class VersionServer:
             found = self._store.find(request.number) if request.mark == self._mark else None
             if found is None:
                 line.say(Answer("gone"))
-            elif request.ask == "map" and isinstance(found, Memory):
+            elif request.ask == "map":
                 line.say(Answer("here", pid=os.getpid(), fd=found.fd, size_bytes=found.size_bytes))
             elif request.ask == "read":
                 line.say(Answer("here"))
@@ -340,9 +260,9 @@ class VersionServer:
                 for wanted in boxes:
                     crc = self._send_whole(line, found, wanted, crc)
                 self._end(line, found, request.number, crc)
-            elif request.ask == "changes" and isinstance(found, Memory):
+            elif request.ask == "changes":
                 base = self._store.find(request.since)
-                if not isinstance(base, Memory):
+                if base is None:
                     line.say(Answer("none"))
                     continue
                 line.say(Answer("here"))
@@ -351,7 +271,7 @@ class VersionServer:
             else:
                 raise Lost(f"asked for {request.ask!r} over a data connection")
 
-    def _end(self, line: Line, found: Snapshot, number: int, crc: int) -> None:
+    def _end(self, line: Line, found: Memory, number: int, crc: int) -> None:
         """Say the checksum of what was sent, and whether it was that snapshot until now."""
         line.send(memoryview(crc.to_bytes(4, "little")))
         line.say(Answer("here" if found.number == number else "gone"))
@@ -373,7 +293,7 @@ class VersionServer:
             found.append(_Wanted(place, kept, block > 0))
         return tuple(found)
 
-    def _send_whole(self, line: Line, found: Snapshot, wanted: _Wanted, crc: int) -> int:
+    def _send_whole(self, line: Line, found: Memory, wanted: _Wanted, crc: int) -> int:
         """Send a tensor's boxes one behind the other, each row-major; return the CRC-32 of all bytes so far."""
         for box in wanted.changes.boxes:
             for data, crc_so_far in found.runs(wanted.place, box, crc):
@@ -384,10 +304,7 @@ class VersionServer:
     def _send_changes(
         self, line: Line, found: Memory, number: int, base: Memory, since: int, boxes: Sequence[_Wanted]
     ) -> int:
-        """Send what differs from another snapshot, tensor by tensor; return the CRC-32 of all bytes.
-
-        That snapshot may be written over meanwhile. Then the tensors come whole.
-        """
+        """Send what differs from another snapshot, tensor by tensor; return the CRC-32 of all bytes."""
         crc, room = 0, Room()
         for wanted in boxes:
             told = NOT_TOLD

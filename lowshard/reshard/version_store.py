@@ -110,13 +110,7 @@ class Memory:
         self._number[0] = number
 
     def runs(self, place: Place, box: Box, crc: int) -> Iterator[tuple[memoryview, int]]:
-        """Yield the bytes of a box of a tensor, row-major, run by run, each with the CRC-32 of all bytes up to its end.
-
-        Args:
-            place: of the tensor.
-            box: of it.
-            crc: of the bytes before.
-        """
+        """Yield the bytes of a box, row-major, run by run, each with the CRC-32 (from `crc` on) up to its end."""
         part = place.part(self.bytes, box)
         if not part.flags.c_contiguous:
             yield from runs_of(part, crc)
@@ -145,11 +139,7 @@ class Memory:
 
     @classmethod
     def of_process(cls, pid: int, fd: int, size_bytes: int, mark: bytes) -> Memory:
-        """Map another process's snapshot to read from it.
-
-        Raises:
-            OSError: it is not there, may not be opened, or is something else.
-        """
+        """Map another process's snapshot to read from it."""
         opened = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
         try:
             if os.fstat(opened).st_size != size_bytes:
@@ -174,15 +164,7 @@ class VersionStore:
         copies: DeviceCopies,
         sums: bool = False,
     ) -> None:
-        """Make an empty store.
-
-        Args:
-            layouts: of all tensors.
-            rank: this rank.
-            mark: 16 bytes that tell this publisher from all others.
-            copies: fetch sources that lie on GPUs.
-            sums: take checksums as snapshots are filled.
-        """
+        """Make an empty store."""
         self._copies, self._takes_sums = copies, sums
         self.places, self.size_bytes = places_of(layouts, rank)
         self._mark = mark
@@ -190,16 +172,7 @@ class VersionStore:
         self._snapshots: list[Memory] = []
 
     def fill(self, sources: Mapping[str, Array], number: int, held: Collection[int]) -> None:
-        """Copy the sources into a snapshot that nobody reads.
-
-        Args:
-            sources: this rank's arrays by name.
-            number: of the new snapshot, above those before.
-            held: numbers that are read, or may be asked for.
-
-        Raises:
-            CommError: there is no memory for a snapshot.
-        """
+        """Copy the sources into a snapshot that nobody reads."""
         memory = self._free(held)
         sums: dict[int, int] = {}
         try:

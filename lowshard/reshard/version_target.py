@@ -14,16 +14,17 @@ from lowshard import dtypes
 from lowshard.box import Box, full_box, shape_of, slices_of
 from lowshard.errors import PlanError
 from lowshard.foreign_array import like, view_of
-from lowshard.kernels.buffer import allocate, is_gpu
+from lowshard.kernels.buffer import allocate, is_gpu, require_results_apart, twins_of
 from lowshard.kernels.change_text import Changes
 from lowshard.kernels.changes import ChangeBoxes
 from lowshard.kernels.staging import assign
+from lowshard.reshard.parameter_record import may_be_tied
 from lowshard.reshard.published_tensors import local_arrays
 from lowshard.reshard.tensor_layout import TensorLayout
 from lowshard.reshard.version_store import PIECE_BYTES, box_of, copy_bits, pieces_of
 from lowshard.transfer.changed_blocks import store_changed_blocks
 from lowshard.transfer.device_copies import DeviceCopies, filled_from
-from lowshard.transfer.transform_contract import ReshardTransform
+from lowshard.transfer.transform_contract import ReshardTransform, memory_of
 
 Array = Any
 RECEIVE_BYTES = 8 << 20
@@ -33,11 +34,7 @@ Receive = Callable[[memoryview], None]
 
 
 class ArrayTarget:
-    """An array in one of the two sets that versions take turns between. Any thread may call these.
-
-    Attributes:
-        array: written in place.
-    """
+    """An array in one of the two sets that versions take turns between. Any thread may call these."""
 
     def __init__(self, array: Array, copies: DeviceCopies) -> None:
         """Take an array; `copies` bring what comes to the GPU that it may lie on."""
@@ -60,10 +57,7 @@ class ArrayTarget:
             copy_bits(values, target)
 
     def receive(self, box: Box, receive: Receive) -> None:
-        """Put a box that comes row-major in its place: where it shall lie, or by way of other memory.
-
-        That is where it lies in many runs, or on a GPU.
-        """
+        """Put a box that comes row-major in its place: where it shall lie, or by way of other memory."""
         target = box_of(self.array, box)
         if is_gpu(target):
             self._copies.store(target, lambda room: receive(room.data))
@@ -80,11 +74,7 @@ class ArrayTarget:
             boxes.copy(served.array, self.array)
 
     def write(self, boxes: ChangeBoxes, changes: Changes) -> None:
-        """Write what differs.
-
-        Raises:
-            VerificationError: the text is none of these boxes.
-        """
+        """Write what differs."""
         there = _beside(self.array, changes, self._copies)
         with self._copies.current(self.array):
             boxes.write(self.array, there)
@@ -92,11 +82,7 @@ class ArrayTarget:
 
 @dataclass(frozen=True)
 class _Storing:
-    """A transform that stores tensors, and what brings what comes to the GPU that it stores on.
-
-    Attributes:
-        lock: held while the transform is called: several streams bring something for it.
-    """
+    """A transform that stores tensors, and what brings what comes to the GPU that it stores on."""
 
     transform: ReshardTransform
     copies: DeviceCopies
@@ -104,14 +90,7 @@ class _Storing:
 
 
 class StoredTarget:
-    """What a transform stores a tensor in, as `ArrayTarget`.
-
-    Args:
-        name: of the tensor.
-        dtype: in which it comes.
-        beside: an array, of no elements, where the transform takes what comes: on the host or on a GPU.
-        storing: the transform.
-    """
+    """What a transform stores a tensor in, as `ArrayTarget`."""
 
     def __init__(self, name: str, dtype: str, beside: Array, storing: _Storing) -> None:
         self._name, self._dtype, self._beside, self._storing = name, dtype, beside, storing
@@ -191,21 +170,18 @@ def _beside(array: Array, changes: Changes, copies: DeviceCopies) -> Changes:
 
 @dataclass(frozen=True)
 class TargetSet:
-    """One of the two sets of a rank that versions take turns between.
-
-    Attributes:
-        targets: where each tensor goes.
-        arrays: those that are arrays.
-        weights: what readers of the set are given.
-        copies: bring what comes to GPUs; of both sets.
-        transform: that stores the others, or None.
-    """
+    """One of the two sets of a rank that versions take turns between."""
 
     targets: Mapping[str, Target]
-    arrays: Mapping[str, Array]
     weights: Mapping[str, Any]
     copies: DeviceCopies
     transform: ReshardTransform | None
+
+    @property
+    def memory(self) -> list[tuple[str, Array]]:
+        """What is written, with the names of tensors."""
+        arrays = [(n, one.array) for n, one in self.targets.items() if isinstance(one, ArrayTarget)]
+        return arrays + [(n, array) for n, array in memory_of(self.transform) if n in self.targets]
 
     def begin(self) -> None:
         """Begin to write a version."""
@@ -226,20 +202,7 @@ def two_sets(
     rank: int,
     timeout_s: float,
 ) -> tuple[TargetSet, TargetSet]:
-    """Return a set over a rank's arrays and its transform, and one beside them.
-
-    Args:
-        layouts: of all tensors.
-        out: the rank's arrays; none of those that the transform stores.
-        transform: a ReshardTransform, or None.
-        rank: this rank.
-        timeout_s: deadline of each wait for a GPU.
-
-    Raises:
-        PlanError: it is no transform, has no twin, refuses a tensor, or takes it in another form than it comes in.
-        KernelError: it has no buffer for one.
-        BufferMismatchError: an array is not as its layout says.
-    """
+    """Return a set over a rank's arrays and its transform, and one beside them."""
     if transform is not None and not isinstance(transform, ReshardTransform):
         raise PlanError(f"transform is a ReshardTransform or None, got {type(transform).__name__}")
     stored = {} if transform is None else _stored(layouts, transform, rank)
@@ -250,15 +213,14 @@ def two_sets(
         )
     plain = {name: layout for name, layout in layouts.items() if name not in stored}
     first = local_arrays(plain, out, rank, writes=True)
-    second = {
-        name: allocate(a.shape, a.dtype, a) if is_gpu(a) else np.empty_like(a) for name, a in first.items()
-    }
+    second = twins_of(first, lambda a: allocate(a.shape, a.dtype, a) if is_gpu(a) else np.empty_like(a))
     shown = {name: like(array, out[name]) for name, array in second.items()}
     copies = DeviceCopies([*first.values(), *(one.beside for one in stored.values())], timeout_s)
-    return (
-        _set(first, {name: out[name] for name in first}, copies, transform, stored),
-        _set(second, shown, copies, _twin_of(transform), stored),
+    made = _set(first, {name: out[name] for name in first}, copies, transform, stored)
+    require_results_apart(
+        made.memory, rank, lambda a, b: may_be_tied(a, b) and layouts[a].tiles(rank) == layouts[b].tiles(rank)
     )
+    return made, _set(second, shown, copies, _twin_of(transform), stored)
 
 
 def _twin_of(transform: ReshardTransform | None) -> ReshardTransform | None:
@@ -311,9 +273,9 @@ def _set(
 ) -> TargetSet:
     targets: dict[str, Target] = {name: ArrayTarget(array, copies) for name, array in arrays.items()}
     if transform is None:
-        return TargetSet(targets, arrays, weights, copies, None)
+        return TargetSet(targets, weights, copies, None)
     storing, held = _Storing(transform, copies), transform.refit_weights()
     for name, (layout, beside) in stored.items():
         targets[name] = StoredTarget(name, layout.dtype, beside, storing)
     shown = {**weights, **{name: held[name] for name in stored if name in held}}
-    return TargetSet(targets, arrays, shown, copies, transform)
+    return TargetSet(targets, shown, copies, transform)

@@ -1,10 +1,9 @@
 """What a publisher and its subscribers say to each other: a length and JSON, over a connection let in by a door.
 
-Control, to rank 0 of the publisher: greeting -> table; shares, where others of a host may take versions from the
-subscriber; then, again and again, want -> offer, done.
+Control, to rank 0 of the publisher: greeting -> table; then, again and again, want -> offer, done.
 Data, to each rank that has something: map -> where a snapshot lies; or boxes, then read, or changes since another
 snapshot -> bytes and their CRC-32. What differs comes tensor by tensor: a head, then a text of changes
-(`kernels.change_text`), or all of the tensor's boxes where that is less. A subscriber that shares answers read alone.
+(`kernels.change_text`), or all of the tensor's boxes where that is less.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ class Greeting:
 
 @dataclass(frozen=True)
 class Station:
-    """Where a rank of a publisher is reached, or of a subscriber that shares."""
+    """Where a rank of a publisher is reached."""
 
     addresses: tuple[str, ...]
     network: str
@@ -70,55 +69,28 @@ class Table:
 
 @dataclass(frozen=True)
 class Request:
-    """What a subscriber asks; of the fields those that belong to `ask` count.
+    """What a subscriber asks; of the fields those that belong to `ask` count."""
 
-    Attributes:
-        ask: "want", "done", "shares", "map", "boxes", "read" or "changes".
-        mark: of the publisher that is meant; its ranks refuse another's.
-        newer_than: want: the version that the subscriber has of this publisher.
-        wait_s: want: how long to wait for one; WANT_S at most.
-        number: done, shares, map, read, changes: of the snapshot; shares: 0 where it has none.
-        since: want, changes: of the snapshot that the subscriber has; 0 where all of a version is to come.
-        version: done: what the subscriber serves now.
-        group: shares: the same for those who may take from each other: of one host, with the same layouts.
-        stations: shares: where they reach the subscriber's ranks.
-        boxes: boxes: for each tensor its name and boxes of the rank's local array, in the order of the stream.
-        blocks: boxes: for each tensor, of how many elements a unit of its changes is made; 0 where it always comes
-            whole; without them it is an element.
-    """
-
-    ask: str
-    mark: str = ""
-    newer_than: int | None = None
-    wait_s: float = WANT_S
-    number: int = 0
-    since: int = 0
-    version: int | None = None
-    group: str = ""
-    stations: tuple[Station, ...] = ()
+    ask: str  # "want", "done", "map", "boxes", "read" or "changes"
+    mark: str = ""  # of the publisher that is meant; its ranks refuse another's
+    newer_than: int | None = None  # want: the version that the subscriber has of this publisher
+    wait_s: float = WANT_S  # want: how long to wait for one; WANT_S at most
+    number: int = 0  # done, map, read, changes: of the snapshot
+    since: int = 0  # changes: of the snapshot that the subscriber has
+    version: int | None = None  # done: what the subscriber serves now
+    # boxes: for each tensor its name and boxes of the rank's local array, in the order of the stream
     boxes: tuple[tuple[str, tuple[Box, ...]], ...] = ()
-    blocks: tuple[int, ...] = ()
+    blocks: tuple[int, ...] = ()  # boxes: elements of a unit of changes; 0: always whole; default 1
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a publisher answers.
+    """What a publisher answers."""
 
-    Attributes:
-        state: "here", "none" (no newer version yet), "gone" (this snapshot is no more, or was never here) or "closed".
-        version: here, to want.
-        number: here, to want: of its snapshot, which stays until done.
-        near: here, to want: where all of it is to come, ranks of another subscriber of the group, which has it.
-        pid: here, to map: process, descriptor and bytes of the snapshot.
-        fd: the same.
-        size_bytes: the same.
-    """
-
-    state: str
-    version: int = 0
-    number: int = 0
-    near: tuple[Station, ...] = ()
-    pid: int = 0
+    state: str  # "here", "none" (nothing newer yet), "gone" (no such snapshot) or "closed"
+    version: int = 0  # here, to want
+    number: int = 0  # here, to want: of its snapshot, which stays until done
+    pid: int = 0  # here, to map: process, descriptor and bytes of the snapshot
     fd: int = 0
     size_bytes: int = 0
 
@@ -142,40 +114,22 @@ class Lost(Exception):
 
 
 class Line:
-    """A connection whose ends know each other; one thread at an end uses it.
+    """A connection whose ends know each other; one thread at an end uses it."""
 
-    Limits of time are the kernel's: with those of Python each piece would be asked for twice.
-
-    Attributes:
-        connection: closed with this.
-        stalled_s: how long nothing may move amid a message.
-    """
-
-    def __init__(self, connection: socket.socket, stalled_s: float | None = None) -> None:
-        self.connection, self.stalled_s = connection, STALLED_S if stalled_s is None else stalled_s
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
         self._limits_s: dict[int, float] = {}
         self._pid = os.getpid()
         connection.setblocking(True)
         tune(connection, _UNCONFIRMED_S)
 
     def say(self, message: Any) -> None:
-        """Send a message.
-
-        Raises:
-            Lost: it did not go out.
-        """
+        """Send a message."""
         text = text_of(message).encode()
         self.send(memoryview(_LENGTH.pack(len(text)) + text))
 
     def hear(self, read: Reader[Any], until_s: float | None = None) -> Any:
-        """Return the next message, by its reader.
-
-        Args:
-            until_s: of time.monotonic(): when its first byte must have come; None waits as long as the other end lives.
-
-        Raises:
-            Lost: the other end has gone or stalls, or said what is not a message.
-        """
+        """Return the next message, by its reader."""
         head = bytearray(_LENGTH.size)
         self._receive_first(memoryview(head)[:1], until_s)
         self.receive(memoryview(head)[1:])
@@ -191,14 +145,14 @@ class Line:
 
     def send(self, data: memoryview) -> None:
         """Send bytes."""
-        self._limit(socket.SO_SNDTIMEO, self.stalled_s)
+        self._limit(socket.SO_SNDTIMEO, STALLED_S)
         with _lost():
             while data:  # sendall would count the limit over all of it
                 data = data[self.connection.send(data) :]
 
     def receive(self, data: memoryview) -> None:
         """Fill memory with what comes next."""
-        self._limit(socket.SO_RCVTIMEO, self.stalled_s)
+        self._limit(socket.SO_RCVTIMEO, STALLED_S)
         end = len(data) - WAKE_BYTES
         if end >= WAKE_BYTES:
             self._wake_at(WAKE_BYTES)
@@ -233,8 +187,9 @@ class Line:
     def _limit(self, option: int, limit_s: float) -> None:
         """Limit how long nothing may move, in seconds; 0 for ever."""
         if self._limits_s.get(option) != limit_s:
+            timeval = struct.pack("ll", int(limit_s), int(limit_s % 1 * 1_000_000))
             with _lost():
-                self.connection.setsockopt(socket.SOL_SOCKET, option, _timeval(limit_s))
+                self.connection.setsockopt(socket.SOL_SOCKET, option, timeval)
             self._limits_s[option] = limit_s
 
     def is_quiet(self) -> bool:
@@ -248,10 +203,7 @@ class Line:
         return False
 
     def stop(self) -> None:
-        """End the connection; whoever waits on either end hears of it. Any thread may call this.
-
-        A forked child ends nothing: it has a descriptor of what its parent goes on with.
-        """
+        """End the connection; whoever waits on either end hears of it. Any thread may call this."""
         if os.getpid() == self._pid:
             with contextlib.suppress(OSError):
                 self.connection.shutdown(socket.SHUT_RDWR)
@@ -269,10 +221,6 @@ def _lost() -> Iterator[None]:
         yield
     except OSError as error:
         raise Lost(_words(error)) from error
-
-
-def _timeval(limit_s: float) -> bytes:
-    return struct.pack("ll", int(limit_s), int(limit_s % 1 * 1_000_000))
 
 
 def _words(error: OSError) -> str:

@@ -20,12 +20,7 @@ _COMMIT, _ABORT = 1, 2
 
 
 class Vote:
-    """The decisions of a group, attempt after attempt.
-
-    Collective: all ranks of the communicator make it. The ranks of each host have a word of their own: survivors of one
-    host decide alike, those of different hosts may differ after a death within the vote. Where ranks share no memory
-    (plain MPI, GPUs without a host communicator) each rank's own view decides.
-    """
+    """The decisions of a group, attempt after attempt: survivors of one host decide alike, by a word they share."""
 
     def __init__(self, comm: Communicator) -> None:
         control = comm.control
@@ -60,11 +55,7 @@ class Vote:
 
 
 def version_number(version: object) -> int:
-    """Return a version as a Python integer.
-
-    Raises:
-        PlanError: it is not an integer, negative, or does not fit 63 bits.
-    """
+    """Return a version as a Python integer."""
     try:
         number = -1 if isinstance(version, (bool, np.bool_)) else index(version)  # type: ignore[arg-type]
     except TypeError:

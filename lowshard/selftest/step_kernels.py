@@ -13,9 +13,8 @@ import numpy as np
 from lowshard import dtypes, kernels
 from lowshard.box import Box
 from lowshard.kernels import MXFP8Tensor, reference
-from lowshard.kernels.block_digests import LINE_BYTES, BlockDigests, new_key, plain_digests
 from lowshard.kernels.change_search import Room
-from lowshard.kernels.change_text import Changes, values_of
+from lowshard.kernels.change_text import values_of
 from lowshard.kernels.changes import ChangeBoxes
 from lowshard.kernels.plain import PlainEngine
 from lowshard.kernels.reference import Elem, Mode
@@ -188,7 +187,7 @@ def _optimizers(xp: ModuleType, tally: Tally) -> None:
 
 
 def _changes(xp: ModuleType, tally: Tally) -> None:
-    """Find what differs between two arrays, by comparing and by digests, and write it into a third."""
+    """Find what differs between two arrays, and write it into a third."""
     boxes = _BOXES[:2]
     for dtype, block in (("uint8", 1), ("bfloat16", 1), ("float32", 1), ("float64", 1), ("bfloat16", 32)):
         old = hard((67, 352), dtype, "changes")
@@ -201,28 +200,14 @@ def _changes(xp: ModuleType, tally: Tally) -> None:
             before, after = (_units(array, boxes, made.unit_bytes) for array in (old, new))
             places = np.flatnonzero((before != after).any(axis=1))
             found = made.find(put(xp, new), put(xp, old), Room(), False)
-            _told(tally, what, made, found, places, after)
+            tally.same(f"{what}, places", made.places(found, made.unit_bytes), places)
+            tally.same(f"{what}, values", values_of(found, made.unit_bytes), after[places])
             out, wanted = put(xp, old), old.copy()
             made.write(out, found)
             for box in boxes:
                 part = tuple(slice(*span) for span in box)
                 wanted[part] = new[part]
             tally.same(f"{what}, written", out, wanted)
-            if made.unit_bytes % LINE_BYTES:
-                continue
-            kept = BlockDigests(new_key(made.unit_bytes), put(xp, np.zeros(made.units, np.uint64)))
-            made.find_by_digests(put(xp, old), kept, Room(), False, is_first=True)
-            tally.same(f"{what}, digests", kept.values, plain_digests(before, kept.key))
-            found = made.find_by_digests(put(xp, new), kept, Room(), False)
-            tally.same(f"{what}, digests after", kept.values, plain_digests(after, kept.key))
-            _told(tally, f"{what}, by digests", made, found, places, after)
-
-
-def _told(
-    tally: Tally, what: str, boxes: ChangeBoxes, found: Changes, places: np.ndarray, units: np.ndarray
-) -> None:
-    tally.same(f"{what}, places", boxes.places(found, boxes.unit_bytes), places)
-    tally.same(f"{what}, values", values_of(found, boxes.unit_bytes), units[places])
 
 
 def _units(x: np.ndarray, boxes: Sequence[Box], unit_bytes: int) -> np.ndarray:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import tempfile
 from itertools import product
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -27,6 +27,7 @@ _COLS_EACH = 96
 """Columns of a rank: whole blocks of 32."""
 _NAMES = ("w1", "w2")
 _VERSIONS = (1, 2, 3)
+_DELTAS: tuple[Literal["off", "auto"], ...] = "off", "auto"
 
 
 def run(setting: Setting, tally: Tally) -> None:
@@ -45,22 +46,21 @@ def refit_everything(comm: Communicator, tally: Tally) -> None:
 
 def _push_everything(comm: Communicator, tally: Tally) -> None:
     mesh, whole_shape = DeviceMesh((comm.size,), ("tp",)), (_ROWS, _COLS_EACH * comm.size)
-    for on_send, base in product((None, False, True), (None, "copy", "digests")):
+    for on_send, delta in product((None, False, True), _DELTAS):
         # Rows to columns where bits move as they are; blocks of 32 lie along the columns and stay whole by rows.
         src = Layout(mesh, whole_shape, "bfloat16", (Sharded(0),))
         dst = Layout(mesh, whole_shape, "bfloat16", (Sharded(0) if on_send else Sharded(1),))
         plan = build_reshard_plan(dict.fromkeys(_NAMES, src), dict.fromkeys(_NAMES, dst))
         mine = {name: comm.empty(src.local_shape(comm.rank), "bfloat16") for name in _NAMES}
         shape = dst.local_shape(comm.rank)
-        delta: Any = {} if base is None else {"delta": "auto", "base": base}
         if on_send is None:
             out = {name: comm.empty(shape, "bfloat16") for name in _NAMES}
-            refit = Refit(plan, comm, mine, out, **delta)
+            refit = Refit(plan, comm, mine, out, delta=delta)
         else:
             how = MXFP8ReshardTransform(_NAMES, _rooms(comm, shape), convert_on_send=on_send)
-            refit = Refit(plan, comm, mine, {}, how, **delta)
+            refit = Refit(plan, comm, mine, {}, how, delta=delta)
         way = {None: "plain", False: "MXFP8 by the receiver", True: "MXFP8 by the sender"}[on_send]
-        way += "" if base is None else f", what changed, by {base}"
+        way += "" if delta == "off" else ", what changed"
         with refit:
             for version in _VERSIONS:
                 for name in _NAMES:

@@ -53,12 +53,7 @@ class Part(NamedTuple):
 
 
 def buckets_of(parts: Iterable[Sequence[Part]], limit_bytes: int) -> tuple[Bucket, ...]:
-    """Return the buckets of one stream.
-
-    Args:
-        parts: in the order of the wire; several in one sequence stay together in one bucket, which they fit into.
-        limit_bytes: size of a bucket; a piece is never larger, unless one element is.
-    """
+    """Return the buckets of one stream."""
     found: list[Bucket] = []
     pieces: list[Piece] = []
     at = 0
@@ -83,14 +78,7 @@ def buckets_of(parts: Iterable[Sequence[Part]], limit_bytes: int) -> tuple[Bucke
 def bands_of(
     item: Item, shapes: Sequence[tuple[int, ...]], sizes: Sequence[int], limit_bytes: int
 ) -> list[list[Part]]:
-    """Return the parts of arrays that travel together: bands of the same rows of each, where they have as many.
-
-    Args:
-        item: that they travel for.
-        shapes: of the arrays.
-        sizes: their bytes.
-        limit_bytes: size of a bucket.
-    """
+    """Return the parts of arrays that travel together: bands of the same rows of each, where they have as many."""
     rows = {shape[0] if shape else 0 for shape in shapes}
     count = rows.pop()
     if len(shapes) > 1 and not rows and count and all(sizes):

@@ -14,19 +14,7 @@ from lowshard.transfer.transform_contract import ReshardTransform
 def store_changed_blocks(
     transform: ReshardTransform, name: str, dtype: str, boxes: BoxUnits, changes: Changes, unit_bytes: int
 ) -> None:
-    """Have a transform store the blocks that differ.
-
-    Args:
-        transform: that stores the tensor.
-        name: the rank's name of it.
-        dtype: of the tensor, as its source has it.
-        boxes: of the rank's array.
-        changes: of them.
-        unit_bytes: of a block, as it travels.
-
-    Raises:
-        VerificationError: the text is none of these boxes.
-    """
+    """Have a transform store the blocks that differ."""
     places = boxes.places(changes, unit_bytes)
     came = values_of(changes, unit_bytes)
     first = 0

@@ -22,12 +22,7 @@ Key = tuple[int, Box, bool]
 
 
 class Conversion:
-    """One rank's transform at work.
-
-    Args:
-        transform: which.
-        xp: the array module of the buffers.
-    """
+    """One rank's transform at work."""
 
     def __init__(self, transform: ReshardTransform, xp: Any) -> None:
         self.transform, self._xp = transform, xp
@@ -71,13 +66,7 @@ class Conversion:
     # ---- giving
 
     def put(self, pieces: Sequence[Piece], slot: Array, past_caches: bool) -> None:
-        """Have pieces that belong together made in a bucket.
-
-        Args:
-            pieces: of one item.
-            slot: the bucket, uint8.
-            past_caches: whether it is better written past the caches.
-        """
+        """Have pieces that belong together made in a bucket."""
         item: Item = pieces[0].item
         box = self._box_of(pieces, item.sent)
         if box is not None and self._serves_one(item):
@@ -124,12 +113,7 @@ class Conversion:
     # ---- taking
 
     def get(self, pieces: Sequence[Piece], slot: Array) -> None:
-        """Give the transform what pieces that belong together have brought.
-
-        Args:
-            pieces: of one item.
-            slot: the bucket, uint8.
-        """
+        """Give the transform what pieces that belong together have brought."""
         item: Item = pieces[0].item
         box = self._box_of(pieces, item.got)
         if box is not None:

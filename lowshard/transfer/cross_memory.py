@@ -85,17 +85,7 @@ def _read_apart(
 def read_across(
     pid: int, columns: Any, item: int, src_base: int, dst_base: int, vectors: int, scratch: int
 ) -> int:
-    """Copy every run of a table out of another process's memory; 0, or 1 where a read fails.
-
-    Args:
-        pid: the process.
-        columns: of a `RunTable`.
-        item: bytes of its elements.
-        src_base: what its source offsets count from, there.
-        dst_base: what its target offsets count from, here.
-        vectors: address of VECTORS_WORDS int64.
-        scratch: address of SCRATCH_BYTES, on a cache line.
-    """
+    """Copy every run of a table out of another process's memory; 0, or 1 where a read fails."""
     outer = (columns.shape[0] - FIRST_DIM) // 3
     for box in range(columns.shape[1]):
         run, count, src_step, dst_step, planes = item * columns[RUN, box], 1, 0, 0, 1

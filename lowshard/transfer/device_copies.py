@@ -28,17 +28,7 @@ Part = Callable[[np.ndarray], None]
 
 
 class DeviceCopies:
-    """Copies to and from arrays on GPUs, on a stream of their own for each GPU, behind what `follow` was told of.
-
-    `follow` is called by one thread, and the rest by any, also at the same time.
-
-    Args:
-        arrays: those on GPUs tell which GPUs there are; with none of these nothing is ever asked for.
-        timeout_s: deadline of each wait for a GPU.
-
-    Raises:
-        DependencyError: CuPy is missing.
-    """
+    """Copies to and from arrays on GPUs, on a stream of their own for each GPU, behind what `follow` was told of."""
 
     def __init__(self, arrays: Iterable[Array], timeout_s: float) -> None:
         on_gpus = [array for array in arrays if is_gpu(array)]
@@ -48,22 +38,8 @@ class DeviceCopies:
             for device in {binding.device(array) for array in on_gpus}:
                 self._gpus[device] = _Gpu(binding.of_device(device), device, timeout_s)
 
-    @property
-    def has_gpus(self) -> bool:
-        """Whether an array lies on a GPU."""
-        return bool(self._gpus)
-
     def follow(self, stream: Stream = None) -> None:
-        """Have copies from now on come behind what has been put on a stream. The host waits for nothing.
-
-        Args:
-            stream: of CuPy, torch, any with `__cuda_stream__`, or an address; by default CuPy's current one of each
-                GPU.
-
-        Raises:
-            StreamError: it is no stream, or of another GPU; a stream, and no array lies on a GPU.
-            CommError: the GPU has failed.
-        """
+        """Have copies from now on come behind what has been put on a stream. The host waits for nothing."""
         if stream is not None and not self._gpus:
             raise StreamError("stream= is for GPU arrays, and none of these lies on a GPU; leave it out")
         for gpu in self._gpus.values():
@@ -71,13 +47,7 @@ class DeviceCopies:
 
     @contextmanager
     def current(self, array: Array) -> Iterator[None]:
-        """Make the stream of copies current on the GPU of an array, so that kernels over it come in their order.
-
-        Of an array in host memory it does nothing.
-
-        Raises:
-            CommError: CUDA refuses what is done within.
-        """
+        """Make the stream of copies current on the GPU of an array, so that kernels over it come in their order."""
         if not is_gpu(array):
             yield
             return
@@ -85,12 +55,7 @@ class DeviceCopies:
             yield
 
     def store(self, target: Array, fill: Part) -> None:
-        """Fill an array on a GPU. It returns when the last bytes have been given, and may still be under way.
-
-        Args:
-            target: of any strides; with gaps there is memory of its size for the time of the call.
-            fill: writes the next bytes, to each memory that it is given.
-        """
+        """Fill an array on a GPU. It returns when the last bytes have been given, and may still be under way."""
         with self.current(target):
             whole = target if target.flags.c_contiguous else allocate(target.shape, target.dtype, target)
             self._gpus[target.device.id].run(whole, fill, stores=True)
@@ -98,12 +63,7 @@ class DeviceCopies:
                 assign(target, whole)
 
     def fetch(self, source: Array, take: Part) -> None:
-        """Have an array on a GPU read: `take` is given its bytes, once what was queued before has been done.
-
-        Args:
-            source: of any strides.
-            take: reads the next bytes.
-        """
+        """Have an array on a GPU read: `take` is given its bytes, once what was queued before has been done."""
         with self.current(source):
             whole = source if source.flags.c_contiguous else contiguous(source)
             self._gpus[source.device.id].run(whole, take, stores=False)
@@ -116,12 +76,7 @@ class DeviceCopies:
         return made
 
     def wait(self) -> None:
-        """Wait until no copy is under way.
-
-        Raises:
-            CommError: the GPU has failed.
-            TimedOut: a stream did not get to the copies in time.
-        """
+        """Wait until no copy is under way."""
         for gpu in self._gpus.values():
             gpu.wait()
 

@@ -53,16 +53,7 @@ def reads_peers(program: Program) -> bool:
 
 
 def run(program: Program, local: Array | None, out: Array | None, comm: Communicator) -> None:
-    """Fill a rank's result from all ranks' arrays.
-
-    Collective: all ranks of the communicator call this, if the exchange moves a byte.
-
-    Args:
-        program: this rank's side.
-        local: its array; None outside the source mesh.
-        out: its result, C-contiguous, apart from local; None outside the destination mesh.
-        comm: what moves the bytes.
-    """
+    """Fill a rank's result from all ranks' arrays."""
     if not program.moves:
         _Run(program, local, out, comm, 1, SENT).take(0)
     elif reads_peers(program):
@@ -151,12 +142,7 @@ class _Run:
         self._comm.carry(send, gives.counts, gives.displs, self.received, takes.counts, takes.displs)
 
     def take(self, number: int, received_is_placed: bool = False) -> None:
-        """Put the boxes of a round in their places.
-
-        Args:
-            number: of the round.
-            received_is_placed: what came in messages is in its place already.
-        """
+        """Put the boxes of a round in their places."""
         program, out = self._program, self._out
         if out is None or program.fill_op is not None:
             return
@@ -298,10 +284,7 @@ def _by_messages(program: Program, local: Array | None, out: Array | None, comm:
 
 
 def _direct(program: Program, of: int) -> tuple[list[int] | None, list[int] | None]:
-    """Return where in its flat array a rank's messages begin, and where in its flat result those to it; kept.
-
-    None where not every message is a single run in memory, so that something must be packed or unpacked.
-    """
+    """Return where in its flat array a rank's messages begin, and where in its flat result those to it; kept."""
     if of > 1:
         return None, None
     found: tuple[list[int] | None, list[int] | None] | None = program.kept.get("direct")

@@ -22,11 +22,7 @@ _LEAST_SHARE = 0.9
 
 
 def settle(arrays: Iterable[Array]) -> int:
-    """Put arrays of the host into huge pages where they fill them, alone or together; return the bytes of these pages.
-
-    Takes some 0.3 ms a MB the first time. Where the system has none to give, or its administrator wants none, pages
-    stay as they are.
-    """
+    """Put arrays of the host into huge pages that they fill, alone or together; return the bytes of these."""
     page_bytes = _huge_page_bytes()
     if not page_bytes or HUGE_PAGES.choice() == "off":
         return 0

@@ -17,47 +17,26 @@ Format = tuple[str, tuple[int, ...]]
 
 @dataclass(eq=False, slots=True)
 class Item:
-    """One box that one rank gives another, or itself, as one of the two knows it.
+    """One box that one rank gives another, or itself, as one of the two knows it."""
 
-    Attributes:
-        number: the same on both sides.
-        name: of the tensor, for errors.
-        src_box: in the giver's array.
-        dst_box: in the taker's array.
-        dtype: of the tensor.
-        source: the giver's array; None on the other side.
-        target: the taker's array; None on the other side, or where a transform stores what comes.
-        src_name: what the giver calls it.
-        dst_name: what the taker calls it.
-        makes: whether this rank's transform makes what travels.
-        stores: whether it stores what comes.
-        is_plain: whether the transform lets the box travel as it is.
-        hands_on: whether the giver has got it itself, in this run.
-        turn: items of a later turn are given when those of the earlier ones have come.
-        array: which of the giver's published arrays has it.
-        there: where it lies in that, from its begin; None where it is not to be read in place.
-        sent: what travels, as the giver says; empty where that is not known here.
-        got: what travels, as the taker says.
-    """
-
-    number: int
+    number: int  # the same on both sides
     name: str
-    src_box: Box
-    dst_box: Box
+    src_box: Box  # in the giver's array
+    dst_box: Box  # in the taker's array
     dtype: str
-    source: Array = None
-    target: Array = None
+    source: Array = None  # the giver's array; None on the other side
+    target: Array = None  # the taker's array; None on the other side, or where a transform stores what comes
     src_name: str = ""
     dst_name: str = ""
-    makes: bool = False
-    stores: bool = False
-    is_plain: bool = False
-    hands_on: bool = False
-    turn: int = 0
-    array: int = 0
-    there: Span | None = None
-    sent: tuple[Format, ...] = ()
-    got: tuple[Format, ...] = ()
+    makes: bool = False  # whether this rank's transform makes what travels
+    stores: bool = False  # whether it stores what comes
+    is_plain: bool = False  # whether the transform lets the box travel as it is
+    hands_on: bool = False  # whether the giver has got it itself, in this run
+    turn: int = 0  # items of a later turn are given when those of the earlier ones have come
+    array: int = 0  # which of the giver's published arrays has it
+    there: Span | None = None  # where it lies in that; None where it is not to be read in place
+    sent: tuple[Format, ...] = ()  # what travels, as the giver says; empty where that is not known here
+    got: tuple[Format, ...] = ()  # what travels, as the taker says
 
     @property
     def is_converted(self) -> bool:

@@ -47,28 +47,7 @@ ranks are, and what goes through memory is read once and written once, as by a c
 
 
 class Mover:
-    """Items made ready to be moved again and again: addresses looked up, buckets laid out, memory set aside.
-
-    Collective: all ranks of the communicator make it and run it together.
-
-    Args:
-        comm: the communicator.
-        gives: what this rank gives others.
-        takes: what it takes of them.
-        keeps: what it has for itself.
-        published: its arrays, as `Item.array` counts them; None for what is not to be read in place.
-        conversion: its transform, or None.
-        errors: keeps what goes wrong on this rank; who makes the mover raises it on all ranks.
-        by_memory: whether peers in reach go by memory; otherwise all goes in messages.
-        in_place: whether what can be read where it lies is.
-        checksums: a checksum goes with every piece.
-        staging_bytes: bound on the memory for buckets.
-        like: another one over the same communicator, whose memory for buckets is used if it fits: they never run at
-            once.
-
-    Raises:
-        CommError: a rank has no memory for its buckets; on all ranks.
-    """
+    """Items made ready to be moved again and again: addresses looked up, buckets laid out, memory set aside."""
 
     def __init__(
         self, comm: Communicator, gives: Streams, takes: Streams, keeps: Sequence[Item],
@@ -123,10 +102,7 @@ class Mover:
     def _look(
         self, gives: Streams, takes: Streams, published: Sequence[Array | None]
     ) -> tuple[Streams, Streams]:
-        """Find what is read where it lies; return the rest.
-
-        Collective: all ranks of the communicator call this.
-        """
+        """Find what is read where it lies; return the rest."""
         comm, reach = self._comm, self._comm.reach
         self._reads = True
         with comm.turn("a reshard"):
@@ -203,10 +179,7 @@ class Mover:
     # ---- what goes in rounds
 
     def _lay_out(self, gives: Streams, takes: Streams, shares: bool, like: Mover | None) -> None:
-        """Decide which bucket goes in which round, and set memory aside.
-
-        Collective: all ranks of the communicator call this.
-        """
+        """Decide which bucket goes in which round, and set memory aside."""
         comm = self._comm
         out, come = self._buckets(gives, True), self._buckets(takes, False)
         turns = 1 + max((turn for turn, _ in (*out, *come)), default=0)
@@ -320,13 +293,7 @@ class Mover:
         self.find_own()
 
     def run(self, version: int) -> None:
-        """Move what the arrays hold now. In a turn of this thread; what goes wrong on this rank is kept.
-
-        Collective: all ranks of the communicator call this.
-
-        Args:
-            version: travels with the checksums; a bucket of another version is an error.
-        """
+        """Move what the arrays hold now. In a turn of this thread; what goes wrong on this rank is kept."""
         reach, mail = self._comm.reach, self._mail
         self.version = version
         if self._has_run and self._unsettled:
@@ -448,11 +415,7 @@ def bucket_sizes(comm: Communicator, by_memory: bool, staging_bytes: int) -> tup
 
 
 def _rooms(comm: Communicator, out_bytes: int, into_bytes: int) -> tuple[list[Array], list[Array]]:
-    """Return two halves to give out of, in memory that peers see, and two to receive into.
-
-    Raises:
-        CommError: there is no memory for them.
-    """
+    """Return two halves to give out of, in memory that peers see, and two to receive into."""
     try:
         out = [comm.empty(out_bytes, "uint8") for _ in range(2)] if out_bytes else []
         into = [comm.xp.empty(into_bytes, np.uint8) for _ in range(2)] if into_bytes else []

@@ -27,19 +27,12 @@ Index = tuple[slice, ...]
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a box of the result comes from.
-
-    Attributes:
-        rank: who holds it.
-        index: slices that take it out of that rank's array.
-        start: its first element in what that rank stages for its peers in this round; -1 where it is no peer.
-        got: its first element in what this rank receives in this round; -1 where it is not received.
-    """
+    """Where a box of the result comes from."""
 
     rank: int
-    index: Index
-    start: int
-    got: int
+    index: Index  # slices that take it out of that rank's array
+    start: int  # its first element in what that rank stages in this round; -1 where it is no peer
+    got: int  # its first element in what this rank receives in this round; -1 where it is not received
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,43 +96,24 @@ reach take is packed and sent in any case."""
 
 @dataclass(frozen=True)
 class Program:
-    """One rank's side of one exchange.
+    """One rank's side of one exchange."""
 
-    Attributes:
-        name: what it is counted and told as.
-        exchange: the box map.
-        rank: this rank.
-        size: ranks of the communicator.
-        shape: of the result; None outside the destination mesh.
-        dtype: of all arrays.
-        op: folds the terms, or None.
-        divisor: of a folded sum.
-        fill_op: the op whose identity fills this rank's result, or None.
-        moves: whether any rank moves a byte; if not, nobody communicates.
-        sent_bytes: of this rank to others.
-        received_bytes: of others to this rank.
-        largest_bytes: of the largest array or, where terms are folded, of all that is folded on a rank.
-        near: the ranks whose memory this one reaches, itself among them.
-        shares_nodes: whether any rank reaches another's memory; the same on all ranks.
-        leaves_nodes: whether any rank needs a byte of another that it does not reach; the same on all ranks.
-    """
-
-    name: str
+    name: str  # what it is counted and told as
     exchange: Exchange
     rank: int
     size: int
-    shape: tuple[int, ...] | None
+    shape: tuple[int, ...] | None  # of the result; None outside the destination mesh
     dtype: np.dtype[Any]
     op: ReduceOp | None
-    divisor: int
-    fill_op: ReduceOp | None
-    moves: bool
+    divisor: int  # of a folded sum
+    fill_op: ReduceOp | None  # the op whose identity fills this rank's result, or None
+    moves: bool  # whether any rank moves a byte; if not, nobody communicates
     sent_bytes: int
     received_bytes: int
-    largest_bytes: int
-    near: frozenset[int]
-    shares_nodes: bool
-    leaves_nodes: bool
+    largest_bytes: int  # of the largest array or, where terms are folded, of all that is folded on a rank
+    near: frozenset[int]  # the ranks whose memory this one reaches, itself among them
+    shares_nodes: bool  # whether any rank reaches another's memory; the same on all ranks
+    leaves_nodes: bool  # whether any rank needs a byte of one that it does not reach; the same on all ranks
     serial: int = field(default_factory=count().__next__)
     """A number of its own."""
     _rounds: dict[tuple[int, int, str], Round] = field(default_factory=dict, repr=False)
@@ -147,13 +121,7 @@ class Program:
     """What those who run it have made of it and use again, by their own keys."""
 
     def round(self, number: int, of: int, way: str) -> Round:
-        """Return one of several rounds.
-
-        Args:
-            number: which.
-            of: how many there are.
-            way: how this rank gives: SENT, STAGED or IN_PLACE.
-        """
+        """Return one of several rounds."""
         found = self._rounds.get((number, of, way))
         if found is None:
             found = self._rounds[number, of, way] = _round(self, number, of, way)
@@ -178,10 +146,7 @@ class Program:
 
     @cached_property
     def is_worth_reading(self) -> bool:
-        """Whether all that peers take of this rank's array is best read out of its private memory by system calls.
-
-        So it is where each box is one run there, and in long runs here: what lies apart costs a lookup of pages each.
-        """
+        """Whether all that peers take of this rank's array is best read out of its private memory by system calls."""
         exchange, item = self.exchange, self.dtype.itemsize
         own = exchange.src.box(self.rank) if self.gives_near else ()
         return self.op is None and all(
@@ -217,18 +182,11 @@ class Program:
 
 @dataclass(frozen=True)
 class StepProgram:
-    """One rank's side of a step.
-
-    Attributes:
-        step: the step.
-        parts: of its exchanges, in order.
-        native: the collective over the whole communicator that does it, or "".
-        counts: for "all_gather_v", elements of each rank's part, and where it goes.
-    """
+    """One rank's side of a step."""
 
     step: Step
-    parts: tuple[Program, ...]
-    native: str = ""
+    parts: tuple[Program, ...]  # of its exchanges, in order
+    native: str = ""  # the collective over the whole communicator that does it, or ""
     counts: tuple[list[int], list[int]] = field(default=([], []))
     whole: Program | None = None
     """A reduction of two terms as one exchange: each rank folds all of its result, which moves as many bytes and takes
@@ -277,13 +235,7 @@ _PROGRAMS = BoundedCache[tuple[bytes, int, tuple[int, ...]], tuple[StepProgram, 
 
 
 def programs(plan: RedistributePlan, rank: int, homes: tuple[int, ...]) -> tuple[StepProgram, ...]:
-    """Return a rank's programs for the steps of a plan; they are kept.
-
-    Args:
-        plan: the plan.
-        rank: this rank of the communicator.
-        homes: `Reach.homes` of the communicator.
-    """
+    """Return a rank's programs for the steps of a plan; they are kept."""
     key = (plan.digest_bytes, rank, homes)
     found = _PROGRAMS.get(key)
     if found is None:
@@ -338,10 +290,7 @@ def _leaves_nodes(exchange: Exchange, homes: tuple[int, ...]) -> bool:
 
 
 def _native(step: Step, size: int) -> tuple[str, tuple[list[int], list[int]]]:
-    """Return the communicator's own collective for a step, where all of its ranks take part in their order.
-
-    Parts must be single runs in memory, and those of a reduction equal: then the plan's bytes are the collective's.
-    """
+    """Return the communicator's own collective for a step, where all of its ranks take part in their order."""
     nothing: tuple[list[int], list[int]] = ([], [])
     src, dst = step.src, step.dst
     if not step.axes or not step.moves_bytes() or dst.mesh.groups(step.axes) != [tuple(range(size))]:

@@ -28,23 +28,14 @@ def run_rounds(
     *,
     ahead: bool = True,
 ) -> None:
-    """Go through rounds; the same on all ranks that meet. What is given in one may not rest on what another brings.
-
-    Args:
-        numbers: of the rounds, ascending by one.
-        fill: packs what this rank gives in a round into the half of the round's number (even, odd), and sends it where
-            it goes by messages.
-        meet: returns once all peers have filled for a round, and have taken what they take in the round before.
-        take: takes what this rank gets in a round, and waits for it where it comes by messages.
-        own: does a share of what this rank does by itself.
-        ahead: fill for the next round before this one is taken, for messages to be on their way; otherwise after it,
-            so that what peers take is still in a cache.
-    """
+    """Go through rounds; the same on all ranks that meet. What is given in one may not rest on what another brings."""
     if numbers:
         fill(numbers[0])
     for number in numbers:
         meet(number)
-        if ahead and number + 1 in numbers:
+        if (
+            ahead and number + 1 in numbers
+        ):  # for messages to be on their way; else what peers take stays cached
             fill(number + 1)
         own(number)
         take(number)
@@ -61,15 +52,7 @@ class Letter(NamedTuple):
 
 
 class Mail:
-    """Messages of rounds, started and not waited for: packing, sending and taking overlap.
-
-    Args:
-        comm: the communicator.
-        out: the two halves that messages go out of, uint8.
-        into: the two halves that they come into.
-        sends: by round, what this rank sends.
-        receives: by round, what it gets.
-    """
+    """Messages of rounds, started and not waited for: packing, sending and taking overlap."""
 
     def __init__(
         self, comm: Communicator, out: Sequence[Array], into: Sequence[Array], sends: Sequence[Sequence[Letter]],

@@ -60,15 +60,7 @@ def packed_span(offset: int, extents: tuple[int, ...], itemsize: int) -> Span:
 
 
 def is_worth_it(source: Span, target: Span, together_bytes: int = _SHORT_BYTES) -> bool:
-    """Say whether a box of another process's private memory is best read from here.
-
-    Many short runs that lie apart there are not: packed by their owner they arrive sooner.
-
-    Args:
-        source: the box there.
-        target: where it goes.
-        together_bytes: runs of so many bytes are worth it where they lie side by side there.
-    """
+    """Say whether a box of another process's private memory is best read from here."""
     run = source.itemsize
     for n, there, here in zip(
         reversed(source.extents), reversed(source.strides), reversed(target.strides), strict=True
@@ -78,18 +70,14 @@ def is_worth_it(source: Span, target: Span, together_bytes: int = _SHORT_BYTES) 
         if n == 1:
             continue
         if there != run or here != run:
+            # many short runs arrive sooner packed by their owner
             return run >= (together_bytes if there == run else LONG_BYTES)
         run *= n
     return True
 
 
 def can_read(pid: int, stretches: Sequence[tuple[int, int]]) -> list[bool]:
-    """Return, for stretches of another process's memory, whether the first and the last byte of each can be read.
-
-    Args:
-        pid: the process.
-        stretches: address and bytes of each.
-    """
+    """Return, for stretches of another process's memory, whether the first and the last byte of each can be read."""
     ends = np.zeros(2 * len(stretches), np.uint8)
     sources = [Span(at + i, (), (), 1) for at, size in stretches for i in (0, size - 1)]
     targets = [Span(address(ends) + i, (), (), 1) for i in range(len(ends))]
@@ -101,23 +89,14 @@ def can_read(pid: int, stretches: Sequence[tuple[int, int]]) -> list[bool]:
 
 
 class BoxCopy:
-    """Copies boxes from the places of one base to those of another, all of them in one call of a kernel.
-
-    Args:
-        sources: boxes that are read; by address, or by bytes from the begin of what `run` is given.
-        targets: boxes that are written, likewise; one of the same extents for each of `sources`.
-        src_base: what the addresses of `sources` count from; 0 where they are bytes from a begin.
-        dst_base: the same for `targets`.
-        result_bytes: of all that is written together, of which this may be a part: it goes past the caches where it
-            would not stay in them. By default what the boxes have.
-        itemsize: of all boxes; 1 for boxes of several itemsizes.
-    """
+    """Copies boxes from the places of one base to those of another, all of them in one call of a kernel."""
 
     def __init__(
         self, sources: Sequence[Span], targets: Sequence[Span], src_base: int = 0, dst_base: int = 0,
         result_bytes: int | None = None, itemsize: int = 1,
     ) -> None:  # fmt: skip
         self.table = run_table(sources, targets, src_base, dst_base, itemsize)
+        # result_bytes: of all that is written together, of which this may be a part
         of = self.table.total_elems * itemsize if result_bytes is None else result_bytes
         self._streams, self._is_empty = of >= calibration().stream_from_bytes, not self.table.boxes
         self._engine: Engine | None = None  # that of the first arrays: all are of one kind
@@ -125,14 +104,7 @@ class BoxCopy:
         self._calls: dict[tuple[int, int, bool], Callable[[], None]] = {}
 
     def run(self, src: Array, dst: Array, past_caches: bool | None = None, fetching: bool = False) -> None:
-        """Copy; `src` and `dst` begin where the bases say.
-
-        Args:
-            src: where the sources begin.
-            dst: where the targets begin.
-            past_caches: how to write; by default, past them where it would not stay in them.
-            fetching: the sources are in no cache.
-        """
+        """Copy; `src` and `dst` begin where the bases say."""
         if self._is_empty:
             return
         if past_caches is None:
@@ -153,11 +125,7 @@ class BoxCopy:
         call()
 
     def read_across(self, rank: int, pid: int, at: int, dst: Array) -> None:
-        """Copy out of the private memory of a peer's process, where `at` is what `src` is to `run`.
-
-        Raises:
-            CommError: the memory could not be read.
-        """
+        """Copy out of the private memory of a peer's process, where `at` is what `src` is to `run`."""
         if not self._is_empty and not read_boxes(pid, self.table, at, address(dst)):
             raise CommError(
                 f"the memory of rank {rank} could not be read; set LOWSHARD_CROSS_MEMORY=off to go without if it lives "
@@ -166,14 +134,7 @@ class BoxCopy:
 
 
 def read_boxes(pid: int, table: RunTable, src_base: int = 0, dst_base: int = 0) -> bool:
-    """Copy boxes out of another process's memory; return False if it could not be read, in whole or in part.
-
-    Args:
-        pid: the process.
-        table: from places there to places here.
-        src_base: address there that its source offsets count from.
-        dst_base: address here that its target offsets count from.
-    """
+    """Copy boxes out of another process's memory; return False if it could not be read, in whole or in part."""
     from lowshard.transfer.cross_memory import SCRATCH_BYTES, VECTORS_WORDS, compiled_read
 
     scratch, vectors = np.empty(SCRATCH_BYTES + 64, np.uint8), np.zeros(VECTORS_WORDS, np.int64)
@@ -186,15 +147,7 @@ def read_boxes(pid: int, table: RunTable, src_base: int = 0, dst_base: int = 0) 
 def run_table(
     sources: Sequence[Span], targets: Sequence[Span], src_base: int = 0, dst_base: int = 0, itemsize: int = 1
 ) -> RunTable:
-    """Return the runs of boxes, from each of `sources` to that of `targets`; offsets count from the bases.
-
-    Args:
-        sources: boxes that are read.
-        targets: boxes that are written.
-        src_base: what addresses of sources count from.
-        dst_base: what addresses of targets count from.
-        itemsize: of all boxes; 1 for boxes of several itemsizes: bytes.
-    """
+    """Return the runs of boxes, from each of `sources` to that of `targets`; offsets count from the bases."""
     by_byte = itemsize == 1
     dims = by_byte + max((len(s.extents) for s in sources), default=0)
     rows = len(sources)

@@ -9,8 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from lowshard.box import Box
 from lowshard.errors import PlanError
+from lowshard.foreign_array import view_of
+from lowshard.kernels.buffer import is_gpu
 
 Array = Any
 Slices = tuple[slice, ...]
@@ -127,3 +131,12 @@ class ReshardTransform:
             f"{type(self).__name__} has no twin() with buffers of its own; write one, or refit with "
             "buffering='in_place'"
         )
+
+
+def memory_of(transform: ReshardTransform | None) -> list[tuple[str, Array]]:
+    """Return the arrays that a transform stores tensors in, with the tensors' names."""
+    found = []
+    for name, held in ({} if transform is None else transform.refit_weights()).items():
+        parts = (held.data, held.scale) if hasattr(held, "scale") else (held,)
+        found += [(name, view_of(part, name)) for part in parts]
+    return [(name, array) for name, array in found if isinstance(array, np.ndarray) or is_gpu(array)]

@@ -17,9 +17,7 @@ def function_groups() -> dict[str, list[Loader]]:
     from lowshard.comm.heartbeat import compiled_loop
     from lowshard.comm.node.calls import load_calls
     from lowshard.comm.node.combine import HALVES, NATIVE, OPS, recipe_of
-    from lowshard.kernels.block_digests import DIGEST_LINES
     from lowshard.kernels.cpu import (
-        cpu_block_digests,
         cpu_changes,
         cpu_engine,  # noqa: F401  it has the rows of all kernels
         cpu_optimizer,
@@ -57,7 +55,6 @@ def function_groups() -> dict[str, list[Loader]]:
             ),
             *(partial(cpu_changes.write_kernel, width, False) for width in (0, *cpu_changes.WIDTHS)),
             *(partial(cpu_changes.write_kernel, width, True) for width in cpu_changes.STEP_WIDTHS),
-            *(partial(cpu_block_digests.digest_kernel, lines) for lines in DIGEST_LINES),
         ],
         "copy": [
             *kernels("copy", "fetch"),

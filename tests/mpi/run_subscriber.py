@@ -29,7 +29,7 @@ def is_whole(weights: Any, version: int, layout: Any, comm: Any) -> bool:
 
 
 def main(folder: Path, address: str, name: str) -> None:
-    """Subscribe; who is called mxfp8 to a tensor that it quantises, and others to one as it is, which they share."""
+    """Subscribe; who is called mxfp8 to a tensor that it quantises, and others to one as it is."""
     with communicator() as comm, open(folder / f"{name}.{comm.rank}", "a", buffering=1) as log:
         layout = serve_layout(comm.size, "float32" if name == "mxfp8" else "int32")
         rows, cols = layout.local_shape(comm.rank)
@@ -41,9 +41,7 @@ def main(folder: Path, address: str, name: str) -> None:
                 {"q": layout}, {}, comm, transform=MXFP8ReshardTransform(["q"], {"q": room}), **given
             )
         else:
-            made = Subscriber(
-                {"w": layout}, {"w": np.zeros((rows, cols), np.int32)}, comm, share=True, **given
-            )
+            made = Subscriber({"w": layout}, {"w": np.zeros((rows, cols), np.int32)}, comm, **given)
         with made as subscriber:
             while True:
                 try:

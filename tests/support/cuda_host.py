@@ -211,7 +211,6 @@ for _name in (
     "sgd",
     "fold",
     "differ",
-    "digest",
     "gather",
     "scatter",
 ):

@@ -29,7 +29,7 @@ from lowshard.demo.source import SYNTHETIC_CONFIG, user_checkpoint
 from lowshard.fsdp.flat_plan import FlatPlan
 from lowshard.fsdp.param import Param
 from lowshard.reading import READERS
-from lowshard.reshard import PagedLayout, build_reshard_plan, plan_pages
+from lowshard.reshard import build_reshard_plan
 from lowshard.reshard.cut import Cut
 from lowshard.reshard.tensor_layout import TensorLayout
 from lowshard.rules.golden import parse_dump
@@ -84,13 +84,6 @@ def reshard() -> Any:
         "b": Layout(mesh, (6, 4), "int32", (Sharded(1),)),
     }
     return build_reshard_plan(src, dst)
-
-
-def pages() -> Any:
-    """Return a plan that moves two sequences of a paged cache."""
-    src = PagedLayout(6, 4, 4, 2, "bfloat16", dims="lkpthd", layers=2, ranks=(0, 1))
-    dst = PagedLayout(9, 3, 4, 2, "bfloat16", dims="lpkhtd", layers=2, ranks=(2,))
-    return plan_pages(src, dst, {"a": ([5, 1], [0, 1, 2], 7), "b": ([5], [7], 2)})
 
 
 def load_plan(source: str = "0" * 32) -> LoadPlan:
@@ -207,8 +200,6 @@ def samples() -> Mapping[str, Any]:
         "index of a sharded checkpoint": indexed,
         "index with a weight_map": {"weight_map": {"w": "a.safetensors"}, "metadata": {"total_size": 7}},
         "head of a delta": delta,
-        "paged layout": plain(pages().src.to_json()),
-        "plan of pages": plain(pages().to_json()),
         "calibration": {"schema": CALIBRATED, "machine": "m", "measured_at": "", "values": {"pipes_from_bytes": 8192}},
         "state of FSDP.save": {"version": 1, "updates": 2, "arrays": {"l0": ["m"]}, "numbers": {"l0": slot}},
         "state of an optimizer's slot": slot,

@@ -35,7 +35,6 @@ CLOSED_ARGUMENTS = {
     "kernels/cpu/weigh.weigh_kernel": "bytes of a unit",
     "kernels/cpu/weigh.padded_weights": "bytes of a unit, units of a cache line",
     "kernels/cpu/cpu_changes.find_kernel": "widths", "kernels/cpu/cpu_changes.write_kernel": "widths",
-    "kernels/cpu/cpu_block_digests.digest_kernel": "cache lines of a block",
     "kernels/cpu/cpu_optimizer.sgd_kernel": "modes of a step", "kernels/cuda/cuda_engine.device_engine": "GPUs",
     "kernels/cuda/cuda_changes.device_search": "GPUs",
     "kernels/cuda/cuda_engine._fold_tree": "numbers of sources, to 2,048",

@@ -41,7 +41,6 @@ KERNELS = {
     "swizzle": {"swizzle_scales", "unswizzle_scales"},
     "changes": {
         *(f"{name}_{size}" for name in ("differ", "gather", "scatter") for size in (1, 2, 4, 8, 16)),
-        *(f"digest_{size}" for size in (1, 2, 4, 8)),
     },
     "step": {"adamw_1", "adamw_4", "sgd_1", "sgd_4"},
     "fold": {

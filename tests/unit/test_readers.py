@@ -49,7 +49,6 @@ ELSEWHERE = {
     "lowshard/comm/agreement.py": "between ranks",
     "lowshard/reshard/content_digest.py": "between ranks",
     "lowshard/fsdp/model_state.py": "between ranks",
-    "lowshard/reshard/page_move.py": "between ranks",
     "lowshard/reshard/publisher.py": "between ranks",
     "lowshard/reshard/subscriber.py": "between ranks",
     "lowshard/comm/late_comparison.py": "between ranks",

@@ -23,7 +23,7 @@ from lowshard.reshard import (
     TensorLayout,
     build_reshard_plan,
 )
-from lowshard.reshard.last_given import Copies, Digests
+from lowshard.reshard.version_changes import VersionChanges
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -92,18 +92,17 @@ def test_every_version_is_that_of_slicing_and_takes_the_bytes_that_are_promised(
         buffering, checksums = str(rng.choice(["double", "in_place"])), bool(rng.random() < 0.5)
         way = str(rng.choice(["auto", "slots", "messages"]))
         skips = bool(rng.random() < 0.3)  # v0 to v2: what was not pushed is summed up
-        base = str(rng.choice(["copy", "copy", "digests"]))
         direct = ReshardPlan(case.plan.entries, case.plan.node_size, False)
 
         def work(
             comm: Any, case: Any = case, versions: Versions = versions, buffering: Any = buffering, way: Any = way,
-            checksums: bool = checksums, skips: bool = skips, direct: ReshardPlan = direct, base: Any = base,
+            checksums: bool = checksums, skips: bool = skips, direct: ReshardPlan = direct,
         ) -> None:  # fmt: skip
             mine = arrays_of(case.src, comm.rank, versions[0])
             out = {n: np.zeros_like(a) for n, a in arrays_of(case.dst, comm.rank, versions[0]).items()}
             with Refit(
                 case.plan, comm, mine, out, buffering=buffering, way=way, checksums=checksums,
-                staging_bytes=case.staging_bytes, delta="auto", base=base,
+                staging_bytes=case.staging_bytes, delta="auto",
             ) as refit:  # fmt: skip
                 last: dict[str, np.ndarray] | None = None
                 own = direct.for_rank(comm.rank)
@@ -122,25 +121,20 @@ def test_every_version_is_that_of_slicing_and_takes_the_bytes_that_are_promised(
                         assert said["sent_bytes"] == said["dense_bytes"]
                     else:
                         elems, most = promised(direct, case, comm.rank, last, whole)
-                        if base == "copy":
-                            assert said["changed_elems"] == elems
-                            assert said["sent_bytes"] <= most
-                        else:  # of whole lines
-                            assert said["changed_elems"] >= elems
-                            assert said["sent_bytes"] <= said["dense_bytes"] + 40 * len(groups)
+                        assert said["changed_elems"] == elems
+                        assert said["sent_bytes"] <= most
                         compared.extend(groups)
                     last = whole
 
         run_loopback(case.ranks, work, LIMIT_S)
 
 
-@pytest.mark.parametrize("base", ["copy", "digests"])
 @pytest.mark.parametrize("on_send", [False, True])
 @pytest.mark.parametrize("swizzled", [False, True])
 @pytest.mark.parametrize("buffering", ["double", "in_place"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_blocks_that_changed_are_quantised_as_the_whole_is(
-    rng: np.random.Generator, on_send: bool, swizzled: bool, buffering: Any, dtype: str, base: Any
+    rng: np.random.Generator, on_send: bool, swizzled: bool, buffering: Any, dtype: str
 ) -> None:
     shape = (150, 192)
     rows = TensorLayout.sharded(shape, dtype, {"tp": (2, 1)}, {0: "tp"})
@@ -167,7 +161,7 @@ def test_blocks_that_changed_are_quantised_as_the_whole_is(
             out = {"norm": np.zeros((30, 4), BF16)} if comm.rank == 4 else {}
             how = MXFP8ReshardTransform({"w"}, buffers, convert_on_send=on_send)
             sent = []
-            with Refit(plan, comm, mine, out, how, buffering=buffering, delta="auto", base=base) as refit:
+            with Refit(plan, comm, mine, out, how, buffering=buffering, delta="auto") as refit:
                 for number, whole in enumerate(versions):
                     for name, layout in (("w", src), ("norm", norm)):
                         if name in mine:
@@ -267,42 +261,45 @@ def test_what_a_transform_takes_whole_goes_whole_beside_texts(rng: np.random.Gen
     run_loopback(3, work, LIMIT_S)
 
 
-@pytest.mark.parametrize("base", ["copy", "digests"])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("buffering", ["double", "in_place"])
 def test_sources_that_are_served_too_and_lie_over_each_other(
-    rng: np.random.Generator, buffering: Any, tied: bool, base: Any
+    rng: np.random.Generator, buffering: Any, tied: bool
 ) -> None:
-    """A rank that serves its own source arrays, and one array behind two names, on either side or both."""
-    shape = (8, 48)
-    src = {n: TensorLayout.sharded(shape, "float32", {"tp": (2, 1)}, {0: "tp"}) for n in ("a", "b", "c")}
-    dst = {"a": src["a"], **{n: TensorLayout.sharded(shape, "float32", {"dp": (2, 1)}) for n in ("b", "c")}}
+    """A rank that serves its own sources, and one array behind two names: at the source, or fed from one source."""
+    shape, c = (8, 48), "output_layer.weight"
+    b = "embedding.word_embeddings.weight"  # which feeds the output layer that sources lack
+    src = {n: TensorLayout.sharded(shape, "float32", {"tp": (2, 1)}, {0: "tp"}) for n in ("a", b, c)}
+    dst = {"a": src["a"], **{n: TensorLayout.sharded(shape, "float32", {"dp": (2, 1)}) for n in (b, c)}}
+    if tied:
+        del src[c]
     plan = build_reshard_plan(src, dst)
-    versions = versions_of(rng, {n: rng.standard_normal(shape).astype(np.float32) for n in ("a", "b")}, 5)
+    versions = versions_of(rng, {n: rng.standard_normal(shape).astype(np.float32) for n in ("a", b)}, 5)
 
     def work(comm: Any) -> None:
-        mine = arrays_of({n: src[n] for n in ("a", "b")}, comm.rank, versions[0])
-        mine["c"] = mine["b"]  # tied
-        out = {"a": mine["a"], "b": np.zeros(shape, np.float32), "c": np.zeros(shape, np.float32)}
+        mine = arrays_of({n: src[n] for n in ("a", b)}, comm.rank, versions[0])
+        out = {"a": mine["a"], b: np.zeros(shape, np.float32), c: np.zeros(shape, np.float32)}
         if tied:
-            out["c"] = out["b"]
-        with Refit(plan, comm, mine, out, buffering=buffering, delta="auto", base=base) as refit:
+            out[c] = out[b]
+        else:
+            mine[c] = mine[b]
+        with Refit(plan, comm, mine, out, buffering=buffering, delta="auto") as refit:
             for number, whole in enumerate(versions):
-                for name in ("a", "b"):
+                for name in ("a", b):
                     mine[name][...] = local_part(src[name], comm.rank, whole[name])
                 refit.push(number)
                 assert bits(refit.weights["a"]) == bits(local_part(src["a"], comm.rank, whole["a"]))
                 assert bits(mine["a"]) == bits(local_part(src["a"], comm.rank, whole["a"]))
-                assert bits(refit.weights["b"]) == bits(refit.weights["c"]) == bits(whole["b"])
+                assert bits(refit.weights[b]) == bits(refit.weights[c]) == bits(whole[b])
+                assert np.shares_memory(refit.weights[b], refit.weights[c]) == tied  # in both sets
 
     run_loopback(2, work, LIMIT_S)
 
 
-@pytest.mark.parametrize("base", ["copy", "digests"])
 @pytest.mark.parametrize("buffering", ["double", "in_place"])
 @pytest.mark.parametrize("where", ["find", "flip", "apply", "bring_up", "copy_up", "lie"])
 def test_a_push_that_fails_leaves_the_old_version_and_the_next_one_is_right(
-    rng: np.random.Generator, buffering: Any, where: str, base: Any
+    rng: np.random.Generator, buffering: Any, where: str
 ) -> None:
     src = {n: TensorLayout.sharded((40, 64), "bfloat16", {"tp": (2, 1)}, {0: "tp"}) for n in ("a", "b")}
     dst = {n: TensorLayout.sharded((40, 64), "bfloat16", {"tp": (2, 1)}, {1: "tp"}, offset=2) for n in src}
@@ -317,7 +314,7 @@ def test_a_push_that_fails_leaves_the_old_version_and_the_next_one_is_right(
     def work(comm: Any) -> None:
         mine = arrays_of(src, comm.rank, versions[0])
         out = {n: np.zeros((40, 32), BF16) for n in dst} if comm.rank > 1 else {}
-        refit = Refit(plan, comm, mine, out, buffering=buffering, delta="auto", base=base)
+        refit = Refit(plan, comm, mine, out, buffering=buffering, delta="auto")
         changes = refit._changes
         assert changes is not None
 
@@ -379,8 +376,7 @@ def test_a_push_that_fails_leaves_the_old_version_and_the_next_one_is_right(
             push(number)
             serves(number)
             said = refit.report()
-            # Digests have moved on already, so all goes once.
-            if mine and (number > 4 or (buffering == "double" and base == "copy")):
+            if mine and (number > 4 or buffering == "double"):
                 assert said["sent_bytes"] < 0.7 * said["dense_bytes"]  # a text again, of what its takers hold
 
     run_loopback(4, work, LIMIT_S)
@@ -401,71 +397,19 @@ def test_delta_that_ranks_do_not_agree_on_is_the_same_error_on_all() -> None:
     run_loopback(2, work, LIMIT_S)
 
 
-def test_digests_send_the_lines_that_changed_and_keep_an_eighth_of_a_copy(rng: np.random.Generator) -> None:
-    """Two rows of 400 change: a text of these; a tensor whose rows are no cache lines goes whole."""
-    shapes = {"w": (400, 96), "odd": (50, 7)}
-    src = {n: TensorLayout.sharded(s, "bfloat16", {"tp": (1, 1)}) for n, s in shapes.items()}
-    dst = {n: TensorLayout.sharded(s, "bfloat16", {"tp": (1, 1)}, offset=1) for n, s in shapes.items()}
-    plan = build_reshard_plan(src, dst)
-    versions = [{n: weights(rng, *s) for n, s in shapes.items()}]
-    for _ in range(3):
-        versions.append({n: a.copy() for n, a in versions[-1].items()})
-        versions[-1]["w"][rng.choice(400, 2, replace=False)] += 1
-
-    def work(comm: Any) -> None:
-        mine = arrays_of(src, comm.rank, versions[0])
-        out = {n: np.zeros(s, BF16) for n, s in shapes.items()} if comm.rank else {}
-        with Refit(plan, comm, mine, out, delta="auto", base="digests") as refit:
-            for number, whole in enumerate(versions):
-                for name, array in mine.items():
-                    array[...] = whole[name]
-                refit.push(number) if mine else refit.pull()
-                for name, got in refit.weights.items():
-                    assert bits(got) == bits(whole[name]), name
-                said = refit.report()
-                if number and mine:
-                    assert said["changed_elems"] == 2 * 96 + 350
-                    assert said["sent_bytes"] <= 2 * 96 * 2 + 8 + 350 * 2 + 2 * 40
-            changes = refit._changes
-            assert changes is not None
-            kept = sum(held.values.nbytes for held in changes._last._held.values())  # type: ignore[attr-defined]
-            assert kept == (400 * 96 * 2 // 8 if mine else 0)
-
-    run_loopback(2, work, LIMIT_S)
-
-
-@pytest.mark.parametrize("base", ["digest", 3, None, ["copy"]])
-def test_a_base_that_there_is_not_is_refused(base: Any) -> None:
-    layout = {"w": TensorLayout.sharded((4,), "float32", {"tp": (1, 1)})}
-    plan = build_reshard_plan(layout, layout)
-
-    def work(comm: Any) -> None:
-        array = np.zeros(4, np.float32)
-        with pytest.raises(PlanError, match="base is 'copy' or 'digests'"):
-            Refit(plan, comm, {"w": array}, {"w": array.copy()}, delta="auto", base=base)
-
-    run_loopback(1, work, LIMIT_S)
-
-
-@pytest.mark.parametrize("base", ["copy", "digests"])
-def test_no_memory_for_what_was_sent_last_is_told_on_all_ranks(
-    monkeypatch: pytest.MonkeyPatch, base: Any
-) -> None:
-    """With what takes less, where there is such."""
+def test_no_memory_for_what_was_sent_last_is_told_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     src = {"w": TensorLayout.sharded((4, 64), "float32", {"tp": (1, 1)})}
     dst = {"w": TensorLayout.sharded((4, 64), "float32", {"tp": (1, 1)}, offset=1)}
 
     def none_left(*_: object) -> None:
         raise MemoryError("none left")
 
-    monkeypatch.setattr((Copies if base == "copy" else Digests), "add", none_left)
+    monkeypatch.setattr(VersionChanges, "_empty_like", none_left)
 
     def work(comm: Any) -> None:
         arrays = {"w": np.zeros((4, 64), np.float32)}
         mine, out = (arrays, {}) if comm.rank == 0 else ({}, arrays)
-        with pytest.raises(CommError, match="no memory for what was sent last") as caught:
-            Refit(build_reshard_plan(src, dst), comm, mine, out, delta="auto", base=base)
-        assert ("base='digests'" in str(caught.value)) == (base == "copy")
-        assert "delta='off'" in str(caught.value)
+        with pytest.raises(CommError, match=r"no memory for what was sent last .*delta='off'"):
+            Refit(build_reshard_plan(src, dst), comm, mine, out, delta="auto")
 
     run_loopback(2, work, LIMIT_S)

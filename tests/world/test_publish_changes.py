@@ -54,7 +54,6 @@ def test_what_differs_comes_and_nothing_else(tmp_path: Path, rng: np.random.Gene
                 "dense_bytes": 2 * size,
                 "received_bytes": 2 * size,
                 "changed_elems": size,
-                "near_bytes": 0,
             }
             for version in range(2, 6):
                 at = rng.choice(size, size // 100, replace=False)
@@ -68,7 +67,6 @@ def test_what_differs_comes_and_nothing_else(tmp_path: Path, rng: np.random.Gene
                 "dense_bytes": 2 * size,
                 "received_bytes": 0,
                 "changed_elems": 0,
-                "near_bytes": 0,
             }
             _bits(array)[np.arange(size) % 4 > 0] ^= 1
             publisher.publish(7)

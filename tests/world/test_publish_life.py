@@ -479,7 +479,7 @@ def test_names_that_nobody_can_write_are_refused(tmp_path: Path) -> None:
             "elements of x share memory",
         ),
         (lambda memory: {"x": memory[::2], "y": memory[1::2]}, ""),
-        (lambda memory: {"x": memory[:4], "y": memory[:4]}, ""),  # tied weights
+        (lambda memory: {"x": memory[:4], "y": memory[:4]}, "x and y share memory"),
     ],
 )
 def test_results_that_share_memory_are_refused(
@@ -503,3 +503,25 @@ def test_results_that_share_memory_are_refused(
             subscriber.pull(5)
             for name, weight in subscriber.weights.items():
                 assert weight.tolist() == arrays[name].tolist()
+
+
+def test_one_memory_behind_two_names_is_for_what_one_source_feeds(tmp_path: Path) -> None:
+    """An output layer that the publisher lacks is fed from its embedding; one that it has is another tensor."""
+    embedding, output = "embedding.word_embeddings.weight", "output_layer.weight"
+    layout = ls.Layout(ls.DeviceMesh((1,), ("d",)), (4,), "float32", (ls.Replicated(),))
+    mine = {name: np.full(4, i, np.float32) for i, name in enumerate((embedding, output))}
+    memory, address = np.zeros(4, np.float32), f"unix:{tmp_path}/p"
+    wanted, out = dict.fromkeys(mine, layout), dict.fromkeys(mine, memory)
+    with Subscriber(wanted, out, address=address) as subscriber:
+        with Publisher(wanted, mine, address=address) as publisher:
+            publisher.publish(1)
+            with pytest.raises(BufferMismatchError, match=f"{embedding} and {output} share memory"):
+                subscriber.pull(5)
+            assert subscriber.version is None
+        with Publisher({embedding: layout}, {embedding: mine[embedding]}, address=address) as publisher:
+            for version in (1, 2):
+                mine[embedding][...] = version
+                publisher.publish(version)
+                subscriber.pull(5)
+                assert subscriber.weights[embedding].tolist() == [version] * 4
+                assert np.shares_memory(*subscriber.weights.values())

@@ -312,10 +312,6 @@ def test_a_transform_that_does_not_fit_is_refused_at_once(tmp_path: Path) -> Non
             _one(), {"transform": mxfp8(["w"], {"w": _room(ROWS, COLS)}, convert_on_send=True)}, PlanError,
             "convert_on_send=False",
         ),
-        (
-            _one(), {"transform": mxfp8(["w"], {"w": _room(ROWS, COLS)}), "share": True}, CommError,
-            "share=True gives versions on as they came",
-        ),
         (_one((4, 4, 32)), {"transform": mxfp8(["w"], {"w": _room(4, 32)})}, PlanError, "takes matrices"),
         (_one(), {"transform": mxfp8(["other"])}, PlanError, "has no array of that name"),
     ]  # fmt: skip

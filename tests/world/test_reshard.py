@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from support import mode
 from support.reshard_cases import (
+    BF16,
     LIMIT_S,
     WAYS,
     arrays_of,
@@ -28,7 +29,9 @@ from lowshard.errors import (
     MeshError,
     MismatchError,
 )
+from lowshard.kernels import MXFP8Tensor
 from lowshard.reshard import (
+    MXFP8ReshardTransform,
     Refit,
     Reshard,
     ReshardTransform,
@@ -194,6 +197,63 @@ def test_destinations_that_share_memory_are_refused_on_all_ranks(make: Any) -> N
         return str(caught.value)
 
     assert len(set(run_loopback(2, ranks))) == 1
+
+
+EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+
+
+@pytest.mark.parametrize("kind", ["array", "buffer", "scale"])
+@pytest.mark.parametrize(
+    "make",
+    [lambda plan, src, dst, comm, how: Refit(plan, comm, src, dst, how), Reshard, execute_reshard_plan],
+)
+def test_one_memory_behind_two_names_is_refused_unless_one_source_feeds_both(make: Any, kind: str) -> None:
+    """Of arrays, and of what a transform stores in."""
+    shape = (4, 64)
+    names = (EMBEDDING, OUTPUT)
+    whole = TensorLayout.sharded(shape, "bfloat16", {"tp": (1, 1)})
+    wanted = dict.fromkeys(names, whole.shifted(1))
+    apart, tied = (build_reshard_plan(dict.fromkeys(given, whole), wanted) for given in (names, names[:1]))
+
+    def ranks(comm: Communicator) -> None:
+        src = {n: np.full(shape, i + 1, BF16) for i, n in enumerate(names)} if comm.rank == 0 else None
+        dst: dict[str, Any] = {}
+        how = None
+        if comm.rank == 1 and kind == "array":
+            dst = dict.fromkeys(names, np.zeros(shape, BF16))
+        elif comm.rank == 1:
+            held = [MXFP8Tensor(np.zeros(shape, np.uint8), np.zeros((4, 2), np.uint8)) for _ in names]
+            held[1] = held[0] if kind == "buffer" else MXFP8Tensor(held[1].data, held[0].scale)
+            how = MXFP8ReshardTransform(names, dict(zip(names, held, strict=True)))
+        with pytest.raises(BufferMismatchError, match=f"on rank 1 .*{EMBEDDING} and .*{OUTPUT} share memory"):
+            make(apart, src, dst, comm, how)
+        made = make(tied, src, dst, comm, how)
+        if isinstance(made, Refit):
+            for version in (1, 2):
+                if src is None:
+                    made.pull()
+                    first, second = (made.weights[n] for n in names)
+                    assert kind == "scale" or first is second
+                else:
+                    src[EMBEDDING][...] = version
+                    made.push(version)
+
+    run_loopback(2, ranks, LIMIT_S)
+
+
+def test_parts_of_one_source_that_are_not_the_same_need_memory_of_their_own() -> None:
+    def rows(*ranks: int) -> Layout:
+        return Layout(DeviceMesh((len(ranks),), ("x",), ranks=ranks), (8, 4), "float32", (Sharded(0),))
+
+    plan = build_reshard_plan({EMBEDDING: rows(0)}, {EMBEDDING: rows(1, 2), OUTPUT: rows(2, 1)})
+
+    def ranks(comm: Communicator) -> None:
+        src = {EMBEDDING: np.ones((8, 4), np.float32)} if comm.rank == 0 else {}
+        dst = dict.fromkeys((EMBEDDING, OUTPUT), np.zeros((4, 4), np.float32)) if comm.rank else {}
+        with pytest.raises(BufferMismatchError, match=f"{EMBEDDING} and {OUTPUT} share memory"):
+            execute_reshard_plan(plan, src, dst, comm)
+
+    run_loopback(3, ranks, LIMIT_S)
 
 
 def test_an_empty_destination_shares_memory_with_nothing() -> None:

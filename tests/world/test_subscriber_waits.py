@@ -380,7 +380,10 @@ def test_a_forked_child_that_leaves_ends_no_connection_of_its_parent() -> None:
     ("given", "error"),
     [
         ({"token_file": 3}, "token_file is the path"),
-        ({"name": "m\ud800", "token": TOKEN}, "name of a Subscriber"),
+        *(
+            ({"name": name, "token": TOKEN}, "name of a Subscriber is text")
+            for name in ("m\ud800", b"text", 3, None)
+        ),
         ({"address": "tcp://127.0.0.1:0"}, "the port that its publisher has"),
     ],
 )

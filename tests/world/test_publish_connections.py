@@ -1,4 +1,4 @@
-"""Several streams between a Publisher and a Subscriber: all at once, and what becomes of the others when one fails."""
+"""Connections between a Publisher and a Subscriber: all at once, and what becomes of the others when one fails."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ import pytest
 import lowshard as ls
 from lowshard import comm as lc
 from lowshard.errors import CommError, LowshardError, PeerFailed
-from lowshard.reshard import Publisher, Subscriber, stream_shares, version_server, version_store, version_wire
+from lowshard.reshard import Publisher, Subscriber, version_server, version_store, version_wire
 from lowshard.reshard.version_server import VersionServer
 from lowshard.reshard.version_wire import WAKE_BYTES, Answer, Line, Lost, read_answer
 
@@ -30,15 +30,13 @@ pytestmark = pytest.mark.time_limit(60)
 ROOT = Path(__file__).resolve().parents[2]
 ROWS, COLUMNS = 301, 40
 ENDS_WITHIN_S = 10.0
-"""Far below STALLED_S, which is how long a stream that nobody ends waits for bytes."""
+"""Far below STALLED_S, which is how long a connection that nobody ends waits for bytes."""
 
 
 @pytest.fixture(autouse=True)
-def four_small_streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Take four streams for arrays of a few KB, and leave no thread of a fetch behind."""
-    monkeypatch.setenv("LOWSHARD_STREAMS", "4")
+def over_connections(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Map no memory, and leave no thread of a fetch behind."""
     monkeypatch.setenv("LOWSHARD_CROSS_MEMORY", "off")
-    monkeypatch.setattr(stream_shares, "LEAST_SHARE_BYTES", 1000)
     monkeypatch.setattr(threading, "excepthook", lambda args: None)
     yield
     assert fetching() == []
@@ -57,10 +55,10 @@ def _rows(ranks: int, rows: int = ROWS) -> ls.Layout:
 
 
 class Sent:
-    """What the publisher does with each stream of a version, in order of their begin; put in the place of what sends.
+    """What the publisher's ranks do with each connection, in order of their begin; put in the place of what sends.
 
     Args:
-        act: called with the place of the stream, before the first bytes of it go out.
+        act: called with the place of the connection, before the first bytes of a version go out over it.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, act: Callable[[int], None]) -> None:
@@ -79,7 +77,7 @@ class Sent:
 
     @property
     def count(self) -> int:
-        """How many streams have begun."""
+        """Over how many connections a version has begun to go out."""
         return len(self._lines)
 
 
@@ -90,67 +88,59 @@ def _pair(array: np.ndarray, **more: Any) -> tuple[Publisher, Subscriber]:
     return publisher, Subscriber(layout, out, address=publisher.address, token=token, **more)
 
 
-def test_all_streams_of_all_peers_are_under_way_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No stream's first byte goes out before the last stream has begun: in turns this would never end."""
+class Four:
+    """A publisher of four ranks, each a thread with some rows of an array, and a subscriber of all of it."""
+
+    def __init__(self, array: np.ndarray, folder: Path) -> None:
+        self._meet, self._version = threading.Barrier(5, timeout=30), 0
+        self._array, self._address = array, f"unix:{folder}/p"
+        self._thread = threading.Thread(target=lambda: lc.run_loopback(4, self._run))
+
+    def _run(self, comm: Any) -> None:
+        part = np.array_split(self._array, 4)[comm.rank]  # a view
+        with Publisher({"w": _rows(4)}, {"w": part}, comm, address=self._address) as publisher:
+            while True:
+                self._meet.wait()
+                if not self._version:
+                    return
+                publisher.publish(self._version)
+                self._meet.wait()
+
+    def publish(self, version: int) -> None:
+        self._version = version
+        self._meet.wait()
+        if version:
+            self._meet.wait()
+
+    def __enter__(self) -> tuple[Four, Subscriber]:
+        self._thread.start()
+        out = {"w": np.zeros_like(self._array)}
+        self._subscriber = Subscriber({"w": _one(self._array.shape)}, out, address=self._address)
+        return self, self._subscriber
+
+    def __exit__(self, *_: object) -> None:
+        self._subscriber.close()
+        self.publish(0)
+        self._thread.join(40)
+
+
+def test_all_ranks_send_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No connection's first byte goes out before the last one has begun: in turns this would never end."""
     whole = np.random.default_rng(1).standard_normal((ROWS, COLUMNS)).astype(np.float32)
-    together = threading.Barrier(8, timeout=20)
-    layout, done = _rows(2), threading.Event()
-
-    def publish(comm: Any) -> None:
-        part = np.array_split(whole, 2)[comm.rank].copy()
-        with Publisher({"w": layout}, {"w": part}, comm, address=f"unix:{tmp_path}/p") as publisher:
-            publisher.publish(1)
-            assert done.wait(40)
-
+    together = threading.Barrier(4, timeout=20)
     sent = Sent(monkeypatch, lambda place: together.wait() and None)
-    thread = threading.Thread(target=lambda: lc.run_loopback(2, publish))
-    thread.start()
-    try:
-        out = {"w": np.zeros_like(whole)}
-        with Subscriber({"w": _one(whole.shape)}, out, address=f"unix:{tmp_path}/p") as subscriber:
-            assert subscriber.pull(20) == 1
-            assert subscriber.weights["w"].tobytes() == whole.tobytes()
-            assert sent.count == 8
-            assert subscriber.report() == {
-                "dense_bytes": whole.nbytes, "received_bytes": whole.nbytes, "changed_elems": whole.size,
-                "near_bytes": 0,
-            }  # fmt: skip
-    finally:
-        done.set()
-        thread.join(40)
-
-
-@pytest.mark.parametrize(("streams", "taken"), [("1", 1), ("3", 3), ("200", 48)])
-def test_a_setting_says_how_many(monkeypatch: pytest.MonkeyPatch, streams: str, taken: int) -> None:
-    monkeypatch.setenv("LOWSHARD_STREAMS", streams)
-    sent = Sent(monkeypatch, lambda place: None)
-    array = np.arange(ROWS * COLUMNS, dtype=np.float32).reshape(ROWS, COLUMNS)
-    publisher, subscriber = _pair(array)
-    with publisher, subscriber:
+    with Four(whole, tmp_path) as (publisher, subscriber):
         publisher.publish(1)
-        subscriber.pull(10)
-        assert (subscriber.weights["w"] == array).all()
-        assert sent.count == taken == min(int(streams), array.nbytes // 1000)
+        assert subscriber.pull(20) == 1
+        assert subscriber.weights["w"].tobytes() == whole.tobytes()
+        assert sent.count == 4
+        assert subscriber.report() == {
+            "dense_bytes": whole.nbytes, "received_bytes": whole.nbytes, "changed_elems": whole.size,
+        }  # fmt: skip
 
 
-@pytest.mark.parametrize("streams", ["0", "-1", "many", "1000", "", "2.5"])
-def test_a_setting_that_is_no_number_is_told_on_pull(monkeypatch: pytest.MonkeyPatch, streams: str) -> None:
-    monkeypatch.setenv("LOWSHARD_STREAMS", streams)
-    publisher, subscriber = _pair(np.zeros(1000, np.float32))
-    with publisher, subscriber:
-        publisher.publish(1)
-        with pytest.raises(
-            CommError, match="LOWSHARD_STREAMS is auto, or a number of connections from 1 to 999"
-        ):
-            subscriber.pull(10)
-        monkeypatch.delenv("LOWSHARD_STREAMS")
-        assert subscriber.pull(10) == 1
-
-
-def test_what_differs_comes_over_streams_as_the_whole_would(tmp_path: Path) -> None:
-    """Uneven shards on one side, replicas on the other; some shares are dense, some have changed nowhere."""
+def test_what_differs_comes_as_the_whole_would(tmp_path: Path) -> None:
+    """Uneven shards on one side, replicas on the other; some boxes are dense, some have changed nowhere."""
     rng = np.random.default_rng(3)
     whole = rng.integers(0, 1 << 16, (ROWS, COLUMNS)).astype(np.uint16).view(np.float16)
     mesh = ls.DeviceMesh((3,), ("x",))
@@ -201,12 +191,14 @@ def test_what_differs_comes_over_streams_as_the_whole_would(tmp_path: Path) -> N
     assert first["received_bytes"] == whole.nbytes
     differ = [int((a.view(np.uint16) != b.view(np.uint16)).sum()) for a, b in itertools.pairwise(versions)]
     assert few["received_bytes"] < whole.nbytes // 2
-    assert differ[0] <= few["changed_elems"] < whole.size // 2  # shares of which most has changed come whole
+    assert differ[0] <= few["changed_elems"] < whole.size // 2  # boxes of which most has changed come whole
     assert (none["received_bytes"], none["changed_elems"]) == (0, 0)
     assert differ[2] <= many["changed_elems"] <= whole.size
 
 
-def test_where_one_stream_breaks_off_the_others_end_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_one_connection_breaks_off_the_others_end_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The worst moment: the others wait for bytes, and would for half a minute."""
     array, over = np.ones((ROWS, COLUMNS), np.float32), threading.Event()
 
@@ -215,11 +207,10 @@ def test_where_one_stream_breaks_off_the_others_end_at_once(monkeypatch: pytest.
             end_s = time.monotonic() + 10
             while sent.count < 4 and time.monotonic() < end_s:
                 time.sleep(0.001)
-            raise RuntimeError("this thread ends amid a stream")
+            raise RuntimeError("this thread ends amid a version")
         over.wait(50)
 
-    publisher, subscriber = _pair(array)
-    with publisher, subscriber:
+    with Four(array, tmp_path) as (publisher, subscriber):
         publisher.publish(1)
         subscriber.pull(10)
         array[...] = 2
@@ -228,7 +219,7 @@ def test_where_one_stream_breaks_off_the_others_end_at_once(monkeypatch: pytest.
             sent = Sent(patched, act)
             begin_s = time.monotonic()
             with pytest.raises(
-                PeerFailed, match=r"version 2 did not arrive: rank 0 of the publisher: .*closed"
+                PeerFailed, match=r"version 2 did not arrive: rank . of the publisher: .*closed"
             ):
                 subscriber.pull(10)
             assert time.monotonic() - begin_s < ENDS_WITHIN_S
@@ -239,11 +230,10 @@ def test_where_one_stream_breaks_off_the_others_end_at_once(monkeypatch: pytest.
         assert (subscriber.weights["w"] == 2).all()
 
 
-def test_a_stream_that_stalls_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_that_stalls_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     array, over = np.ones((ROWS, COLUMNS), np.float32), threading.Event()
     monkeypatch.setattr(version_wire, "STALLED_S", 0.5)
-    publisher, subscriber = _pair(array)
-    with publisher, subscriber:
+    with Four(array, tmp_path) as (publisher, subscriber):
         publisher.publish(1)
         with monkeypatch.context() as patched:
             Sent(patched, lambda place: over.wait(50) and None if place == 2 else None)
@@ -259,7 +249,7 @@ def test_a_stream_that_stalls_is_given_up(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("delta", ["auto", "off"])
-def test_a_wrong_checksum_of_one_stream_is_found(monkeypatch: pytest.MonkeyPatch, delta: str) -> None:
+def test_a_wrong_checksum_is_found(monkeypatch: pytest.MonkeyPatch, delta: str) -> None:
     array = np.ones((ROWS, COLUMNS), np.float32)
     publisher, subscriber = _pair(array, delta=delta)
     with publisher, subscriber:
@@ -283,15 +273,15 @@ def test_a_wrong_checksum_of_one_stream_is_found(monkeypatch: pytest.MonkeyPatch
         assert (subscriber.weights["w"] == array).all()
 
 
-def test_a_stream_of_one_rank_that_fails_is_the_error_of_all_ranks(
+def test_a_connection_of_one_rank_that_fails_is_the_error_of_all_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     array, told = np.ones((ROWS, COLUMNS), np.float32), [""] * 2
     layout = _rows(2)
 
     def act(place: int) -> None:
-        if place == 5:
-            raise RuntimeError("this thread ends amid a stream")
+        if place == 1:
+            raise RuntimeError("this thread ends amid a version")
 
     with Publisher({"w": _one(array.shape)}, {"w": array}, address=f"unix:{tmp_path}/p") as publisher:
         publisher.publish(1)
@@ -312,9 +302,10 @@ def test_a_stream_of_one_rank_that_fails_is_the_error_of_all_ranks(
     assert "version 1 did not arrive" in told[0]
 
 
-def test_where_no_thread_can_be_started_the_version_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_no_thread_can_be_started_the_version_is_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     array = np.ones((ROWS, COLUMNS), np.float32)
-    publisher, subscriber = _pair(array)
     start, count = threading.Thread.start, iter(range(10))
 
     def refused(thread: threading.Thread) -> None:
@@ -322,7 +313,7 @@ def test_where_no_thread_can_be_started_the_version_is_not_taken(monkeypatch: py
             raise RuntimeError("can't start new thread")
         start(thread)
 
-    with publisher, subscriber:
+    with Four(array, tmp_path) as (publisher, subscriber):
         publisher.publish(1)
         monkeypatch.setattr(threading.Thread, "start", refused)
         with pytest.raises(CommError, match="was not taken: RuntimeError: can't start new thread"):
@@ -360,7 +351,7 @@ DIES = """
 
     def dies(server, line, *args):
         calls.append(1)
-        if len(calls) > 4:  # of the second version
+        if len(calls) > 1:  # of the second version
             time.sleep(0.05)
             os.kill(os.getpid(), signal.SIGKILL)
         return send(server, line, *args)
@@ -379,7 +370,7 @@ DIES = """
 """
 
 
-def test_a_publisher_that_is_killed_amid_streams(tmp_path: Path) -> None:
+def test_a_publisher_that_is_killed_amid_a_version(tmp_path: Path) -> None:
     address = f"unix:{tmp_path}/p"
     process = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(DIES), address],
