@@ -17,6 +17,10 @@ from lowshard import warm_memory
 from lowshard.errors import BufferMismatchError, KernelError
 from lowshard.foreign_array import READ_ONLY, base_view, is_cupy, view_of
 
+# Larger results are written past the caches: nobody reads all of them again before they would be evicted anyway, and a
+# line that is overwritten whole need not be read first.
+STREAM_FROM_BYTES = 4 << 20
+
 # Large results begin on a cache line, which lets kernels write whole lines past the caches.
 _LINE_BYTES = 64
 _ALIGNED_FROM_BYTES = 1 << 20

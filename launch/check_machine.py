@@ -1,19 +1,15 @@
-"""What the doctor says of the machine: cores, shared memory, what was measured of it, GPUs, NCCL."""
+"""What the doctor says of the machine: cores, shared memory, GPUs, NCCL."""
 
 from __future__ import annotations
 
 import os
 import shutil
-from dataclasses import asdict
 from pathlib import Path
 
-from lowshard import calibration
-from lowshard.calibration import NEVER, Calibration
-from lowshard.errors import ProfileError
 from lowshard.launch.doctor_finding import Check, last_object, run_python
 from lowshard.launch.mpiexec import available_cores
 
-__all__ = ["check_calibration", "check_cuda", "check_gpus", "check_machine", "nccl_advice"]
+__all__ = ["check_cuda", "check_gpus", "check_machine", "nccl_advice"]
 
 _SMALL_SHM_BYTES = 1_000_000_000
 _MULTI_RANK_NCCL = 23003  # the first that allows several ranks on one GPU
@@ -58,32 +54,6 @@ else:
         paths = sorted({line.split(None, 5)[5].strip() for line in maps if "libcuda.so" in line})
     print(json.dumps({"version": version.value, "paths": paths, "error": ""}))
 """
-
-
-def check_calibration() -> Check:
-    """Says from which sizes on ways are taken: measured, set or by default."""
-    record, fault = calibration.kept()
-    try:
-        now = asdict(calibration.calibration())
-    except ProfileError as error:
-        return Check("calibration", "broken", str(error), "unset LOWSHARD_CALIBRATION")
-    defaults = asdict(Calibration())
-    measured = defaults if record is None else asdict(record.values)
-    told = []
-    for name, size in now.items():
-        notes = [] if size == defaults[name] else [f"default {_size(defaults[name])}"]
-        notes += [] if size == measured[name] else ["LOWSHARD_CALIBRATION"]
-        told.append(f"{name} {_size(size)}" + (f" ({'; '.join(notes)})" if notes else ""))
-    when = "defaults" if record is None else f"measured {record.measured_at}"
-    advice = fault or ("" if record else "lowshard warmup measures this machine")
-    return Check("calibration", "warning" if fault else "ok", f"{when}: {', '.join(told)}", advice)
-
-
-def _size(size_bytes: int) -> str:
-    if size_bytes == NEVER:
-        return "never"
-    power = next((p for p in (20, 10) if size_bytes % (1 << p) == 0), 0)
-    return f"{size_bytes >> power} {['bytes', 'KiB', 'MiB'][power // 10]}"
 
 
 def check_machine() -> list[Check]:

@@ -13,7 +13,7 @@ import sys
 from dataclasses import asdict
 
 from lowshard.launch.check_library import check_kernels, check_libraries, check_loaded, check_lowshard
-from lowshard.launch.check_machine import check_calibration, check_cuda, check_gpus, check_machine
+from lowshard.launch.check_machine import check_cuda, check_gpus, check_machine
 from lowshard.launch.check_mpi import check_autogroup, check_fake_hosts, check_mpi, check_sharing
 from lowshard.launch.doctor_finding import Check
 from lowshard.settings import SETTINGS
@@ -73,7 +73,6 @@ def examine() -> list[Check]:
         *found,
         check_sharing(),
         *check_machine(),
-        check_calibration(),
         check_autogroup(mpi),
         check_fake_hosts(),
         check_cuda(),

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from lowshard.errors import CommError, KernelError, LaunchError, LowshardError, ProfileError
+from lowshard.errors import CommError, KernelError, LaunchError, LowshardError
 
 MOST_S = 1e9
 """Of a time limit, some 30 years: longer ones are cut to it, since some are counted in 64 bits of nanoseconds."""
@@ -141,13 +141,6 @@ KERNELS = Setting(
     "kernels for host arrays; Numba's by default, if it is there",
     KernelError,
 )
-CALIBRATION = Setting(
-    "LOWSHARD_CALIBRATION",
-    "auto",
-    "auto|off|name=bytes,...",
-    "sizes that ways depend on: as `lowshard warmup` measured them, the defaults, or these in their place",
-    ProfileError,
-)
 SHIPPED_CODE = Setting(
     "LOWSHARD_SHIPPED_CODE",
     "on",
@@ -183,7 +176,7 @@ UPDATE_GOLDENS = Setting("LOWSHARD_UPDATE_GOLDENS", "0", "0|1", "whether tests w
 SETTINGS = (
     CHECK, TIMEOUT_S, WATCH, HEARTBEAT_S, ON_FAILURE, INTERFACE,
     CPU_PATH, CROSS_MEMORY, STREAMS, PIPES, HUGE_PAGES, NODE_SIZE, NCCL, NCCL_REDUCE16, KERNELS,
-    CALIBRATION, SHIPPED_CODE, MALLOC,
+    SHIPPED_CODE, MALLOC,
     START_S, BUILD_CODE, UPDATE_GOLDENS,
 )  # fmt: skip
 """What users may set, in the order of the table."""

@@ -1,4 +1,4 @@
-"""`lowshard warmup`: everything that lowshard compiles, compiled for this very processor, which is then measured."""
+"""`lowshard warmup`: everything that lowshard compiles, compiled for this very processor."""
 
 from __future__ import annotations
 
@@ -11,12 +11,9 @@ from contextlib import contextmanager
 DESCRIPTION = """\
 Compiles every function for this very processor and keeps it in the cache folder, so that no job has to. What is there
 already is not compiled again. Without it a job uses the code that came with the package, which is for a level of
-processors, and compiles what it lacks, once for all of its ranks. Then it measures from which sizes on some ways to
-write and read memory are the faster ones here, which takes a few seconds; `lowshard doctor` shows what it found.
+processors, and compiles what it lacks, once for all of its ranks.
 """
-EPILOG = (
-    "Exit codes: 0 all is kept, 1 something was not compiled, measured or kept, 2 wrong usage, 130 Ctrl-C."
-)
+EPILOG = "Exit codes: 0 all is kept, 1 something was not compiled or kept, 2 wrong usage, 130 Ctrl-C."
 _EVERY_S = 5.0
 
 
@@ -50,25 +47,7 @@ def run(args: argparse.Namespace) -> int:
         f"{len(outcome.origins) - unkept} functions in {compiled.cache_folder()}, {now} of them compiled now in "
         f"{time.monotonic() - begin_s:.0f} s"
     )
-    return 1 if outcome.faults or unkept or not _calibrated() else 0
-
-
-def _calibrated() -> bool:
-    """Measure this machine and keep what was found; say so, or why it could not be kept."""
-    from lowshard.calibration import save
-    from lowshard.warmup.machine_measure import STEPS, measure
-
-    begin_s = time.monotonic()
-    with _shown("measuring", "steps", STEPS) as tell:
-        values = measure(tell)
-    took_s = time.monotonic() - begin_s
-    try:
-        path = save(values, time.strftime("%Y-%m-%d %H:%M"))
-    except OSError as error:
-        print(f"not kept: what was measured of this machine: {error}", file=sys.stderr)
-        return False
-    print(f"{path}: measured in {took_s:.1f} s; lowshard doctor shows it")
-    return True
+    return 1 if outcome.faults or unkept else 0
 
 
 @contextmanager

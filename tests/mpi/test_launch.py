@@ -537,7 +537,6 @@ def test_doctor_finds_a_working_cpu_path(launcher: Launcher) -> None:
         "blas",
         "llvm",
         "shared memory",
-        "calibration",
         "autogroup",
         "fake hosts",
         "libcuda",

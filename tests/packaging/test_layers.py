@@ -27,7 +27,6 @@ FLOORS: dict[str, str] = {
     "lowshard.block_format": "0",
     "lowshard.bounded": "0",
     "lowshard.box": "0",
-    "lowshard.calibration": "0",
     "lowshard.reading": "0",
     "lowshard.special": "0",
     "lowshard.content_hash": "0",

@@ -21,7 +21,6 @@ from lowshard.bench.batch import Timing
 from lowshard.bench.change import changes
 from lowshard.bench.figure import CollectiveReport, Figure, Row, dump_csv
 from lowshard.bench.sweep_setting import Settings as SweepSettings
-from lowshard.calibration import SCHEMA as CALIBRATED
 from lowshard.checkpoint import Catalog
 from lowshard.checkpoint.checkpoint_index import INDEX_NAME, Index, IndexedFile, IndexedTensor, Part
 from lowshard.checkpoint.checkpoint_index import _digest as index_digest
@@ -224,7 +223,6 @@ def samples() -> Mapping[str, Any]:
         "paged layout": plain(pages().src.to_json()),
         "plan of pages": plain(pages().to_json()),
         "index of a delta folder": {"metadata": said, "weight_map": {"w": "d.safetensors"}, "lowshard": delta},
-        "calibration": {"schema": CALIBRATED, "machine": "m", "measured_at": "", "values": {"pipes_from_bytes": 8192}},
         "state of FSDP.save": {"version": 1, "updates": 2, "arrays": {"l0": ["m"]}, "numbers": {"l0": slot}},
         "state of an optimizer's slot": slot,
         "greeting of a subscriber": {"name": "a", "host": "h", "pid": 3, "ranks": 2},
