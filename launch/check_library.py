@@ -167,7 +167,7 @@ def check_kernels() -> Check:
         return Check("kernels", "ok", "plain NumPy", advice, required=True)
     level = found.get("level")
     if level and found["shipped"]:
-        detail = f"Numba's, as they came with lowshard for {level}; for this very processor: lowshard warmup"
+        detail = f"Numba's, as they came with lowshard for {level}"
         return Check("kernels", "ok", detail, required=True)
     detail = f"Numba, {found['bits']}-bit vectors, kept in {found['cache']}"
     return Check("kernels", "ok", detail, required=True)

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lowshard.compiled import numba_fault, prepared
+from lowshard.compiled.cache import level_made_for
 from lowshard.kernels import reference, unit_weights
 from lowshard.kernels.buffer import STREAM_FROM_BYTES, Array, address, dtype_name
 from lowshard.kernels.cpu import copy, cpu_cast, dequantize, quantize  # noqa: F401  their overloads
@@ -228,11 +229,12 @@ def _is_short(runs: RunTable) -> bool:
 
 @cache
 def vector_bits() -> int:
-    """Return the width of the widest vector register that the compiled kernels use on this machine, in bits."""
+    """Return the width of the widest vector register that the compiled kernels use here, in bits."""
     import llvmlite.binding as llvm
-    from numba.core.registry import cpu_target
 
-    triple, cpu, features = cpu_target.target_context.codegen().magic_tuple()
+    from lowshard.compiled.compiler import target_of
+
+    triple, cpu, features = target_of(level_made_for())
     lanes = "<32 x i16>"
     module = llvm.parse_assembly(
         f"define void @probe(ptr %a, ptr %b) {{\n%x = load {lanes}, ptr %a\n%y = load {lanes}, ptr %b\n"

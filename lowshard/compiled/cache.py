@@ -19,7 +19,7 @@ from typing import Any
 
 from lowshard.compiled.elf import symbols_of
 from lowshard.compiled.native import Native, link, python_symbol
-from lowshard.compiled.shipped import Level, level_in_use, read_shipped
+from lowshard.compiled.shipped import Level, level_in_use, level_of_code, read_shipped
 from lowshard.compiled.signature import Signature
 from lowshard.compiled.store import ObjectStore
 from lowshard.settings import NUMBA_CODE_SETTINGS, cache_root, environment, is_later_rank, numba_cache_dir
@@ -32,7 +32,7 @@ origins: dict[str, str] = {}
 """Of each function that this process has: "disk", "shipped" with the package, "compiled" and kept, or "memory" where
 nothing could be kept."""
 _made_for: list[Level] = []
-"""The level that this process compiles for, in place of this processor."""
+"""A level that this process compiles for, in place of this processor's."""
 
 
 def load_compiled(
@@ -101,8 +101,8 @@ def load_native(
             if code is None:
                 from lowshard.compiled.compiler import compile_object
 
-                code = compile_object(name, make(), signature, error_model)
-                origin = "compiled" if store.write(name, code) else "memory"
+                code, may_be_kept = compile_object(name, make, signature, error_model, level_made_for())
+                origin = "compiled" if may_be_kept and store.write(name, code) else "memory"
     origins[name] = origin
     return link(code, name)
 
@@ -173,10 +173,7 @@ def digest_of(paths: Iterable[Path]) -> str:
 
 
 def compile_for(level: Level) -> Path:
-    """Have this process compile all that it loads for a level, and return the folder that keeps it.
-
-    Numba must have been told the level's processor and features before it was imported.
-    """
+    """Have this process compile all that it loads for a level, and return the folder that keeps it."""
     _made_for[:] = [level]
     _store.cache_clear()
     store = _store()
@@ -189,11 +186,17 @@ def cache_folder() -> Path:
     return named / "lowshard" if named else cache_root() / "compiled"
 
 
+def level_made_for() -> Level | None:
+    """Return the level that this process compiles for, None for this very processor."""
+    return _made_for[0] if _made_for else level_of_code()
+
+
 @cache
 def _store() -> ObjectStore:
-    """Return the store of code for this machine's CPU, made by these versions with these settings."""
-    if _made_for:
-        return ObjectStore(cache_folder(), _made_for[0].key)
+    """Return the store of code for this processor's level, else for the very processor, these versions and settings."""
+    level = level_made_for()
+    if level is not None:
+        return ObjectStore(cache_folder(), level.key)
     import llvmlite
     import llvmlite.binding as llvm
     import numpy as np
