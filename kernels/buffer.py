@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from lowshard import warm_memory
 from lowshard.errors import BufferMismatchError, KernelError
 from lowshard.foreign_array import READ_ONLY, base_view, is_cupy, view_of
 
@@ -158,7 +157,7 @@ def address_range(array: Array) -> tuple[int, int]:
 def allocate(shape: tuple[int, ...], dtype: np.dtype[Any], like: Array) -> Array:
     """Return a new C-contiguous array where `like` lives: on the host, or on its GPU.
 
-    On the host large ones are on a cache line, and in memory that is warm from an earlier one where there is some.
+    On the host large ones begin on a cache line.
     """
     if is_gpu(like):
         import cupy
@@ -168,8 +167,6 @@ def allocate(shape: tuple[int, ...], dtype: np.dtype[Any], like: Array) -> Array
     size_bytes = math.prod(shape) * dtype.itemsize
     if size_bytes < _ALIGNED_FROM_BYTES or dtype.hasobject:
         return np.empty(shape, dtype)
-    if size_bytes >= warm_memory.FROM_BYTES:
-        return warm_memory.warm_array(shape, dtype, size_bytes)
     buffer = np.empty(size_bytes + _LINE_BYTES, np.uint8)
     start = -address(buffer) % _LINE_BYTES
     return buffer[start : start + size_bytes].view(dtype).reshape(shape)

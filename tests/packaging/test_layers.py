@@ -41,7 +41,6 @@ FLOORS: dict[str, str] = {
     "lowshard.gpu_stream": "0",
     "lowshard.foreign_array": "0",
     "lowshard.owned": "0",
-    "lowshard.warm_memory": "0",
     "lowshard.compiled": "0",
     "lowshard.mesh": "1",
     "lowshard.placement": "1",
