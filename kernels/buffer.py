@@ -34,13 +34,7 @@ def is_gpu(array: object) -> bool:
 
 
 def require_array(array: object, name: str, writes: bool = False) -> Array:
-    """Return a NumPy array as a plain ndarray, a CuPy array as it is, another library's as one of these; never a copy.
-
-    Raises:
-        KernelError: no array.
-        BufferMismatchError: an array with a mask, or one of another library that cannot be seen as one; `view_of` has
-            more.
-    """
+    """Return a NumPy array as a plain ndarray, a CuPy array as it is, another library's as one of these."""
     if isinstance(array, np.ndarray):
         return base_view(array, name)
     if is_gpu(array):
@@ -57,12 +51,7 @@ def require_array(array: object, name: str, writes: bool = False) -> Array:
 def require_out(
     out: object, name: str, shape: tuple[int, ...], dtype: np.dtype[Any], writeable: bool = True
 ) -> Array:
-    """Return a caller's buffer after checking shape, dtype and, if it is `writeable`, that it can be written.
-
-    Raises:
-        KernelError: no array.
-        BufferMismatchError: another shape or dtype, or read-only.
-    """
+    """Return a caller's buffer after checking shape, dtype and, if it is `writeable`, that it can be written."""
     array = require_array(out, name, writeable)
     if array.shape != shape or dtype_name(array.dtype) != dtype_name(dtype):
         raise BufferMismatchError(
@@ -155,10 +144,7 @@ def address_range(array: Array) -> tuple[int, int]:
 
 
 def allocate(shape: tuple[int, ...], dtype: np.dtype[Any], like: Array) -> Array:
-    """Return a new C-contiguous array where `like` lives: on the host, or on its GPU.
-
-    On the host large ones begin on a cache line.
-    """
+    """Return a new C-contiguous array where `like` lives: on the host, or on its GPU."""
     if is_gpu(like):
         import cupy
 

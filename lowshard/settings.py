@@ -22,15 +22,7 @@ __all__ = ["SETTINGS", "Setting", "cache_root", "change", "environment", "is_lat
 
 @dataclass(frozen=True)
 class Setting:
-    """One environment variable.
-
-    Attributes:
-        name: of the variable.
-        default: what holds where it is not set.
-        values: what it may be: texts separated by "|", or in words what kind of value it takes.
-        meaning: a sentence for users.
-        error: class of the error where it is something else.
-    """
+    """One environment variable."""
 
     name: str
     default: str
@@ -47,11 +39,7 @@ class Setting:
         return (os.environ if env is None else env).get(self.name, self.default)
 
     def choice(self, env: Mapping[str, str] | None = None) -> str:
-        """Return the variable's text, one of its values.
-
-        Raises:
-            LowshardError: of class `error`: it is none of them.
-        """
+        """Return the variable's text, one of its values."""
         text, known = self.text(env), self.values.split("|")
         if text not in known and text != self.default:
             choices = f"{', '.join(known[:-1])} or {known[-1]}"
@@ -61,11 +49,7 @@ class Setting:
     def seconds(
         self, env: Mapping[str, str] | None = None, error: type[LowshardError] | None = None
     ) -> float:
-        """Return the variable as seconds.
-
-        Raises:
-            LowshardError: of class `error`: it is no positive number.
-        """
+        """Return the variable as seconds."""
         text = self.text(env)
         try:
             seconds = float(text)
@@ -77,11 +61,7 @@ class Setting:
         return min(seconds, MOST_S)
 
     def count(self, env: Mapping[str, str] | None = None) -> int:
-        """Return the variable as an integer from 1 to 999.
-
-        Raises:
-            LowshardError: of class `error`: it is none.
-        """
+        """Return the variable as an integer from 1 to 999."""
         text = self.text(env)
         if not (text.isascii() and text.isdecimal() and len(text) <= 3 and int(text)):
             raise self.error(f"{self.name} is {self.values} from 1 to 999, got {text!r}: {self.meaning}")

@@ -159,10 +159,7 @@ def _rounded_mantissas(bits_kept: int) -> list[int]:
 
 
 def _rounded_below(bits_kept: int, distance: int) -> list[int]:
-    """Return codes below the smallest normal one by bf16 mantissa, for exponents so far below the lowest normal one.
-
-    `distance` is 0 right below it.
-    """
+    """Return codes below the smallest normal one by bf16 mantissa, for exponents so far below the lowest normal one."""
     shift = _MANTISSA_BITS - bits_kept + 1 + distance
     wholes = range(ONE_FIELD, 2 * ONE_FIELD)
     return [(bits + (1 << (shift - 1)) - 1 + ((bits >> shift) & 1)) >> shift for bits in wholes]

@@ -38,18 +38,7 @@ _made_for: list[Level] = []
 def load_compiled(
     name: str, make: Callable[[], Any], signature: Signature, error_model: str = "python"
 ) -> Callable[..., Any]:
-    """Return a compiled function to be called from Python; the GIL is released meanwhile.
-
-    Args:
-        name: of this function alone, with a digest of all source that it is made from: see `digest_of`.
-        make: returns the Python function; called only where it must be compiled.
-        signature: what it takes.
-        error_model: with "numpy" a division by zero gives Inf or NaN, without which loops that divide are not
-            vectorised.
-
-    Raises:
-        ImportError: it is not on disk, and Numba is missing.
-    """
+    """Return a compiled function to be called from Python; the GIL is released meanwhile."""
     call = load_native(name, make, signature, error_model).call
     return _WithArrays(call, signature) if any("[" in kind for kind in signature.args) else call
 
@@ -86,11 +75,7 @@ def prepared(function: Callable[..., Any], *args: Any) -> Callable[[], Any]:
 def load_native(
     name: str, make: Callable[[], Any], signature: Signature, error_model: str = "python"
 ) -> Native:
-    """Return a compiled function with its address, for calls as C makes them; otherwise as `load_compiled`.
-
-    Where code can be kept in no folder that only this user can write to, the function is compiled in memory, and that
-    is said once.
-    """
+    """Return a compiled function with its address, for calls as C makes them; otherwise as `load_compiled`."""
     store = _store()
     code, origin = _whole(store.read(name), name), "disk"
     if code is None and not _made_for:
@@ -164,10 +149,7 @@ def numba_fault() -> str | None:
 
 
 def digest_of(paths: Iterable[Path]) -> str:
-    """Return a digest of source files that compiled code is made from, to be part of the function's name.
-
-    It is the same wherever the files lie: in a checkout, in a wheel, installed.
-    """
+    """Return a digest of source files that compiled code is made from, to be part of the function's name."""
     parts = sorted(hashlib.sha256(path.read_bytes()).digest() for path in paths)
     return hashlib.sha256(b"".join(parts)).hexdigest()[:16]
 

@@ -24,14 +24,7 @@ _FORM = 1
 
 @dataclass(frozen=True)
 class Level:
-    """Processors that have some features of LLVM's.
-
-    Attributes:
-        name: of the level, and of its folder.
-        machine: as `platform.machine` says it.
-        cpu: LLVM's name of a processor that code is tuned for.
-        features: what a processor must have.
-    """
+    """Processors that have some features of LLVM's."""
 
     name: str
     machine: str
@@ -114,12 +107,7 @@ def read_shipped(name: str) -> bytes | None:
 
 
 def _trusted(path: Path) -> bytes:
-    """Return the content of a file that nobody may have changed who might not have changed this module.
-
-    Raises:
-        PermissionError: it is of another owner than this module, this user and root, or open to more writers.
-        OSError: it cannot be read.
-    """
+    """Return the content of a file that nobody may have changed who might not have changed this module."""
     with open(path, "rb", opener=_open) as file:
         found, module = os.fstat(file.fileno()), os.stat(__file__)
         writers = stat.S_IWGRP | stat.S_IWOTH

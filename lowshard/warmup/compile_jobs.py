@@ -21,12 +21,7 @@ FUNCTIONS = 113
 
 @dataclass
 class Outcome:
-    """What came of compiling for one level.
-
-    Attributes:
-        origins: of each function how a process has it, as `lowshard.compiled.origins` says.
-        faults: what was said where a group could not be compiled whole.
-    """
+    """What came of compiling for one level."""
 
     origins: dict[str, str] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)
@@ -35,13 +30,7 @@ class Outcome:
 def compile_groups(
     groups: Iterable[str], levels: Iterable[Level | None], on_function: Callable[[], None]
 ) -> dict[Level | None, Outcome]:
-    """Compile groups for levels, or None: what a job here would need, on all cores that this process may use.
-
-    Args:
-        groups: names of `function_groups`.
-        levels: what to compile for.
-        on_function: called after each function, by several threads but one at a time.
-    """
+    """Compile groups for levels, or None: what a job here would need, on all cores that this process may use."""
     outcomes = {level: Outcome() for level in levels}
     lock, running = threading.Lock(), set[subprocess.Popen[str]]()
 

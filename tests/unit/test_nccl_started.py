@@ -51,7 +51,7 @@ def test_a_started_call_follows_the_callers_stream_and_wait_makes_it_follow_the_
 
 @pytest.mark.parametrize("name", ["all_gather", "barrier", "reduce_scatter"])
 def test_the_next_call_follows_what_was_started_without_a_wait(name: str) -> None:
-    comm, handle, host = alone()
+    comm, _, host = alone()
     buf, other = np.arange(3.0), np.zeros(3)
     host.stream.push(lambda: None)  # so that it is not over yet
     comm.start.reduce_scatter(buf, other, order="tree")
