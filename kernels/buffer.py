@@ -13,9 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from lowshard import warm_memory
 from lowshard.errors import BufferMismatchError, KernelError
 from lowshard.foreign_array import READ_ONLY, base_view, is_cupy, view_of
+
+# Larger results are written past the caches: nobody reads all of them again before they would be evicted anyway, and a
+# line that is overwritten whole need not be read first.
+STREAM_FROM_BYTES = 4 << 20
 
 # Large results begin on a cache line, which lets kernels write whole lines past the caches.
 _LINE_BYTES = 64
@@ -31,13 +34,7 @@ def is_gpu(array: object) -> bool:
 
 
 def require_array(array: object, name: str, writes: bool = False) -> Array:
-    """Return a NumPy array as a plain ndarray, a CuPy array as it is, another library's as one of these; never a copy.
-
-    Raises:
-        KernelError: no array.
-        BufferMismatchError: an array with a mask, or one of another library that cannot be seen as one; `view_of` has
-            more.
-    """
+    """Return a NumPy array as a plain ndarray, a CuPy array as it is, another library's as one of these."""
     if isinstance(array, np.ndarray):
         return base_view(array, name)
     if is_gpu(array):
@@ -54,12 +51,7 @@ def require_array(array: object, name: str, writes: bool = False) -> Array:
 def require_out(
     out: object, name: str, shape: tuple[int, ...], dtype: np.dtype[Any], writeable: bool = True
 ) -> Array:
-    """Return a caller's buffer after checking shape, dtype and, if it is `writeable`, that it can be written.
-
-    Raises:
-        KernelError: no array.
-        BufferMismatchError: another shape or dtype, or read-only.
-    """
+    """Return a caller's buffer after checking shape, dtype and, if it is `writeable`, that it can be written."""
     array = require_array(out, name, writeable)
     if array.shape != shape or dtype_name(array.dtype) != dtype_name(dtype):
         raise BufferMismatchError(
@@ -169,10 +161,7 @@ def address_range(array: Array) -> tuple[int, int]:
 
 
 def allocate(shape: tuple[int, ...], dtype: np.dtype[Any], like: Array) -> Array:
-    """Return a new C-contiguous array where `like` lives: on the host, or on its GPU.
-
-    On the host large ones are on a cache line, and in memory that is warm from an earlier one where there is some.
-    """
+    """Return a new C-contiguous array where `like` lives: on the host, or on its GPU."""
     if is_gpu(like):
         import cupy
 
@@ -181,8 +170,6 @@ def allocate(shape: tuple[int, ...], dtype: np.dtype[Any], like: Array) -> Array
     size_bytes = math.prod(shape) * dtype.itemsize
     if size_bytes < _ALIGNED_FROM_BYTES or dtype.hasobject:
         return np.empty(shape, dtype)
-    if size_bytes >= warm_memory.FROM_BYTES:
-        return warm_memory.warm_array(shape, dtype, size_bytes)
     buffer = np.empty(size_bytes + _LINE_BYTES, np.uint8)
     start = -address(buffer) % _LINE_BYTES
     return buffer[start : start + size_bytes].view(dtype).reshape(shape)

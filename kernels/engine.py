@@ -61,10 +61,7 @@ class Engine(Protocol):
         min_scale_byte: int,
         streaming: bool | None = None,
     ) -> None:
-        """Quantise a matrix [rows, K] with contiguous rows, and write its scales in the 128x4 layout, padding included.
-
-        data is C-contiguous, scale flat and contiguous. streaming: as for `copy`.
-        """
+        """Quantise a matrix [rows, K] with contiguous rows, and write its scales in the 128x4 layout."""
 
     def dequantize(self, data: Array, scale: Array, elem: Elem, dst: Array, runs: RunTable) -> None:
         """Dequantise every run, whole blocks; the runs' source is `data`, scales lie as in `quantize`."""
@@ -94,11 +91,7 @@ class Engine(Protocol):
 
 
 def engine_for(*arrays: Array) -> Engine:
-    """Return the engine for arrays that live in one place.
-
-    Raises:
-        KernelError: NumPy and CuPy arrays, or arrays of several GPUs, in one call.
-    """
+    """Return the engine for arrays that live in one place."""
     if all(type(array) is np.ndarray for array in arrays):  # most calls: nothing more is looked at
         return host_engine()
     devices = {array.device.id if is_gpu(array) else None for array in arrays}
@@ -121,27 +114,15 @@ class HostEngine(Engine, Protocol):
     def rows_copier(
         self, src: Array, dst: Array, runs: RunTable, streaming: bool, fetching: bool = False
     ) -> Callable[[], None]:
-        """Return what copies every run by itself, past the caches if asked: for rows of a KB and more.
-
-        It is for many calls, and looks at the arrays once: whoever calls it keeps them, where they are.
-
-        fetching: the source is in no cache; without it rows that are in one are copied faster.
-        """
+        """Return what copies every run by itself, past the caches if asked: for rows of a KB and more."""
 
     def weigh(self, src: Array, runs: RunTable, first: int = 0) -> npt.NDArray[np.uint32]:
-        """Return the weighted sums of a source's bits; the table's target side counts elements of the whole array, from
-        `first` on.
-        """
+        """Return the weighted sums of a source's bits; the table's target side counts elements of the whole array."""
 
 
 @cache
 def host_engine() -> HostEngine:
-    """Return the engine of NumPy arrays: Numba's, or the plain one if asked for or if Numba is missing.
-
-    Raises:
-        KernelError: LOWSHARD_KERNELS has another value than "numba" or "plain".
-        DependencyError: it asks for Numba, and Numba cannot be imported.
-    """
+    """Return the engine of NumPy arrays: Numba's, or the plain one if asked for or if Numba is missing."""
     choice = KERNELS.choice()
     if choice != "plain":
         try:

@@ -21,10 +21,6 @@ def takes_stream(call: Call) -> Call:
     """Let a call over arrays take `stream`: it runs with that stream current on the GPU that holds its arrays.
 
     The call names `stream` among its arguments and never looks at it. None leaves the current stream of that GPU.
-
-    Raises (from the call):
-        StreamError: stream is not a stream, or belongs to another GPU.
-        KernelError: a stream, and no argument lies on a GPU.
     """
 
     @wraps(call)

@@ -203,10 +203,7 @@ def _quantised_boxes(data: Array, scale: Array, runs: RunTable, side: int) -> It
 
 
 def _boxes(array: Array, dtype: np.dtype[Any], runs: RunTable, side: int, per: int = 1) -> Iterator[Array]:
-    """Yield one side of every box as arrays [outer dims, outermost first, run], `per` elements as one.
-
-    Where a box is larger than a tile it is cut, so that no array made from a view is large.
-    """
+    """Yield one side of every box as arrays [outer dims, outermost first, run], `per` elements as one."""
     start_address, itemsize = address(array), dtype.itemsize
     item = (runs.src_itemsize, runs.dst_itemsize)[side]
     for column in runs.columns.T.tolist():

@@ -96,9 +96,6 @@ def scale_round_up(fmt: ElementFormat, mode: str) -> int:
 
     The sum carries into the field exactly when the mode rounds the power of two up: never (floor),
     above 1.75 (rceil), from 2 - 2^-(mantissa_bits + 1) on (even), above 1 (ceil).
-
-    Raises:
-        KernelError: unknown mode.
     """
     rounds_up = {
         "floor": 0,
@@ -114,17 +111,7 @@ def scale_round_up(fmt: ElementFormat, mode: str) -> int:
 def scale_bytes(
     amax_bits: npt.NDArray[np.int32], fmt: ElementFormat, mode: str, min_scale_byte: int = 0
 ) -> npt.NDArray[np.int32]:
-    """Return the E8M0 byte of each block from the fp32 bits of its maximum magnitude.
-
-    Args:
-        amax_bits: [blocks], sign bit clear. Integer order puts NaN above Inf above the finite values.
-        fmt: element type.
-        mode: how the power of two is chosen.
-        min_scale_byte: no finite block gets a lower byte.
-
-    Returns:
-        int32 [blocks], 255 where the maximum is Inf or NaN. Finite maxima give at most 247.
-    """
+    """Return the E8M0 byte of each block from the fp32 bits of its maximum magnitude."""
     rounded = amax_bits.astype(np.int64) + scale_round_up(fmt, mode)
     exponent = (rounded >> _FP32_MANTISSA_BITS) - fmt.emax
     scale: npt.NDArray[np.int32] = np.maximum(exponent, min_scale_byte).astype(np.int32)
@@ -135,17 +122,7 @@ def scale_bytes(
 def quantize_bits(
     bits: npt.NDArray[np.uint32], fmt: ElementFormat, mode: str, min_scale_byte: int = 0
 ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
-    """Quantise blocks of fp32 bit patterns.
-
-    Args:
-        bits: [blocks, 32], C-contiguous.
-        fmt: element type.
-        mode: how the scale is chosen.
-        min_scale_byte: no finite block gets a lower scale byte.
-
-    Returns:
-        Element codes [blocks, 32] and scale bytes [blocks].
-    """
+    """Quantise blocks of fp32 bit patterns."""
     signed = bits.view(np.int32)
     magnitude = signed & np.int32(_FP32_MAGNITUDE)
     scale = scale_bytes(magnitude.max(axis=1), fmt, mode, min_scale_byte)
@@ -204,14 +181,7 @@ def value_table(elem: Elem, dtype: str) -> npt.NDArray[Any]:
     """Return the bit pattern of code c under scale byte s at index s * 256 + c, for all 2^16 pairs.
 
     The product has at most four significant bits and lies between 2^-143 and 2^143, so float64 holds it
-    exactly and so does fp32 unless it overflows; one rounding then gives the target.
-
-    Args:
-        elem: element type.
-        dtype: "float32", "float16" or "bfloat16".
-
-    Returns:
-        Read-only uint32 (float32) or uint16 [65536]. NaN is the positive quiet NaN of the type.
+    exactly and so does fp32 unless it overflows; one rounding then gives the target. NaN is the positive quiet NaN.
     """
     value = element_format(elem).values()
     product = np.ldexp(value[None, :], np.arange(256)[:, None] - 127)
@@ -237,12 +207,7 @@ def _fp32_bits_of_exact(values: npt.NDArray[np.float64]) -> npt.NDArray[np.uint3
 
 
 def widen_to_fp32_bits(bits: npt.NDArray[Any], dtype: str) -> npt.NDArray[np.uint32]:
-    """Return the fp32 bits of bf16, fp16 or fp32 patterns, in a new C-contiguous array; exact, NaN payloads kept.
-
-    Args:
-        bits: uint16 (bfloat16, float16) or uint32 (float32), any shape and strides.
-        dtype: "bfloat16", "float16" or "float32".
-    """
+    """Return the fp32 bits of bf16, fp16 or fp32 patterns, in a new C-contiguous array; exact, NaN payloads kept."""
     wide = np.empty(bits.shape, np.uint32)
     wide[...] = bits
     if dtype == "bfloat16":
@@ -258,17 +223,7 @@ def widen_to_fp32_bits(bits: npt.NDArray[Any], dtype: str) -> npt.NDArray[np.uin
 
 
 def round_fp32_bits(bits: npt.NDArray[np.uint32], dtype: str) -> npt.NDArray[Any]:
-    """Return the patterns of fp32 bits in another float dtype: nearest, ties to even, overflow to Inf.
-
-    A NaN becomes the quiet NaN of its sign, mantissa 1000..., for every dtype, fp32 too.
-
-    Args:
-        bits: uint32, any shape.
-        dtype: "bfloat16", "float16" or "float32".
-
-    Returns:
-        uint16 (bfloat16, float16) or uint32 (float32).
-    """
+    """Return the patterns of fp32 bits in another float dtype: nearest, ties to even, overflow to Inf."""
     magnitude, sign = bits & _FP32_MAGNITUDE, bits & 0x80000000
     nan = magnitude > _FP32_INF
     if dtype == "float32":

@@ -123,17 +123,7 @@ def lower(
     src_itemsize: int,
     dst_itemsize: int,
 ) -> RunTable:
-    """Return the runs of boxes: dims that continue each other on both sides are folded into one.
-
-    Args:
-        extents: int64 [boxes, dims].
-        src_offsets: bytes from the source's first element to each box, [boxes].
-        dst_offsets: the same in the target.
-        src_strides: bytes, [boxes, dims].
-        dst_strides: the same in the target.
-        src_itemsize: bytes of an element of the source.
-        dst_itemsize: bytes of an element of the target.
-    """
+    """Return the runs of boxes: dims that continue each other on both sides are folded into one."""
     full = np.flatnonzero((extents > 0).all(axis=1))
     extents, src_strides, dst_strides = extents[full], src_strides[full], dst_strides[full]
     boxes, dims = extents.shape

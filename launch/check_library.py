@@ -108,7 +108,6 @@ def check_kernels() -> Check:
         advice = "pip install numba, unset LOWSHARD_KERNELS"
     elif found["level"] and found["shipped"]:
         detail = f"Numba's, as they came with lowshard for {found['level']}"
-        advice = "lowshard warmup compiles for this very processor"
     else:
         detail = f"Numba, {found['bits']}-bit vectors, kept in {found['cache']}"
     return Check(name, "ok", detail, advice, required=True)

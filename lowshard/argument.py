@@ -27,15 +27,7 @@ MOST_DIMS = 64
 def whole(
     value: object, rule: str, error: type[LowshardError], least: int | None = None, most: int | None = None
 ) -> int:
-    """Return an integer (Python's, NumPy's or any with `__index__`; True and 1.0 are none), or raise.
-
-    Args:
-        value: what came.
-        rule: what the error says is expected.
-        error: the class to raise.
-        least: the smallest that is taken.
-        most: the largest.
-    """
+    """Return an integer (Python's, NumPy's or any with `__index__`; True and 1.0 are none), or raise."""
     number = value
     if type(value) is not int:
         if isinstance(value, bool) or not hasattr(value, "__index__"):
@@ -83,15 +75,7 @@ def number(
     least: float = -MOST_FLOAT,
     below: float | None = None,
 ) -> float:
-    """Return a finite number (an integer, or a float of Python's or NumPy's) as a float, or raise.
-
-    Args:
-        value: what came.
-        rule: what the error says is expected.
-        error: the class to raise.
-        least: the smallest that is taken.
-        below: what it is less than.
-    """
+    """Return a finite number (an integer, or a float of Python's or NumPy's) as a float, or raise."""
     # Floats first: to ask whether another type is a number takes longer than the rest.
     is_number = type(value) is float or (isinstance(value, numbers.Real) and not isinstance(value, bool))
     try:
@@ -106,10 +90,7 @@ def number(
 def items(
     values: object, rule: str, error: type[LowshardError], *, any_order: bool = False
 ) -> tuple[Any, ...]:
-    """Return what an iterable holds as a tuple, or raise; a text is not an iterable, and neither is a mapping.
-
-    Nor is a set, whose order each process has its own of, unless `any_order`: the order of these counts for nothing.
-    """
+    """Return what an iterable holds as a tuple, or raise; a text is not an iterable, and neither is a mapping."""
     none = (str, bytes, Mapping) if any_order else (str, bytes, Mapping, set, frozenset)
     if isinstance(values, none) or not isinstance(values, Iterable):
         raise error(f"{rule}, got {brief(values)}")
@@ -213,10 +194,7 @@ def in_words(values: Mapping[str, object], most: int = 3) -> str:
 
 
 def one_line(text: str) -> str:
-    """Return a text, which may come from a file of another, without characters that a terminal acts on.
-
-    Line breaks and control characters are written as Python writes them.
-    """
+    """Return a text, which may come from a file of another, without characters that a terminal acts on."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 

@@ -28,10 +28,7 @@ _DEPTH = 12
 
 
 def size_of(value: Any, depth: int = _DEPTH) -> int:
-    """Return about how many bytes a value of plain data takes; of long containers some items stand for all.
-
-    What several values share is counted in each, and of arrays that are views of others nothing but their heads.
-    """
+    """Return about how many bytes a value of plain data takes; of long containers some items stand for all."""
     size = sys.getsizeof(value, 64)
     if depth == 0 or isinstance(value, (int, float, str, bytes, type)):
         return size
@@ -51,19 +48,7 @@ def size_of(value: Any, depth: int = _DEPTH) -> int:
 
 
 class BoundedCache(Generic[K, V]):
-    """A mapping that keeps the newest of what it was given, up to a number of bytes; the oldest go first.
-
-    A value is weighed when the next one comes: by then it has grown what it makes on first use.
-
-    Args:
-        name: in the table of all caches; None for one of many, of which each has this bound.
-        most_bytes: of all keys and values, about.
-        size: returns about how many bytes a key and its value take.
-
-    Attributes:
-        get: as that of a dict.
-        used_bytes: of what is kept, the newest left out.
-    """
+    """A mapping that keeps the newest of what it was given, up to a number of bytes; the oldest go first."""
 
     def __init__(self, name: str | None, most_bytes: int, size: Callable[[K, V], int]) -> None:
         if name is not None:
@@ -150,10 +135,7 @@ def bounded_cache(most_bytes: int) -> Callable[[Callable[P, V]], Callable[P, V]]
 
 
 def kept_in_self(method: Callable[Concatenate[S, P], V]) -> Callable[Concatenate[S, P], V]:
-    """As `functools.cache` for a method that depends on its arguments and a frozen self alone.
-
-    What it returned is kept in the object, and goes with it.
-    """
+    """As `functools.cache` for a method that depends on its arguments and a frozen self alone."""
     name = f"_kept_{method.__name__}"
 
     def call(self: S, /, *key: P.args, **no_keywords: P.kwargs) -> V:

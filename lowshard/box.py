@@ -108,13 +108,7 @@ def any_overlap(boxes: Iterable[Box]) -> bool:
 
 
 def row_major_parts(box: Box, most_elems: int, whole_dims: int = 0) -> Iterator[Box]:
-    """Yield a box in parts, in row-major order, each of at most so many elements.
-
-    Args:
-        box: in global coordinates.
-        most_elems: of a part.
-        whole_dims: trailing dims that are not cut; a part of them may have more elements.
-    """
+    """Yield a box in parts, in row-major order, each of at most so many elements."""
 
     def cut(box: Box, dim: int) -> Iterator[Box]:
         if volume(box) <= most_elems or dim >= len(box) - whole_dims:
@@ -155,10 +149,7 @@ def relative_slices(box: Box, origin: Box) -> tuple[slice, ...]:
 
 
 def single_run(box: Box, shape: Sequence[int]) -> int | None:
-    """Return the first flat index of a box that is one run of a row-major array, or None if it is not.
-
-    An empty box is a run at 0.
-    """
+    """Return the first flat index of a box that is one run of a row-major array, or None if it is not."""
     if volume(box) == 0:
         return 0
     dim, inner, start = len(shape), 1, 0
@@ -183,10 +174,7 @@ def strides_of(shape: Sequence[int], last: int = 1) -> list[int]:
 
 
 def contiguous_runs(box: Box, shape: Sequence[int]) -> tuple[int, list[int]]:
-    """Return how a box lies in a row-major array: elements a run, and each run's first flat index.
-
-    Runs are as long as they can be: trailing dims that the box covers whole are folded into them.
-    """
+    """Return how a box lies in a row-major array: elements a run, and each run's first flat index."""
     if volume(box) == 0:
         return 0, []
     run = 1

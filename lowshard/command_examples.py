@@ -20,9 +20,7 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ("lowshard selftest --device cpu -n 4 -o selftest", "on 4 ranks of the CPU, logs to selftest/"),
         ("lowshard selftest --only kernels,fold", "two steps alone"),
     ),
-    "lowshard warmup": (
-        ("lowshard warmup", "once after an installation, for code made for this very processor"),
-    ),
+    "lowshard warmup": (("lowshard warmup", "after an installation without compiled code"),),
     "lowshard rules dump": (
         (
             "lowshard rules dump --rules ep-as-cp --devices 8 --ici expert=2 --logical logical_shardings.json -o -",

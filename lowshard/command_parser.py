@@ -15,11 +15,7 @@ __all__ = ["CommandParser", "expect_habits"]
 
 
 class CommandParser(argparse.ArgumentParser):
-    """An `ArgumentParser` that knows what people are used to write elsewhere; subparsers are of its class too.
-
-    Attributes:
-        habits: for an option that this command lacks and other programs have, what to write here.
-    """
+    """An `ArgumentParser` that knows what people are used to write elsewhere; subparsers are of its class too."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -74,11 +70,6 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def expect_habits(parser: argparse.ArgumentParser, habits: Mapping[str, str]) -> None:
-    """Have a parser say what to write in place of options that other programs have.
-
-    Args:
-        parser: of a command; one that is no `CommandParser` says nothing of them.
-        habits: for each option, as it is written, what to write here.
-    """
+    """Have a parser say what to write in place of options that other programs have."""
     if isinstance(parser, CommandParser):
         parser.habits.update(habits)

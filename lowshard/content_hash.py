@@ -23,13 +23,7 @@ def text_digest(text: str) -> bytes:
 
 
 def tensor_digest(dtype: str, shape: Sequence[int], sums: npt.NDArray[np.uint32]) -> str:
-    """Return the digest of a tensor as 32 hexadecimal digits.
-
-    Args:
-        dtype: its canonical name.
-        shape: of the whole tensor.
-        sums: those of all its elements, `kernels.content_sum`, added up over disjoint parts.
-    """
+    """Return the digest of a tensor as 32 hexadecimal digits."""
     facts = json.dumps([dtype, list(shape), sums.tolist()])
     return text_digest(facts).hex()
 

@@ -98,18 +98,7 @@ class _Open:
 
 
 def parse_document(text: str, path: str, fail: Fail) -> Node | None:
-    """Return the one document of a YAML text, or None where it is empty.
-
-    Args:
-        text: of the file.
-        path: of the file, for errors.
-        fail: makes the error to raise.
-
-    Raises:
-        LowshardError: of `fail`: no YAML, several documents, nesting beyond 32, more than 50,000 nodes with aliases
-            written out, a word of more than 1000 characters, an alias inside its own anchor.
-        DependencyError: PyYAML is missing.
-    """
+    """Return the one document of a YAML text, or None where it is empty."""
     try:
         return _parsed(text, path)
     except _Fault as fault:
@@ -117,11 +106,7 @@ def parse_document(text: str, path: str, fail: Fail) -> Node | None:
 
 
 def plain_data(node: Node | None, fail: Fail) -> Any:
-    """Return a tree as lists, dicts with text for keys, and scalars; a file without a document is None.
-
-    Raises:
-        LowshardError: of `fail`: a key that is not text or stands twice, a scalar of a kind that JSON lacks.
-    """
+    """Return a tree as lists, dicts with text for keys, and scalars; a file without a document is None."""
     if node is None or node.kind == "null":
         return None
     if node.kind == "list":
@@ -149,13 +134,7 @@ def plain_data(node: Node | None, fail: Fail) -> Any:
 
 
 def number_of(node: Node) -> int | float:
-    """Return the number that YAML 1.1 reads a scalar of kind int or float as.
-
-    Raises:
-        ArithmeticError: a base that no number fits.
-        LookupError: no digits.
-        ValueError: no number.
-    """
+    """Return the number that YAML 1.1 reads a scalar of kind int or float as."""
     from yaml.constructor import SafeConstructor
     from yaml.nodes import ScalarNode
 

@@ -104,11 +104,7 @@ def all_dtypes() -> tuple[DType, ...]:
 
 
 def get(dtype: object) -> DType:
-    """Return the table row of a dtype given as a name, an alias, a row, or a dtype of NumPy, torch, JAX or the like.
-
-    Raises:
-        DTypeError: the dtype is not in the table.
-    """
+    """Return the table row of a dtype given as a name, an alias, a row, or a dtype of NumPy, torch, JAX or the like."""
     if isinstance(dtype, DType):
         return dtype
     name = dtype if isinstance(dtype, str) else _name_of(dtype)

@@ -59,28 +59,14 @@ def never_change(arrays: Iterable[object]) -> bool:
 def view_of(value: object, name: str, writes: bool = False) -> Array:
     """Return an array of another library as NumPy's or CuPy's over the same memory, and anything else as it is.
 
-    Subclasses of NumPy's are seen as plain arrays.
-
-    It may be kept: from then on torch refuses, for good, to resize the storage of a tensor on the host.
-
-    Args:
-        value: what came.
-        name: of the argument, for messages.
-        writes: it is a result. CuPy's arrays do not say that they are read-only, so it is asked here.
-
-    Raises:
-        BufferMismatchError: an array whose memory cannot be used as it is; the text says what to pass.
-        DTypeError: an element type outside the table.
-        DependencyError: it lies on a GPU, and CuPy is missing.
+    It may be kept: from then on torch refuses, for good, to resize the storage of a tensor on the host. `writes` asks
+    whether it can be written to, which CuPy's arrays do not say.
     """
     return _seen_by(_way_to_see(type(value)), value, name, writes)  # type: ignore[arg-type]  # types can be hashed
 
 
 def view_in_call(value: object, name: str, writes: bool = False) -> Array:
-    """As `view_of`, for as long as a call is under way: torch may free or resize the storage afterwards.
-
-    FSDP does so with what it has gathered.
-    """
+    """As `view_of`, for as long as a call is under way: torch may free or resize the storage afterwards."""
     see = _way_to_see(type(value))  # type: ignore[arg-type]  # types can be hashed
     return _seen_by(_torch_view_in_call if see is _torch_view else see, value, name, writes)
 
@@ -106,11 +92,7 @@ def _seen_by(see: Seen, value: Any, name: str, writes: bool) -> Array:
 
 
 def base_view(array: np.ndarray, name: str) -> np.ndarray:
-    """Return NumPy's array as a plain one: a subclass, such as matrix, may slice and reshape in ways of its own.
-
-    Raises:
-        BufferMismatchError: it has a mask, which would be lost.
-    """
+    """Return NumPy's array as a plain one: a subclass, such as matrix, may slice and reshape in ways of its own."""
     if type(array) is not np.ndarray and isinstance(array, np.ma.MaskedArray):
         raise BufferMismatchError(
             f"{name} is an array without a mask, which would be lost; pass {name}.data, or {name}.filled(value)"
@@ -129,13 +111,8 @@ def view_or_same(value: object, writes: bool = False) -> Any:
 def like(result: Any, given: object = None, *, apart: bool = False) -> Any:
     """Return a new NumPy or CuPy array as one of the library that an input is of, over the same memory.
 
-    JAX takes memory that begins on a cache line as it is, and copies the rest. What is no new array of ours stays.
-
-    Args:
-        result: the array, or None.
-        given: the input.
-        apart: where the result is read-only since its memory is another array's too, give torch, which has no read-only
-            tensors, a copy.
+    JAX takes memory that begins on a cache line as it is, and copies the rest. With `apart` torch, which has no
+    read-only tensors, gets a copy where the result is read-only since its memory is another array's too.
     """
     kind = type(given)
     if kind is np.ndarray or result is None or not _is_foreign(given) or _is_foreign(result):

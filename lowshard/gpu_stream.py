@@ -23,18 +23,7 @@ _RULE = (
 
 @contextmanager
 def on_stream(stream: Stream, device: int | None = None) -> Iterator[None]:
-    """Make a stream CuPy's current one on its device, and that device the thread's current one; put both back after.
-
-    None leaves all as it is.
-
-    Args:
-        stream: a CuPy stream, a torch stream, any object with `__cuda_stream__`, or an address (0: the default stream).
-        device: the device of the buffers; by default the thread's current one.
-
-    Raises:
-        StreamError: it is not one of these, or a stream of another device.
-        DependencyError: CuPy is missing.
-    """
+    """Make a stream CuPy's current one on its device, and that device the thread's current one; put both back after."""
     if stream is None:
         yield
         return

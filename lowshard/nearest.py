@@ -14,15 +14,7 @@ _OTHER_WORDS = {"gpu": "cuda", "mean": "avg", "average": "avg", "add": "sum", "p
 def nearest(
     name: object, known: Iterable[str], most: int = 3, alike: float = 0.6, before: str = ""
 ) -> str:  # fmt: skip
-    """Return "; did you mean a, b?" with the nearest of some names, or nothing where none is near.
-
-    Args:
-        name: what came, whatever it is.
-        known: the names that there are.
-        most: how many are told.
-        alike: from 0 to 1, how much two names have in common that are near.
-        before: what is written before each name that is told.
-    """
+    """Return "; did you mean a, b?" with the nearest of some names, or nothing where none is near."""
     if not isinstance(name, str):
         return ""
     import difflib

@@ -20,17 +20,7 @@ _MOST_BYTES = 64 << 20
 
 
 def open_folder(name: str | Path, inside: int | None = None, *, make: bool = False) -> int:
-    """Return a descriptor of a folder.
-
-    Args:
-        name: of the folder, in `inside` where that is given.
-        inside: descriptor of the folder that it is in.
-        make: make it where it is missing, for this user alone.
-
-    Raises:
-        PermissionError: it is another user's, or others may write to it.
-        OSError: it is missing, a link or no folder.
-    """
+    """Return a descriptor of a folder."""
     if make:
         with suppress(FileExistsError):
             os.mkdir(name, 0o700, dir_fd=inside)
@@ -44,12 +34,7 @@ def open_folder(name: str | Path, inside: int | None = None, *, make: bool = Fal
 
 
 def read_file(name: str | Path, inside: int | None = None) -> bytes:
-    """Return the content of a regular file; arguments as for `open_folder`.
-
-    Raises:
-        PermissionError: it is another user's, others may write to it, or it is not a regular file of at most 64 MiB.
-        OSError: it is missing, a link, or cannot be read.
-    """
+    """Return the content of a regular file; arguments as for `open_folder`."""
     descriptor = os.open(name, os.O_RDONLY | _OPEN, dir_fd=inside)
     try:
         found = os.fstat(descriptor)
@@ -63,11 +48,7 @@ def read_file(name: str | Path, inside: int | None = None) -> bytes:
 
 
 def write_file(name: str, inside: int, content: bytes) -> None:
-    """Write a file into an open folder, whole or not at all, for this user alone; what has its name is replaced.
-
-    Raises:
-        OSError: there is no room, or a folder has its name.
-    """
+    """Write a file into an open folder, whole or not at all, for this user alone; what has its name is replaced."""
     part = f"{name}.{secrets.token_hex(8)}.part"
     descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _OPEN, 0o600, dir_fd=inside)
     try:

@@ -18,10 +18,7 @@ _QUIET_S = 2.0
 
 
 def make_console(stderr: bool = False, piped_width: int = 200) -> Console:
-    """Return a console; into a pipe it writes lines of up to so many characters, without colours.
-
-    It prints brackets and colons as they stand: names of tensors and paths of files may have them.
-    """
+    """Return a console; into a pipe it writes lines of up to so many characters, without colours."""
     from rich.console import Console
 
     stream = sys.stderr if stderr else sys.stdout

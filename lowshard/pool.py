@@ -8,8 +8,9 @@ read them, so that the next move of them takes one pass.
 from __future__ import annotations
 
 import math
+import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,6 @@ from lowshard.comm import check
 from lowshard.comm.agreement import control_of
 from lowshard.comm.communicator import Communicator
 from lowshard.errors import BufferMismatchError
-from lowshard.warm_memory import lent
 
 Array = Any
 
@@ -71,7 +71,7 @@ class BufferPool:
         if size_bytes < _SMALL_BYTES:
             return np.empty(extents, kind)
         block = self._block(-(-size_bytes // _STEP_BYTES) * _STEP_BYTES)
-        whole = lent(block, self._returned.append)
+        whole = _lent(block, self._returned.append)
         return whole[:size_bytes].view(kind).reshape(extents)
 
     def _block(self, size_bytes: int) -> Array:
@@ -88,3 +88,21 @@ class BufferPool:
             if self._limit is None or self._idle_bytes + block.nbytes <= self._limit:
                 self._free.setdefault(block.nbytes, []).append(block)
                 self._idle_bytes += block.nbytes
+
+
+def _lent(block: Array, give_back: Callable[[Array], object]) -> Array:
+    """Return a block of uint8 under another identity, given back when nothing refers to that any more.
+
+    Views, memoryviews, DLPack capsules and what other libraries make of them all refer to it. `give_back` runs in
+    whatever thread drops the last reference, amid anything: it may take no lock.
+    """
+    handle = _Handle(block)
+    weakref.finalize(handle, give_back, block).atexit = False
+    return np.asarray(handle)
+
+
+class _Handle:
+    """Arrays made of it keep it alive, and it does not keep the block."""
+
+    def __init__(self, block: Array) -> None:
+        self.__array_interface__ = block.__array_interface__

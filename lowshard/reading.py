@@ -64,11 +64,7 @@ class Reader(Generic[T]):
         self._most_bytes, self._most_values = most_bytes, most_values
 
     def __call__(self, data: object, where: str = _HERE) -> T:
-        """Return the value that plain data says.
-
-        Raises:
-            LowshardError: of the reader's class where the form is wrong; else what the constructor of a value says.
-        """
+        """Return the value that plain data says."""
         try:
             return self._read(data, "$")
         except _Unfit as error:
@@ -155,14 +151,7 @@ def open_at_once(path: str | os.PathLike[str], flags: int) -> int:
 
 
 def read_text(path: str | Path, what: str, error: type[LowshardError], most_bytes: int = MOST_BYTES) -> str:
-    """Return the text of a UTF-8 file.
-
-    Args:
-        path: the file.
-        what: what it holds, for the error.
-        error: the class to raise.
-        most_bytes: how large it may be.
-    """
+    """Return the text of a UTF-8 file."""
     file_path = check_path(path, f"a {what} is read from the path of a file", error)
     try:
         with open(file_path, "rb", opener=open_at_once) as file:
@@ -186,14 +175,7 @@ def read_text(path: str | Path, what: str, error: type[LowshardError], most_byte
 def parse_json(
     text: str | bytes, where: str, error: type[LowshardError], most_values: int = MOST_VALUES
 ) -> Any:
-    """Return the plain data of a JSON text: no key twice in one object, no integer of more than 20 characters.
-
-    Args:
-        text: as text, or as UTF-8.
-        where: what the error begins with.
-        error: the class to raise.
-        most_values: how many values it may have; commas and brackets in texts count as well.
-    """
+    """Return the plain data of a JSON text: no key twice in one object, no integer of more than 20 characters."""
     try:
         text = text.decode() if isinstance(text, bytes) else text
         values = 1 + sum(map(text.count, ",[{"))

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from lowshard.errors import CommError, KernelError, LaunchError, LowshardError, ProfileError
+from lowshard.errors import CommError, KernelError, LaunchError, LowshardError
 
 MOST_S = 1e9
 """Of a time limit, some 30 years: longer ones are cut to it, since some are counted in 64 bits of nanoseconds."""
@@ -22,15 +22,7 @@ __all__ = ["SETTINGS", "Setting", "cache_root", "change", "environment", "is_lat
 
 @dataclass(frozen=True)
 class Setting:
-    """One environment variable.
-
-    Attributes:
-        name: of the variable.
-        default: what holds where it is not set.
-        values: what it may be: texts separated by "|", or in words what kind of value it takes.
-        meaning: a sentence for users.
-        error: class of the error where it is something else.
-    """
+    """One environment variable."""
 
     name: str
     default: str
@@ -47,11 +39,7 @@ class Setting:
         return (os.environ if env is None else env).get(self.name, self.default)
 
     def choice(self, env: Mapping[str, str] | None = None) -> str:
-        """Return the variable's text, one of its values.
-
-        Raises:
-            LowshardError: of class `error`: it is none of them.
-        """
+        """Return the variable's text, one of its values."""
         text, known = self.text(env), self.values.split("|")
         if text not in known and text != self.default:
             choices = f"{', '.join(known[:-1])} or {known[-1]}"
@@ -61,11 +49,7 @@ class Setting:
     def seconds(
         self, env: Mapping[str, str] | None = None, error: type[LowshardError] | None = None
     ) -> float:
-        """Return the variable as seconds.
-
-        Raises:
-            LowshardError: of class `error`: it is no positive number.
-        """
+        """Return the variable as seconds."""
         text = self.text(env)
         try:
             seconds = float(text)
@@ -124,13 +108,6 @@ KERNELS = Setting(
     "kernels for host arrays; Numba's by default, if it is there",
     KernelError,
 )
-CALIBRATION = Setting(
-    "LOWSHARD_CALIBRATION",
-    "auto",
-    "auto|off|name=bytes,...",
-    "sizes that ways depend on: as `lowshard warmup` measured them, the defaults, or these in their place",
-    ProfileError,
-)
 SHIPPED_CODE = Setting(
     "LOWSHARD_SHIPPED_CODE",
     "on",
@@ -158,7 +135,7 @@ BUILD_CODE = Setting(
 SETTINGS = (
     CHECK, TIMEOUT_S, WATCH, HEARTBEAT_S, ON_FAILURE, INTERFACE,
     CPU_PATH, CROSS_MEMORY, PIPES, HUGE_PAGES, NODE_SIZE, NCCL, NCCL_REDUCE16, KERNELS,
-    CALIBRATION, SHIPPED_CODE,
+    SHIPPED_CODE,
     START_S, BUILD_CODE,
 )  # fmt: skip
 """What users may set, in the order of the table."""

@@ -16,11 +16,7 @@ def drop_stdout() -> None:
 
 
 def open_closed_streams() -> None:
-    """Open what is closed of stdin, stdout and stderr to the null device.
-
-    Else the next file that is opened gets the number of one, and what libraries print goes into it; and Python has
-    None in place of the stream.
-    """
+    """Open what is closed of stdin, stdout and stderr to the null device."""
     for number in (0, 1, 2):
         try:
             os.fstat(number)

@@ -14,6 +14,7 @@ from functools import cache, cached_property
 
 from llvmlite import ir
 
+from lowshard.compiled.cache import level_made_for
 from lowshard.kernels.cpu.sources import MAGNITUDE, ONE_FIELD
 from lowshard.kernels.cpu.vector import Lanes, only_if
 from lowshard.kernels.reference import BLOCK_ELEMS, ElementFormat
@@ -24,9 +25,9 @@ _MANTISSA_BITS = 7  # of bf16
 @cache
 def has_tables() -> bool:
     """Whether code for this machine can look bytes up in tables of 128 in one instruction."""
-    from numba.core.registry import cpu_target
+    from lowshard.compiled.compiler import target_of
 
-    return "+avx512vbmi" in cpu_target.target_context.codegen().magic_tuple()[2].split(",")
+    return "+avx512vbmi" in target_of(level_made_for())[2].split(",")
 
 
 @dataclass(frozen=True)
@@ -158,10 +159,7 @@ def _rounded_mantissas(bits_kept: int) -> list[int]:
 
 
 def _rounded_below(bits_kept: int, distance: int) -> list[int]:
-    """Return codes below the smallest normal one by bf16 mantissa, for exponents so far below the lowest normal one.
-
-    `distance` is 0 right below it.
-    """
+    """Return codes below the smallest normal one by bf16 mantissa, for exponents so far below the lowest normal one."""
     shift = _MANTISSA_BITS - bits_kept + 1 + distance
     wholes = range(ONE_FIELD, 2 * ONE_FIELD)
     return [(bits + (1 << (shift - 1)) - 1 + ((bits >> shift) & 1)) >> shift for bits in wholes]

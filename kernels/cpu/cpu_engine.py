@@ -9,10 +9,10 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
-from lowshard.calibration import calibration
 from lowshard.compiled import numba_fault, prepared
+from lowshard.compiled.cache import level_made_for
 from lowshard.kernels import reference, unit_weights
-from lowshard.kernels.buffer import Array, address, dtype_name
+from lowshard.kernels.buffer import STREAM_FROM_BYTES, Array, address, dtype_name
 from lowshard.kernels.cpu import copy, cpu_cast, dequantize, quantize  # noqa: F401  their overloads
 from lowshard.kernels.cpu.cpu_optimizer import adamw_kernel, sgd_kernel
 from lowshard.kernels.cpu.drive import SCRATCH_BYTES, compiled
@@ -54,19 +54,12 @@ class NumbaEngine:
     name = "numba"
 
     def __init__(self) -> None:
-        """Look whether kernels can be compiled, and what was measured here.
-
-        Raises:
-            ImportError: they cannot.
-            ProfileError: LOWSHARD_CALIBRATION is wrong.
-        """
+        """Raise ImportError where kernels cannot be compiled."""
         fault = numba_fault()
         if fault:
             raise ImportError(fault)
         self._threads = threading.local()
-        # Larger results are written past the caches: nobody reads all of them again before they would be evicted
-        # anyway, and a line that is overwritten whole need not be read first.
-        self.stream_from_bytes = calibration().stream_from_bytes
+        self.stream_from_bytes = STREAM_FROM_BYTES
 
     def _scratch(self) -> int:
         """Return the address of this thread's scratch memory, on a cache line."""
@@ -236,11 +229,12 @@ def _is_short(runs: RunTable) -> bool:
 
 @cache
 def vector_bits() -> int:
-    """Return the width of the widest vector register that the compiled kernels use on this machine, in bits."""
+    """Return the width of the widest vector register that the compiled kernels use here, in bits."""
     import llvmlite.binding as llvm
-    from numba.core.registry import cpu_target
 
-    triple, cpu, features = cpu_target.target_context.codegen().magic_tuple()
+    from lowshard.compiled.compiler import target_of
+
+    triple, cpu, features = target_of(level_made_for())
     lanes = "<32 x i16>"
     module = llvm.parse_assembly(
         f"define void @probe(ptr %a, ptr %b) {{\n%x = load {lanes}, ptr %a\n%y = load {lanes}, ptr %b\n"

@@ -100,10 +100,7 @@ def decode_block(
 def decode_across(
     typingctx: Any, data: Any, byte: Any, next_byte: Any, count: Any, dst: Any, dtype: Any, elem: Any
 ) -> Any:
-    """Dequantise 32 codes past the caches: `count` of one block, the others of the next; `dst` is a multiple of 64.
-
-    Both scale bytes are of `fast_scales`; the last two arguments are literals.
-    """
+    """Dequantise 32 codes past the caches: `count` of one block, the others of the next; `dst` is a multiple of 64."""
     name, fmt = dtype.literal_value, element_format(elem.literal_value)
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
@@ -140,10 +137,7 @@ def _dequantize_rows(dtype: str, elem: str) -> Any:
     def row_across(
         data: int, values: int, bytes_: int, blocks: int, ahead: Any, scratch: int, table: int
     ) -> None:
-        """Dequantise a row that begins amid a line, line by line past the caches: each is of two blocks, or of parts.
-
-        What lies before the first line and after the last one is made in scratch memory.
-        """
+        """Dequantise a row that begins amid a line, line by line past the caches."""
         align_spills()
         before = (-values & 63) // itemsize  # elements of each block that belong to lines that began before
         for block in (0, blocks - 1):

@@ -40,10 +40,7 @@ _ROWS: dict[str, Callable[..., Callable[..., None]]] = {}
 
 
 def rows_of(job: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register what makes the rows of a job, from the further words of a kind.
-
-    It returns a function that Numba compiles, with the parameters of `run_rows`.
-    """
+    """Register what makes the rows of a job, from the further words of a kind."""
 
     def register(make: Callable[..., Any]) -> Callable[..., Any]:
         _ROWS[job] = make
@@ -103,11 +100,7 @@ def _run_rows(
 
 @cache
 def compiled(kind: str) -> Callable[..., None]:
-    """Return the kernel of a kind: `kernel(columns, src, dst, scales, scratch, first, second, streaming)`.
-
-    `columns` are a run table's; the four after it are addresses, of scales 0 where there are none. Compiled on the
-    first call for this machine and kept in Numba's cache on disk.
-    """
+    """Return the kernel of a kind: `kernel(columns, src, dst, scales, scratch, first, second, streaming)`."""
     job = kind.split(" ")[0]
     itemsize, linear = src_itemsize(kind), AHEAD_BYTES
     asks_on = job in ("quantize", "fetch")
@@ -177,10 +170,7 @@ def compiled(kind: str) -> Callable[..., None]:
 
 @njit(nogil=True)
 def outer_dims(columns: Any, box: int) -> OuterDims:
-    """Return the outer dims of a box of a run table, innermost first: counts, source strides, target strides.
-
-    Dims that the table does not have count 1.
-    """
+    """Return the outer dims of a box of a run table, innermost first: counts, source strides, target strides."""
     dims = (columns.shape[0] - FIRST_DIM) // 3
     n1, n2, n3, n4 = 1, 1, 1, 1
     s1, s2, s3, s4, d1, d2, d3, d4 = 0, 0, 0, 0, 0, 0, 0, 0
@@ -241,11 +231,7 @@ def src_itemsize(kind: str) -> int:
 
 @cache
 def source_digest() -> str:
-    """Return a digest of every source file that compiled code is made from.
-
-    It is part of the name under which Numba keeps the code: Numba looks at one file's time stamp alone, and the
-    vector code of a kernel lies in others.
-    """
+    """Return a digest of every source file that compiled code is made from."""
     folder = Path(__file__).parent
     outside = (
         *(folder.parent / f"{name}.py" for name in ("reference", "runs", "unit_weights")),

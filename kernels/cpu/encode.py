@@ -36,10 +36,7 @@ def prefetch_block(
 
 
 def minimum_of_halves(bits: Lanes) -> Lanes:
-    """Return half as many lanes as a block has whose minimum is the complement of its largest magnitude.
-
-    The complement, since machines have a minimum of eight 16-bit lanes in one instruction, but no maximum.
-    """
+    """Return half as many lanes as a block has whose minimum is the complement of its largest magnitude."""
     half = BLOCK_ELEMS // 2
     low, high = (inverse(bits).picked(range(i * half, (i + 1) * half)) for i in range(2))
     return low.minimum(high, signed=False)
@@ -57,10 +54,7 @@ def halves_minimum(builder: ir.IRBuilder, address: ir.Value, kept: ir.Value | No
 
 
 def make_origins(minima: Lanes, increment: Lanes, fmt: ElementFormat) -> Lanes:
-    """Return the exponent field from which each block's are counted, from what `halves_minimum` found.
-
-    An element's field less the origin is the field of its code; below one there are subnormals.
-    """
+    """Return the exponent field from which each block's are counted, from what `halves_minimum` found."""
     maxima = minima ^ MAGNITUDE
     fields = maxima.compare("==", 0).where(_FIELD_OF_ZERO, (maxima + increment) >> 7)
     return fields - (fmt.emax + fmt.bias)
@@ -69,10 +63,7 @@ def make_origins(minima: Lanes, increment: Lanes, fmt: ElementFormat) -> Lanes:
 def scales_of(
     origins: Lanes, lowest: Lanes, zero_byte: Lanes, dtype: str, fmt: ElementFormat
 ) -> tuple[Lanes, Lanes]:
-    """Return scale bytes, and a mask of rare blocks: those with Inf, NaN or just less, and scales under `lowest`.
-
-    Blocks of zeros are not among them.
-    """
+    """Return scale bytes, and a mask of rare blocks: those with Inf, NaN or just less, and scales under `lowest`."""
     zero = origins.compare("==", _FIELD_OF_ZERO - fmt.emax - fmt.bias)
     made = origins + fmt.bias
     # Unsigned, so that what is under `lowest` is above all others.
@@ -111,10 +102,7 @@ def encode_normals(
     raw: Sequence[Lanes], origins: Lanes, first: int, data: ir.Value, offset_bytes: int, fmt: ElementFormat,
     streaming: bool,
 ) -> Iterator[None]:  # fmt: skip
-    """Do the same for two blocks without tables, but write zeros for what is below the smallest normal code.
-
-    What is built in the context runs where there is such.
-    """
+    """Do the same for two blocks without tables, but write zeros for what is below the smallest normal code."""
     made = blocks_of(raw, origins, first, fmt)
     assert isinstance(made, Words)
     magnitudes, low = made.rounded()

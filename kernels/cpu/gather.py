@@ -126,10 +126,7 @@ def gather_kernel() -> Callable[..., None]:
 
 @cache
 def scatter_kernel() -> Callable[..., None]:
-    """Return `kernel(columns, src, dst, itemsize)` for gapless sources and one outer dim at most.
-
-    Every run has at most SHORT_RUN_BYTES, and 64 bytes or more.
-    """
+    """Return `kernel(columns, src, dst, itemsize)` for gapless sources and one outer dim at most."""
     far_bytes = _ASK_BYTES
 
     def scatter(columns: Any, src: int, dst: int, itemsize: int) -> None:

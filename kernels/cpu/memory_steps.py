@@ -141,10 +141,7 @@ def stream_lines(typingctx: Any, target: Any, source: Any, lines: Any) -> Any:
 def move_lines(
     typingctx: Any, target: Any, source: Any, far: Any, mid: Any, near: Any, lines: Any, streaming: Any
 ) -> Any:  # fmt: skip
-    """Copy cache lines one by one, a literal number, and ask for the lines that lie three distances on.
-
-    The last argument is a literal: 1 writes past the caches, to a multiple of 64.
-    """
+    """Copy cache lines one by one, a literal number, and ask for the lines that lie three distances on."""
     size_bytes, past_caches = lines.literal_value * CACHE_LINE_BYTES, bool(streaming.literal_value)
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:

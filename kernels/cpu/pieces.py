@@ -65,10 +65,7 @@ def encode_piece(
     typingctx: Any, src: Any, data: Any, scales: Any, scratch: Any, far: Any, mid: Any, near: Any,
     increment: Any, lowest: Any, zero_byte: Any, source: Any, elem: Any, way: Any,
 ) -> Any:  # fmt: skip
-    """Quantise a piece but for rare blocks, of which it returns a mask, and pairs with elements to mend.
-
-    Asks for the lines that lie three distances on from `src`. The last three arguments are literals.
-    """
+    """Quantise a piece but for rare blocks, of which it returns a mask, and pairs with elements to mend."""
     dtype, past_caches, shifts = (
         source.literal_value,
         way.literal_value == STREAMED,
@@ -144,10 +141,7 @@ def encode_piece(
 
 @intrinsic(prefer_literal=True)
 def to_mend(typingctx: Any, scratch: Any) -> Any:
-    """Return the first blocks of pairs of a piece that was encoded, as a mask: those that `mend_pair` is for.
-
-    With tables there are none.
-    """
+    """Return the first blocks of pairs of a piece that was encoded, as a mask: those that `mend_pair` is for."""
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
         if has_tables():
@@ -212,10 +206,7 @@ def _joined(one: Lanes, other: Lanes, words: int) -> Lanes:
 
 
 def rows_in_pieces(source: str, elem: str) -> Any:
-    """Return the loop over rows of whole pieces that are prefetched.
-
-    Where codes go past the caches and not all rows begin with a line of the target, they follow each other there.
-    """
+    """Return the loop over rows of whole pieces that are prefetched."""
     fmt, itemsize, dtype = element_format(elem), SOURCES[source].itemsize, DTYPE_CODES[source]
     mantissa_bits, bias, emax, max_code = fmt.mantissa_bits, fmt.bias, fmt.emax, fmt.max_code
     bytes_each, count, ring_at, ring_bytes = block_bytes(source), PIECE_BLOCKS, _RING_AT, RING_BYTES

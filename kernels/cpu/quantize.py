@@ -61,10 +61,7 @@ def find_maximum(typingctx: Any, src: Any, minimum: Any, lanes: Any, source: Any
 def fetch_blocks(
     typingctx: Any, src: Any, minima: Any, lanes: Any, near: Any, mid: Any, far: Any, source: Any, blocks: Any
 ) -> Any:
-    """Do as `find_maximum` with `keep` for some blocks, and ask for what lies three distances on.
-
-    The last two arguments are literals.
-    """
+    """Do as `find_maximum` with `keep` for some blocks, and ask for what lies three distances on."""
     dtype, count = source.literal_value, blocks.literal_value
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
@@ -116,10 +113,7 @@ def find_scales(
 def encode_blocks(
     typingctx: Any, lanes: Any, data: Any, origins: Any, elem: Any, blocks: Any, streaming: Any
 ) -> Any:
-    """Write the codes of one or two blocks from their bf16 lanes and their origins.
-
-    The last three arguments are literals; a streaming store needs two blocks and a `data` that is a multiple of 64.
-    """
+    """Write the codes of one or two blocks from their bf16 lanes and their origins."""
     fmt, count = element_format(elem.literal_value), blocks.literal_value
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
@@ -249,11 +243,7 @@ def _rows_in_place(source: str, elem: str) -> Any:
 
 
 def _rows_fetched(source: str, elem: str) -> Any:
-    """Return the loop over short rows that are prefetched.
-
-    Their elements leave the source's cache lines as soon as they can, and go on from scratch memory; a group goes
-    over several rows if their codes follow each other.
-    """
+    """Return the loop over short rows that are prefetched."""
     fmt, itemsize, dtype = element_format(elem), SOURCES[source].itemsize, DTYPE_CODES[source]
     mantissa_bits, bias, emax, max_code = fmt.mantissa_bits, fmt.bias, fmt.emax, fmt.max_code
     bytes_each = block_bytes(source)

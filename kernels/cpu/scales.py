@@ -13,10 +13,7 @@ from lowshard.kernels.cpu.memory_steps import load_u8, load_u32, store_value
 
 @cache
 def swizzle_kernel(reverse: bool) -> Callable[..., None]:
-    """Return `kernel(rowwise, swizzled, rows, cols, row_stride, col_stride)` over addresses; strides in bytes.
-
-    It writes the swizzled side with zeros for padding, or with `reverse` the row-major side.
-    """
+    """Return `kernel(rowwise, swizzled, rows, cols, row_stride, col_stride)` over addresses; strides in bytes."""
 
     def swizzle(rowwise: int, swizzled: int, rows: int, cols: int, row_stride: int, col_stride: int) -> None:
         tile = swizzled

@@ -20,10 +20,7 @@ _I1, _I32, _I64 = (ir.IntType(bits) for bits in (1, 32, 64))
 
 
 class Lanes:
-    """Integer lanes (or one integer) in an LLVM function under construction; ints are splat over the lanes.
-
-    `>>` shifts in zeros; comparisons are signed and give lanes of one bit.
-    """
+    """Integer lanes (or one integer) in an LLVM function under construction; ints are splat over the lanes."""
 
     def __init__(self, builder: ir.IRBuilder, value: ir.Value) -> None:
         self.builder, self.value = builder, value
@@ -128,10 +125,7 @@ class Lanes:
         return Lanes(self.builder, self._operand(number))
 
     def pinned(self) -> Lanes:
-        """Return these 128 bits, made where the code says: LLVM moves what it can to where it is used.
-
-        Only a matter of speed, and only done on x86: an empty piece of assembly that may have side effects.
-        """
+        """Return these 128 bits, made where the code says: LLVM moves what it can to where it is used."""
         if platform.machine().lower() not in ("x86_64", "amd64"):
             return self
         signature = ir.FunctionType(self.value.type, [self.value.type])
@@ -190,10 +184,7 @@ class Lanes:
 
 
 def fp16_subnormals(magnitude: Lanes) -> Lanes:
-    """Return the fp16 magnitudes of fp32 ones below 2^-14, to nearest, ties to even; other lanes hold anything.
-
-    In integers, as a float addition would round as the process is told to.
-    """
+    """Return the fp16 magnitudes of fp32 ones below 2^-14, to nearest, ties to even; other lanes hold anything."""
     field = magnitude >> 23
     # In units of 2^-24; from a field of 101 down, a quarter of a unit and less, the same nothing is left.
     field = field.compare("<", 101).where(101, field)
@@ -205,10 +196,7 @@ def fp16_subnormals(magnitude: Lanes) -> Lanes:
 
 @contextmanager
 def only_if(builder: ir.IRBuilder, condition: ir.Value, values: Sequence[Lanes]) -> Iterator[list[Lanes]]:
-    """Run code for new values only where a condition holds: append them to what this yields.
-
-    After the block the yielded list holds the new values if the condition held, else the old ones.
-    """
+    """Run code for new values only where a condition holds: append them to what this yields."""
     changed: list[Lanes] = []
     before = builder.block
     with builder.if_then(condition, likely=False):

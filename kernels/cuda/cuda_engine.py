@@ -66,11 +66,7 @@ class _Placed:
 
 
 class CudaEngine:
-    """Every kernel by CUDA, on what its launcher calls device arrays.
-
-    Args:
-        launcher: starts kernels on one device.
-    """
+    """Every kernel by CUDA, on what its launcher calls device arrays."""
 
     name = "cuda"
 
@@ -198,16 +194,7 @@ class CudaEngine:
     def fold(
         self, out: Array, sources: Sequence[Array], dtype: str, op: str, tree: bool, divisor: int
     ) -> None:
-        """Fold contiguous arrays of one size and dtype into out, in one launch; out may be one of them.
-
-        Args:
-            out: the result.
-            sources: 1 to `MOST_FOLDED` of them.
-            dtype: what the elements are, by lowshard's short name, such as "bf16" or "e4m3"; no bool.
-            op: sum, avg, min, max or prod.
-            tree: in a balanced binary tree; else from the left.
-            divisor: what a sum is divided by.
-        """
+        """Fold contiguous arrays of one size and dtype into out, in one launch; out may be one of them."""
         bases = [address(source) for source in sources]
         together = address(out)
         for base in bases:
@@ -256,28 +243,13 @@ class CudaEngine:
         self._launch(f"{name}_{unit}", max(1, elems // unit), THREADS, 5, args)
 
     def differ(self, new: Array, old: Array, masks: Array, runs: RunTable, unit_bytes: int) -> None:
-        """Write which elements of two arrays differ.
-
-        Args:
-            new: an array.
-            old: another one.
-            masks: uint16, for each unit of the runs a bit for each of its elements.
-            runs: of both, in elements.
-            unit_bytes: `word_bytes` of these.
-        """
+        """Write which elements of two arrays differ."""
         table = self._placed(runs, unit_bytes, bytes_as_items=True)
         args = (address(new), address(old), address(masks), runs.src_itemsize, *table.args)
         self._launch(f"differ_{unit_bytes}", table.units, THREADS, 8, args)
 
     def gather(self, array: Array, packed: Array, places: Array, runs: RunTable) -> None:
-        """Copy items of an array's runs, by number, one behind the other.
-
-        Args:
-            array: the source.
-            packed: uint8 [places, bytes of an item], contiguous.
-            places: int64.
-            runs: of the array.
-        """
+        """Copy items of an array's runs, by number, one behind the other."""
         self._move_listed("gather", array, packed, places, runs)
 
     def scatter(self, array: Array, packed: Array, places: Array, runs: RunTable) -> None:
@@ -294,10 +266,7 @@ class CudaEngine:
         self._launch(f"{name}_{word}", len(places) * parts, THREADS, 8, args)
 
     def word_bytes(self, runs: RunTable, *arrays: Array, of_runs: bool = False) -> int:
-        """Return the largest word, of up to 16 bytes, that all runs in arrays begin at multiples of.
-
-        Elements are made of such words; or, `of_runs`, runs are.
-        """
+        """Return the largest word, of up to 16 bytes, that all runs in arrays begin at multiples of."""
         bits = _start_bits(runs) | (_run_bits(runs) if of_runs else runs.src_itemsize) | _VECTOR_BYTES
         for array in arrays:
             bits |= address(array)
@@ -331,13 +300,7 @@ class CudaEngine:
     def _form(
         self, runs: RunTable, vectors: bool, sides: list[tuple[Array, int, int]]
     ) -> tuple[str, tuple[int, ...], int]:
-        """Return the form of a block kernel, its first arguments, and the blocks.
-
-        Args:
-            runs: the table.
-            vectors: whether all addresses are on vector boundaries.
-            sides: the arrays, each with its row of offsets and the elements that take one of its bytes.
-        """
+        """Return the form of a block kernel, its first arguments, and the blocks."""
         if vectors and runs.boxes == 1 and not runs.outer_dims:
             firsts = _first_offsets(runs)
             starts = [address(array) + firsts[row] // per for array, row, per in sides]
@@ -435,10 +398,7 @@ _Groups = tuple[tuple[int, int], ...]
 
 @cache
 def _fold_tree(sources: int) -> _Groups:
-    """Return the groups of a balanced binary tree: the largest subtrees of up to `_FOLD_GROUP` operands, in order.
-
-    Of n operands the left half has ceil(n / 2); it fills the lower half of the places.
-    """
+    """Return the groups of a balanced binary tree: the largest subtrees of up to `_FOLD_GROUP` operands, in order."""
     if sources <= _FOLD_GROUP:
         return ((_tree_places(sources, _FOLD_GROUP), 0),)
     half = (sources + 1) // 2

@@ -67,14 +67,7 @@ _PER_THREAD = 2
 
 
 class CuPyLauncher:
-    """Starts kernels on one GPU, on the stream that is current there; never waits.
-
-    Args:
-        device_id: CUDA's number of the GPU.
-
-    Raises:
-        DependencyError: CuPy cannot be imported.
-    """
+    """Starts kernels on one GPU, on the stream that is current there; never waits."""
 
     def __init__(self, device_id: int) -> None:
         try:

@@ -23,15 +23,7 @@ _SMALL_MAP = 1 << 16  # entries that need no excuse
 
 @dataclass(frozen=True, eq=False)
 class UnitTable:
-    """A run table cut in units.
-
-    Attributes:
-        words: int64 [n], what the kernels read.
-        boxes: boxes, after cutting large ones.
-        dims: outer dims of every box.
-        map_shift: log2 of the units between two entries of the map.
-        units: units of all boxes.
-    """
+    """A run table cut in units."""
 
     words: npt.NDArray[np.int64]
     boxes: int
@@ -41,13 +33,7 @@ class UnitTable:
 
 
 def unit_table(runs: RunTable, unit_items: int, bytes_as_items: bool = False) -> UnitTable:
-    """Return a run table with its runs cut in units of `unit_items`; the last unit of a run may hold fewer.
-
-    Args:
-        runs: a table with at least one box.
-        unit_items: items a unit.
-        bytes_as_items: True: an item is a byte, for copies. False: it is an element.
-    """
+    """Return a run table with its runs cut in units of `unit_items`; the last unit of a run may hold fewer."""
     item_bytes = (1, 1) if bytes_as_items else (runs.src_itemsize, runs.dst_itemsize)
     columns = runs.columns
     if bytes_as_items:
@@ -82,12 +68,7 @@ def unit_table(runs: RunTable, unit_items: int, bytes_as_items: bool = False) ->
 
 
 def start_divisor_bytes(runs: RunTable, side: int) -> int:
-    """Return the largest power of two, up to 4096, that divides every run's first byte, whatever its length.
-
-    Args:
-        runs: a run table.
-        side: 0, the one that is read, or 1, the one that is written.
-    """
+    """Return the largest power of two, up to 4096, that divides every run's first byte, whatever its length."""
     bits = int(np.bitwise_or.reduce(runs.columns[SRC_OFFSET + side], initial=0))
     for row in range(FIRST_DIM, len(runs.columns), 3):
         repeated = runs.columns[row] > 1

@@ -13,7 +13,6 @@ import numpy as np
 from lowshard import settings
 from lowshard._version import __version__
 from lowshard.argument import brief
-from lowshard.calibration import setting_fault
 from lowshard.comm.call import Activity
 from lowshard.comm.caller import end_with_mpi
 from lowshard.comm.communicator import Communicator
@@ -91,7 +90,7 @@ def build_host(mpi_comm: Any, timeout_s: float | None = None, fault: str = "") -
     own = mpi_comm.Dup()
     wish, size = settings.CPU_PATH.text(), settings.NODE_SIZE.text()
     said = [setting.text() for setting in _EQUAL]
-    rows = own.allgather((*said, __version__, why_no_window(), fault or setting_fault() or _choice_fault()))
+    rows = own.allgather((*said, __version__, why_no_window(), fault or _choice_fault()))
     wrong = _first_wrong(rows)
     if wrong:
         own.Free()

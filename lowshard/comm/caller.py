@@ -347,6 +347,7 @@ class Caller:
         """
         if self._worker is not None:
             self._worker.settle()
+            self.transport.come_after()
         if not self.lock.acquire(blocking=False):
             self._not_its_turn(what)
         if self.transport.ended:  # its memory may be another communicator's by now
@@ -544,6 +545,7 @@ class Caller:
         """Wait for what was started before a message, where threads run it."""
         if self._worker is not None:
             self._worker.settle()
+            self.transport.come_after()
         if self._lines and (name, peer) in self._lines:
             self._lines[name, peer].settle()
 

@@ -231,6 +231,7 @@ class NCCLTransport(Transport):
             self._nccl.look(self._binding.stream(), self.buffers.latest)
         self._begin_messages()
         self._side.drop()
+        self._side.precede()
 
     def run_batch(self, front: Front, batch: Sequence[tuple[Call, Array, int]]) -> None:
         with self._binding.on_device(self._device):

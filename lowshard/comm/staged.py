@@ -336,6 +336,10 @@ class StagedTransport(Transport):
 
         return StagedWork(self._binding, front.in_line(name, peer, run))
 
+    def come_after(self) -> None:
+        with self._binding.on_device(self._device):
+            self._side.precede()
+
     def _on_side(self, side: SideStream, call: Callable[[], Any], name: str) -> Any:
         self._binding.select(self._device)  # a new thread begins on device 0
         return side.run(call, f"{name} of rank {self.rank}")

@@ -349,6 +349,9 @@ class Transport(ABC):
     def settle(self) -> None:  # noqa: B027  # most have the communicator's threads wait for them
         """Wait for the messages that were started, where no thread of the communicator does."""
 
+    def come_after(self) -> None:  # noqa: B027  # without a device nothing is left to do when a thread is done
+        """Have the device do what follows after what the communicator's thread has given it."""
+
     def run_batch(self, front: Front, batch: Sequence[tuple[Call, Array, int]]) -> None:
         """Run sends and recvs together; by default sends never wait, so they go first."""
         for call, _, peer in batch:

@@ -19,7 +19,7 @@ from typing import Any
 
 from lowshard.compiled.elf import symbols_of
 from lowshard.compiled.native import Native, link, python_symbol
-from lowshard.compiled.shipped import Level, level_in_use, read_shipped
+from lowshard.compiled.shipped import Level, level_in_use, level_of_code, read_shipped
 from lowshard.compiled.signature import Signature
 from lowshard.compiled.store import ObjectStore
 from lowshard.settings import NUMBA_CODE_SETTINGS, cache_root, environment, is_later_rank, numba_cache_dir
@@ -32,24 +32,13 @@ origins: dict[str, str] = {}
 """Of each function that this process has: "disk", "shipped" with the package, "compiled" and kept, or "memory" where
 nothing could be kept."""
 _made_for: list[Level] = []
-"""The level that this process compiles for, in place of this processor."""
+"""A level that this process compiles for, in place of this processor's."""
 
 
 def load_compiled(
     name: str, make: Callable[[], Any], signature: Signature, error_model: str = "python"
 ) -> Callable[..., Any]:
-    """Return a compiled function to be called from Python; the GIL is released meanwhile.
-
-    Args:
-        name: of this function alone, with a digest of all source that it is made from: see `digest_of`.
-        make: returns the Python function; called only where it must be compiled.
-        signature: what it takes.
-        error_model: with "numpy" a division by zero gives Inf or NaN, without which loops that divide are not
-            vectorised.
-
-    Raises:
-        ImportError: it is not on disk, and Numba is missing.
-    """
+    """Return a compiled function to be called from Python; the GIL is released meanwhile."""
     call = load_native(name, make, signature, error_model).call
     return _WithArrays(call, signature) if any("[" in kind for kind in signature.args) else call
 
@@ -86,11 +75,7 @@ def prepared(function: Callable[..., Any], *args: Any) -> Callable[[], Any]:
 def load_native(
     name: str, make: Callable[[], Any], signature: Signature, error_model: str = "python"
 ) -> Native:
-    """Return a compiled function with its address, for calls as C makes them; otherwise as `load_compiled`.
-
-    Where code can be kept in no folder that only this user can write to, the function is compiled in memory, and that
-    is said once.
-    """
+    """Return a compiled function with its address, for calls as C makes them; otherwise as `load_compiled`."""
     store = _store()
     code, origin = _whole(store.read(name), name), "disk"
     if code is None and not _made_for:
@@ -101,8 +86,8 @@ def load_native(
             if code is None:
                 from lowshard.compiled.compiler import compile_object
 
-                code = compile_object(name, make(), signature, error_model)
-                origin = "compiled" if store.write(name, code) else "memory"
+                code, may_be_kept = compile_object(name, make, signature, error_model, level_made_for())
+                origin = "compiled" if may_be_kept and store.write(name, code) else "memory"
     origins[name] = origin
     return link(code, name)
 
@@ -164,19 +149,13 @@ def numba_fault() -> str | None:
 
 
 def digest_of(paths: Iterable[Path]) -> str:
-    """Return a digest of source files that compiled code is made from, to be part of the function's name.
-
-    It is the same wherever the files lie: in a checkout, in a wheel, installed.
-    """
+    """Return a digest of source files that compiled code is made from, to be part of the function's name."""
     parts = sorted(hashlib.sha256(path.read_bytes()).digest() for path in paths)
     return hashlib.sha256(b"".join(parts)).hexdigest()[:16]
 
 
 def compile_for(level: Level) -> Path:
-    """Have this process compile all that it loads for a level, and return the folder that keeps it.
-
-    Numba must have been told the level's processor and features before it was imported.
-    """
+    """Have this process compile all that it loads for a level, and return the folder that keeps it."""
     _made_for[:] = [level]
     _store.cache_clear()
     store = _store()
@@ -189,11 +168,17 @@ def cache_folder() -> Path:
     return named / "lowshard" if named else cache_root() / "compiled"
 
 
+def level_made_for() -> Level | None:
+    """Return the level that this process compiles for, None for this very processor."""
+    return _made_for[0] if _made_for else level_of_code()
+
+
 @cache
 def _store() -> ObjectStore:
-    """Return the store of code for this machine's CPU, made by these versions with these settings."""
-    if _made_for:
-        return ObjectStore(cache_folder(), _made_for[0].key)
+    """Return the store of code for this processor's level, else for the very processor, these versions and settings."""
+    level = level_made_for()
+    if level is not None:
+        return ObjectStore(cache_folder(), level.key)
     import llvmlite
     import llvmlite.binding as llvm
     import numpy as np

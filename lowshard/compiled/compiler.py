@@ -7,29 +7,45 @@ says which), all other names are made private, and LLVM writes the object.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import llvmlite.binding as llvm
 from numba import carray, njit, types
+from numba.core import config
 from numba.core.registry import cpu_target
 
 from lowshard.compiled import deferred
 from lowshard.compiled.emitted import elements_at
 from lowshard.compiled.native import python_symbol
+from lowshard.compiled.shipped import Level
 from lowshard.compiled.signature import Signature
 
 _lock = threading.Lock()
 """One thread compiles at a time: ranks may be threads."""
 
 
-def compile_object(name: str, function: Any, signature: Signature, error_model: str) -> bytes:
-    """Return an object file with a function, under its name as C calls it and under another as Python does."""
-    module = compile_module(name, function, signature, error_model)
+def target_of(level: Level | None) -> tuple[str, str, str]:
+    """Return triple, processor and features that this process compiles for: a level's, unless Numba was used before."""
+    if level is not None:
+        config.CPU_NAME, config.CPU_FEATURES = level.cpu, level.flags
     triple, cpu, features = cpu_target.target_context.codegen().magic_tuple()
+    return triple, cpu, features
+
+
+def compile_object(
+    name: str, make: Callable[[], Any], signature: Signature, error_model: str, level: Level | None
+) -> tuple[bytes, bool]:
+    """Return an object file with a function, under its name as C calls it and under another as Python does.
+
+    Beside it: whether it is for the level, or for this processor where there is none.
+    """
+    triple, cpu, features = target_of(level)
+    module = compile_module(name, make(), signature, error_model)
     machine = llvm.Target.from_triple(triple).create_target_machine(
         cpu=cpu, features=features, opt=3, reloc="default", codemodel="jitdefault", jit=True
     )
-    return machine.emit_object(module)  # type: ignore[no-any-return]
+    return machine.emit_object(module), level is None or (cpu, features) == (level.cpu, level.flags)
 
 
 def compile_module(name: str, function: Any, signature: Signature, error_model: str) -> Any:

@@ -31,23 +31,14 @@ _SPECIAL = 0xFF00
 
 @dataclass(frozen=True)
 class Symbols:
-    """The names of an object file.
-
-    Attributes:
-        functions: what it defines in executable sections.
-        called: what it leaves to be found elsewhere.
-    """
+    """The names of an object file."""
 
     functions: frozenset[str]
     called: tuple[str, ...]
 
 
 def symbols_of(code: bytes) -> Symbols:
-    """Return the names of an object file for this machine.
-
-    Raises:
-        ValueError: it is no such file, or not whole.
-    """
+    """Return the names of an object file for this machine."""
     sections = _sections(code)
     tables = sections[sections["type"] == _SYMBOLS]
     _require(len(tables) == 1, "it has one symbol table")

@@ -1,4 +1,4 @@
-"""Object code that comes with the package: compiled when it was built, for levels of processors.
+"""Object code that comes with the package: compiled when it was built, for levels of processors, as all code is.
 
 It is kept beside this module and is as trusted as the module is. What a function's name and a level's key do not fit
 any more, since the source has changed, is not used.
@@ -24,14 +24,7 @@ _FORM = 1
 
 @dataclass(frozen=True)
 class Level:
-    """Processors that have some features of LLVM's.
-
-    Attributes:
-        name: of the level, and of its folder.
-        machine: as `platform.machine` says it.
-        cpu: LLVM's name of a processor that code is tuned for.
-        features: what a processor must have.
-    """
+    """Processors that have some features of LLVM's."""
 
     name: str
     machine: str
@@ -47,7 +40,7 @@ class Level:
     def key(self) -> str:
         """What objects for this level are sealed with: changes with what makes them."""
         found = hashlib.sha256(repr((_FORM, self)).encode())
-        for name in ("compiler.py", "native.py", "deferred.py"):
+        for name in ("compiler.py", "emitted.py", "native.py", "deferred.py"):
             found.update(Path(__file__).with_name(name).read_bytes())
         return found.hexdigest()[:16]
 
@@ -89,15 +82,15 @@ def folder() -> Path:
     return Path(__file__).with_name("objects")
 
 
-def level_in_use() -> Level | None:
-    """Return the level whose code this process would load, None where it loads none.
-
-    Settings of Numba that change code make other code than what came with the package.
-    """
+def level_of_code() -> Level | None:
+    """Return the level that code is made for here, None for this very processor: Numba's settings ask for that."""
     asked = environment()
-    if SHIPPED_CODE.choice() == "off" or any(name in asked for name in NUMBA_CODE_SETTINGS):
-        return None
-    level = host_level()
+    return None if any(name in asked for name in NUMBA_CODE_SETTINGS) else host_level()
+
+
+def level_in_use() -> Level | None:
+    """Return the level whose code came with the package and may be used here, or None."""
+    level = None if SHIPPED_CODE.choice() == "off" else level_of_code()
     return level if level is not None and (folder() / level.name).is_dir() else None
 
 
@@ -114,12 +107,7 @@ def read_shipped(name: str) -> bytes | None:
 
 
 def _trusted(path: Path) -> bytes:
-    """Return the content of a file that nobody may have changed who might not have changed this module.
-
-    Raises:
-        PermissionError: it is of another owner than this module, this user and root, or open to more writers.
-        OSError: it cannot be read.
-    """
+    """Return the content of a file that nobody may have changed who might not have changed this module."""
     with open(path, "rb", opener=_open) as file:
         found, module = os.fstat(file.fileno()), os.stat(__file__)
         writers = stat.S_IWGRP | stat.S_IWOTH

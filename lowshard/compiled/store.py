@@ -34,12 +34,7 @@ def _digest(key: str, name: str, code: bytes) -> bytes:
 
 
 class ObjectStore:
-    """The object files of one machine.
-
-    Args:
-        folder: where each machine has its folder.
-        key: the machine's: names its folder.
-    """
+    """The object files of one machine."""
 
     _has_said = False
     """Of this process, whatever the store."""
@@ -76,10 +71,7 @@ class ObjectStore:
 
     @contextmanager
     def locked(self, name: str) -> Iterator[None]:
-        """Let one process compile a function; after a time, or where there are no locks, go on without.
-
-        Functions share a few locks, so that other processes may compile other functions meanwhile.
-        """
+        """Let one process compile a function; after a time, or where there are no locks, go on without."""
         try:
             with self._opened(make=True) as inside:
                 flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC

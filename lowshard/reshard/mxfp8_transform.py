@@ -164,7 +164,7 @@ class MXFP8ReshardTransform(ReshardTransform):
             assign(out[0], part)
             return
         there = MXFP8Tensor(out[0], out[1], self.elem)
-        quantize_mxfp8(_bf16(part), self.elem, self.mode, there, streaming=self.past_caches or None)
+        quantize_mxfp8(_bf16(part), self.elem, self.mode, there)
         self.quantized_elems += part.size
 
     def recv_rows(self, param_name: str, dst_slice: Slices, came: list[Array]) -> None:

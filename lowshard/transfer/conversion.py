@@ -65,8 +65,8 @@ class Conversion:
 
     # ---- giving
 
-    def put(self, pieces: Sequence[Piece], slot: Array, past_caches: bool) -> None:
-        """Have pieces that belong together made in a bucket."""
+    def put(self, pieces: Sequence[Piece], slot: Array) -> None:
+        """Have the pieces of one item, which belong together, made in a bucket."""
         item: Item = pieces[0].item
         box = self._box_of(pieces, item.sent)
         if box is not None and self._serves_one(item):
@@ -74,7 +74,6 @@ class Conversion:
             if item.is_plain:
                 assign(out[0], item.source[part])
             else:
-                self.transform.past_caches = past_caches
                 self.transform.send_rows(item.src_name, part, item.source, out)
             return
         for piece in pieces:

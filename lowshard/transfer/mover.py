@@ -16,12 +16,11 @@ import numpy as np
 
 from lowshard import dtypes
 from lowshard.box import shape_of
-from lowshard.calibration import NEVER, calibration
 from lowshard.comm.agreement import agree, share, trade
 from lowshard.comm.communicator import Communicator
 from lowshard.comm.reach import Published
 from lowshard.errors import CommError, VerificationError
-from lowshard.kernels.buffer import address
+from lowshard.kernels.buffer import STREAM_FROM_BYTES, address
 from lowshard.transfer.buckets import Bucket, Part, Piece, bands_of, buckets_of
 from lowshard.transfer.conversion import Conversion, together
 from lowshard.transfer.huge_pages import settle
@@ -213,10 +212,6 @@ class Mover:
             self._turns.append(range(first, len(self._steps)))
         self._set_aside(like)
         self._packers: dict[tuple[int, bool], tuple[BoxCopy | None, list[list[Piece]]]] = {}
-        found = calibration()
-        by_memory = self._meets and not self._checksums  # those read what they sum up
-        self._past_from_bytes = found.share_past_from_bytes if by_memory else NEVER
-        self._stream_from_bytes = found.stream_from_bytes
 
     def _set_aside(self, like: Mover | None) -> None:
         """Make, or take over, the halves that buckets go out of and those that messages come into."""
@@ -357,12 +352,10 @@ class Mover:
             copies = BoxCopy(spans, _packed(spans, plain), address(self._anchor), 0) if plain else None
             found = self._packers[number, True] = copies, rest
         copies, rest = found
-        past = bucket.size_bytes >= self._past_from_bytes
         if copies is not None:
-            streams = past or len(slot) >= self._stream_from_bytes
-            copies.run(self._anchor, slot, streams, fetching=True)
+            copies.run(self._anchor, slot, len(slot) >= STREAM_FROM_BYTES, fetching=True)
         for pieces in rest:
-            self._conversion.put(pieces, slot, past)  # type: ignore[union-attr]
+            self._conversion.put(pieces, slot)  # type: ignore[union-attr]
         if self._checksums:
             self._seal(bucket, slot)
 

@@ -9,9 +9,8 @@ import numpy as np
 
 from lowshard.bounded import bounded_cache
 from lowshard.box import Box, shape_of, strides_of
-from lowshard.calibration import calibration
 from lowshard.errors import CommError
-from lowshard.kernels.buffer import address
+from lowshard.kernels.buffer import STREAM_FROM_BYTES, address
 from lowshard.kernels.engine import Engine, HostEngine, engine_for
 from lowshard.kernels.runs import RunTable, lower
 from lowshard.transfer.cross_constants import LONG_BYTES
@@ -98,7 +97,7 @@ class BoxCopy:
         self.table = run_table(sources, targets, src_base, dst_base, itemsize)
         # result_bytes: of all that is written together, of which this may be a part
         of = self.table.total_elems * itemsize if result_bytes is None else result_bytes
-        self._streams, self._is_empty = of >= calibration().stream_from_bytes, not self.table.boxes
+        self._streams, self._is_empty = of >= STREAM_FROM_BYTES, not self.table.boxes
         self._engine: Engine | None = None  # that of the first arrays: all are of one kind
         self._by_rows = self.table.run_limits_bytes[0] >= _ROW_BYTES
         self._calls: dict[tuple[int, int, bool], Callable[[], None]] = {}

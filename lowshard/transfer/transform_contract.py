@@ -76,9 +76,6 @@ class ReshardTransform:
     """Whether the next two methods are there. They take the place of the three above wherever a box, or some of it,
     lies whole in a bucket: nothing is copied before it is converted, or after."""
 
-    past_caches = False
-    """Whether what `send_rows` writes is better written past the caches; set before it is called."""
-
     def send_rows(self, param_name: str, src_slice: Slices, src_param: Array, out: list[Array]) -> None:
         """Write what `prepare_send` would return for a slice, some rows of a box, into arrays of its form."""
         raise NotImplementedError(f"{type(self).__name__} has no send_rows")

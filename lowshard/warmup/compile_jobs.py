@@ -21,12 +21,7 @@ FUNCTIONS = 113
 
 @dataclass
 class Outcome:
-    """What came of compiling for one processor.
-
-    Attributes:
-        origins: of each function whether it was "compiled" now and kept, on "disk" before, or kept in "memory" alone.
-        faults: what was said where a group could not be compiled whole.
-    """
+    """What came of compiling for one level."""
 
     origins: dict[str, str] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)
@@ -35,13 +30,7 @@ class Outcome:
 def compile_groups(
     groups: Iterable[str], levels: Iterable[Level | None], on_function: Callable[[], None]
 ) -> dict[Level | None, Outcome]:
-    """Compile groups for levels, or None: this processor, on all cores that this process may use.
-
-    Args:
-        groups: names of `function_groups`.
-        levels: what to compile for.
-        on_function: called after each function, by several threads but one at a time.
-    """
+    """Compile groups for levels, or None: what a job here would need, on all cores that this process may use."""
     outcomes = {level: Outcome() for level in levels}
     lock, running = threading.Lock(), set[subprocess.Popen[str]]()
 
@@ -64,7 +53,7 @@ def compile_groups(
                     if name not in origins:
                         on_function()
                     # What one group has compiled, another that needs it too may find on disk.
-                    if origins.get(name, "disk") == "disk":
+                    if origins.get(name) in (None, "disk"):
                         origins[name] = origin
             reader.join()
         running.discard(process)
@@ -94,10 +83,9 @@ def _environment(level: Level | None) -> dict[str, str]:
     env |= {
         "PYTHONPATH": os.pathsep.join(filter(None, places)),
         "PYTHONDONTWRITEBYTECODE": "1",  # into a folder that becomes a wheel
-        SHIPPED_CODE.name: "off",
     }
     if level is not None:
         for name in NUMBA_CODE_SETTINGS:
             env.pop(name, None)
-        env |= {"NUMBA_CPU_NAME": level.cpu, "NUMBA_CPU_FEATURES": level.flags}
+        env[SHIPPED_CODE.name] = "off"
     return env

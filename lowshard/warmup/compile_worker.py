@@ -1,7 +1,6 @@
 """A process that compiles one group of functions: `python -m lowshard.warmup.compile_worker GROUP [LEVEL]`.
 
-It says on stdout which functions it has, a line each, as they come. Numba compiles for the processor that its own
-settings name, so a process compiles for one.
+It says on stdout which functions it has, a line each, as they come. A process compiles for one level.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from lowshard.warmup.function_list import function_groups
 
 
 def main(group: str, level_name: str | None = None) -> None:
-    """Compile a group for this processor, or for a level."""
+    """Compile a group for this processor's level, or for another."""
     if level_name is not None:
         compile_for(next(level for level in LEVELS if level.name == level_name))
     told: set[str] = set()

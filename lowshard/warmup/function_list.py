@@ -10,10 +10,7 @@ Loader = Callable[[], Any]
 
 
 def function_groups() -> dict[str, list[Loader]]:
-    """Return what loads each function, by group: what takes longest to compile first.
-
-    A group is compiled by one process, since its functions call the same ones.
-    """
+    """Return what loads each function, by group: what takes longest to compile first."""
     from lowshard.comm.heartbeat import compiled_loop
     from lowshard.comm.node.calls import load_calls
     from lowshard.comm.node.combine import HALVES, NATIVE, OPS, recipe_of

@@ -1,29 +1,26 @@
-"""`lowshard warmup`: everything that lowshard compiles, compiled for this very processor, which is then measured."""
+"""`lowshard warmup`: everything that lowshard compiles, compiled before a job needs it."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 DESCRIPTION = """\
-Compiles every function for this very processor and keeps it in the cache folder, so that no job has to. What is there
-already is not compiled again. Without it a job uses the code that came with the package, which is for a level of
-processors, and compiles what it lacks, once for all of its ranks. Then it measures from which sizes on some ways to
-write and read memory are the faster ones here, which takes a few seconds; `lowshard doctor` shows what it found.
+Compiles every function that did not come compiled with the package and keeps it in the cache folder, so that no job
+has to: one compiles what it lacks on first use, once for all of its ranks. What is there already is not compiled again.
 """
-EPILOG = (
-    "Exit codes: 0 all is kept, 1 something was not compiled, measured or kept, 2 wrong usage, 130 Ctrl-C."
-)
+EPILOG = "Exit codes: 0 all is kept, 1 something was not compiled or kept, 2 wrong usage, 130 Ctrl-C."
 _EVERY_S = 5.0
 
 
 def add_warmup_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the subcommand."""
     parser = subparsers.add_parser(
-        "warmup", help="compile everything for this processor now", description=DESCRIPTION, epilog=EPILOG,
+        "warmup", help="compile now what did not come compiled", description=DESCRIPTION, epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     parser.set_defaults(func=run)
@@ -33,55 +30,38 @@ def run(args: argparse.Namespace) -> int:
     """Run the subcommand and return the exit code."""
     from lowshard import compiled
     from lowshard.errors import DependencyError
-    from lowshard.warmup.compile_jobs import FUNCTIONS, compile_groups
+    from lowshard.warmup.compile_jobs import compile_groups
     from lowshard.warmup.function_list import function_groups
 
     fault = compiled.numba_fault()
     if fault:
         raise DependencyError(f"nothing can be compiled here: {fault}; pip install numba")
     begin_s = time.monotonic()
-    with _shown("compiling", "functions", FUNCTIONS) as tell:
+    with _shown() as tell:
         outcome = compile_groups(function_groups(), [None], tell)[None]
     for fault in outcome.faults:
         print(f"not compiled: {fault}", file=sys.stderr)
-    now = sum(origin != "disk" for origin in outcome.origins.values())
-    unkept = sum(origin == "memory" for origin in outcome.origins.values())
+    count = Counter(outcome.origins.values())
     print(
-        f"{len(outcome.origins) - unkept} functions in {compiled.cache_folder()}, {now} of them compiled now in "
-        f"{time.monotonic() - begin_s:.0f} s"
+        f"{count['shipped']} functions came compiled, {count['disk'] + count['compiled']} are in "
+        f"{compiled.cache_folder()}, {count['compiled']} of them compiled now in {time.monotonic() - begin_s:.0f} s"
     )
-    return 1 if outcome.faults or unkept or not _calibrated() else 0
-
-
-def _calibrated() -> bool:
-    """Measure this machine and keep what was found; say so, or why it could not be kept."""
-    from lowshard.calibration import save
-    from lowshard.warmup.machine_measure import STEPS, measure
-
-    begin_s = time.monotonic()
-    with _shown("measuring", "steps", STEPS) as tell:
-        values = measure(tell)
-    took_s = time.monotonic() - begin_s
-    try:
-        path = save(values, time.strftime("%Y-%m-%d %H:%M"))
-    except OSError as error:
-        print(f"not kept: what was measured of this machine: {error}", file=sys.stderr)
-        return False
-    print(f"{path}: measured in {took_s:.1f} s; lowshard doctor shows it")
-    return True
+    return 1 if outcome.faults or count["memory"] else 0
 
 
 @contextmanager
-def _shown(doing: str, things: str, total: int) -> Iterator[Callable[[], None]]:
-    """Yield what is called for each thing: it moves a bar where a person watches, else says a line now and then."""
+def _shown() -> Iterator[Callable[[], None]]:
+    """Yield what is called for each function: it moves a bar where a person watches, else says a line now and then."""
     from rich.console import Console
     from rich.progress import Progress
 
+    from lowshard.warmup.compile_jobs import FUNCTIONS
+
     if sys.stderr.isatty():
         with Progress(console=Console(stderr=True)) as progress:
-            task = progress.add_task(doing, total=total)
+            task = progress.add_task("compiling", total=FUNCTIONS)
             yield lambda: progress.advance(task)
-            progress.update(task, completed=total)
+            progress.update(task, completed=FUNCTIONS)
         return
     done, said_s = 0, time.monotonic()
 
@@ -90,6 +70,6 @@ def _shown(doing: str, things: str, total: int) -> Iterator[Callable[[], None]]:
         done += 1
         if time.monotonic() > said_s + _EVERY_S:
             said_s = time.monotonic()
-            print(f"lowshard warmup: {doing}, {done} of {total} {things}", file=sys.stderr, flush=True)
+            print(f"lowshard warmup: {done} of {FUNCTIONS} functions", file=sys.stderr, flush=True)
 
     yield tell

@@ -36,13 +36,14 @@ if cores := os.environ.get("LOWSHARD_TESTS_CORES"):
 
 def insist_on_pipes(whole: bool) -> None:
     """Have every communicator of one node hand on whatever it may."""
-    os.environ["LOWSHARD_CALIBRATION"] = "pipes_from_bytes=4096"
     from lowshard.comm.node.group_block import GroupContext, Place
+    from lowshard.comm.node.node_rendezvous import PIPES_FROM
 
     lay_out = GroupContext.__init__
 
     def laid_out(self: GroupContext, place: Place, *args: Any) -> None:
         lay_out(self, place, *args)
+        self.words[PIPES_FROM] = 4096
         table = place.memory.pipes.table
         assert table is not None
         if not whole:

@@ -180,7 +180,9 @@ def test_no_rank_of_a_job_on_one_host_is_to_be_reached_from_others(launcher: Lau
     assert len(job) >= 6  # the launcher, mpiexec, two keepers and two ranks
     ours = [pid for pid in job if read(Path(f"/proc/{pid}/cmdline")).split(b"\0")[1:2] == [b"-m"]]
     assert len(ours) >= 5  # all but mpiexec and its daemon
-    of_mpiexec = {door for pid in {*job} - {*ours} for door in public_doors(pid)}  # Hydra's children have them too
+    of_mpiexec = {
+        door for pid in {*job} - {*ours} for door in public_doors(pid)
+    }  # Hydra's children have them too
     assert {pid: {*public_doors(pid)} - of_mpiexec for pid in ours} == {pid: set() for pid in ours}
     (folder / "over").touch()
     assert launcher.finish(started).code == 0

@@ -33,10 +33,10 @@ PRODUCT = {
     "floor 0": Budget(5_749, 44, (
         "lowshard/compiled", "lowshard/warmup",
         *(f"lowshard/{name}.py" for name in (
-            "__init__", "__main__", "_version", "argument", "block_format", "bounded", "box", "calibration",
+            "__init__", "__main__", "_version", "argument", "block_format", "bounded", "box",
             "command_examples", "command_parser", "content_hash", "document", "dtypes", "errors", "flag_value",
             "foreign_array", "gpu_stream", "interrupt", "nearest", "owned", "plain_console", "reading", "settings",
-            "special", "streams", "warm_memory",
+            "special", "streams",
         )),
     )),
     "kernels": Budget(9_986, 62, ("kernels",)),

@@ -17,7 +17,6 @@ from support.checkpoints import save_over
 
 import lowshard
 from lowshard import DeviceMesh, Layout, Partial, Replicated, Sharded, plan_redistribute
-from lowshard.calibration import SCHEMA as CALIBRATED
 from lowshard.checkpoint import Catalog
 from lowshard.checkpoint.checkpoint_index import INDEX_NAME, Index, IndexedFile, IndexedTensor, Part
 from lowshard.checkpoint.checkpoint_index import _digest as index_digest
@@ -200,7 +199,6 @@ def samples() -> Mapping[str, Any]:
         "index of a sharded checkpoint": indexed,
         "index with a weight_map": {"weight_map": {"w": "a.safetensors"}, "metadata": {"total_size": 7}},
         "head of a delta": delta,
-        "calibration": {"schema": CALIBRATED, "machine": "m", "measured_at": "", "values": {"pipes_from_bytes": 8192}},
         "state of FSDP.save": {"version": 1, "updates": 2, "arrays": {"l0": ["m"]}, "numbers": {"l0": slot}},
         "state of an optimizer's slot": slot,
         "greeting of a subscriber": {"name": "a", "host": "h", "pid": 3, "ranks": 2},

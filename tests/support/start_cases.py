@@ -103,6 +103,20 @@ def many_calls_may_be_in_flight_and_run_in_order(comm: Communicator, rng: np.ran
 
 
 @case()
+def a_call_reads_what_one_that_was_started_writes(comm: Communicator, rng: np.random.Generator) -> None:
+    each = 20_000 if comm.xp is np else (16 << 20) // comm.size  # 64 MB on a GPU
+    data = rng.integers(-9, 9, (comm.size, comm.size * each)).astype(np.float32)
+    part, whole = put(comm, np.zeros(each, np.float32)), put(comm, np.zeros(comm.size * each, np.float32))
+    send = put(comm, data[comm.rank])
+    for _ in range(3):
+        work = comm.start.reduce_scatter(send, part, order="tree")
+        comm.all_gather(part, whole)  # nobody waits for it on the host
+        same(whole, data.sum(0))
+        part[...] = 0
+        work.wait()
+
+
+@case()
 def a_call_that_waits_comes_after_those_that_were_started(
     comm: Communicator, rng: np.random.Generator
 ) -> None:

@@ -49,6 +49,19 @@ def test_a_started_call_follows_the_callers_stream_and_wait_makes_it_follow_the_
     assert host.synchronized == 0
 
 
+@pytest.mark.parametrize("name", ["all_gather", "barrier", "reduce_scatter"])
+def test_the_next_call_follows_what_was_started_without_a_wait(name: str) -> None:
+    comm, _, host = alone()
+    buf, other = np.arange(3.0), np.zeros(3)
+    host.stream.push(lambda: None)  # so that it is not over yet
+    comm.start.reduce_scatter(buf, other, order="tree")
+    (done,) = [entry[2] for entry in host.log if entry[0] == "record" and entry[1] != DEFAULT_STREAM]
+    host.log.clear()
+    getattr(comm, name)(*(() if name == "barrier" else (other, buf)))
+    assert host.log[0] == ("wait", DEFAULT_STREAM, done)
+    assert host.synchronized == 0 or name == "barrier"
+
+
 def test_wait_blocks_the_host_only_with_a_time() -> None:
     comm, _, host = alone()
     buf, ran = np.arange(3.0), []

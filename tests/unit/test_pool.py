@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
+from support import mode
 
 from lowshard import BufferPool, DeviceMesh, Layout, Sharded, execute, plan_redistribute
 from lowshard import comm as lc
 from lowshard.errors import BufferMismatchError
+from lowshard.kernels import MXFP8Tensor
 
 
 def test_memory_comes_back_with_the_last_view_of_it() -> None:
@@ -26,6 +32,47 @@ def test_memory_comes_back_with_the_last_view_of_it() -> None:
     assert again.dtype == np.int32
     assert again.flags.writeable
     assert again.flags.c_contiguous
+
+
+class _Over:
+    def __init__(self, kept: Any) -> None:
+        self.kept, self.__array_interface__ = kept, kept.__array_interface__
+
+
+HOLDERS: dict[str, Callable[[Any], Any]] = {
+    "a view": lambda a: a[5:9],
+    "a view of another dtype": lambda a: a[:64].view("float64")[::2],
+    "a memoryview": lambda a: memoryview(a)[3:4],
+    "a DLPack capsule": lambda a: a.__dlpack__(),
+    "an array made by DLPack": lambda a: np.from_dlpack(a)[7:],
+    "an array over another's interface": lambda a: np.asarray(_Over(a)),
+    "an iterator": lambda a: a.flat,
+    "a circle": lambda a: (ring := [a[:1]]).append(ring) or ring,
+    "an MXFP8 tensor": lambda a: MXFP8Tensor(a[:64].reshape(2, 32), np.zeros((2, 1), np.uint8), "e4m3"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", mode.sample([*HOLDERS], 4, "holders of memory"))
+def test_memory_that_something_refers_to_is_not_given_out_again(name: str) -> None:
+    pool = BufferPool(lc.loopback(1)[0])
+    first = pool.empty(1 << 20, "uint8")
+    at, held = first.ctypes.data, HOLDERS[name](first)
+    del first
+    gc.collect()
+    assert pool.empty(1 << 20, "uint8").ctypes.data != at
+    del held
+    gc.collect()
+    assert at in [array.ctypes.data for array in [pool.empty(1 << 20, "uint8") for _ in range(2)]]
+
+
+def test_what_torch_made_of_it_counts() -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    pool = BufferPool(lc.loopback(1)[0])
+    first = pool.empty(1 << 20, "uint8")
+    at, tensor = first.ctypes.data, torch.from_numpy(first)[4:]
+    del first
+    assert pool.empty(1 << 20, "uint8").ctypes.data != at
+    del tensor
 
 
 def test_no_two_arrays_share_memory() -> None:

@@ -99,7 +99,27 @@ def test_another_name_or_another_setting_is_compiled(
 
 def test_what_was_compiled_while_it_was_off_comes_first(made: Path, tmp_path: Path) -> None:
     assert ran(tmp_path, made, LOWSHARD_SHIPPED_CODE="off") == "42 compiled True"
-    assert ran(tmp_path, made) == "42 disk False", "what is compiled for this very processor comes first"
+    assert ran(tmp_path, made) == "42 disk False"
+
+
+def test_what_is_compiled_here_is_the_code_that_a_build_makes(made: Path, tmp_path: Path) -> None:
+    assert ran(tmp_path, made, LOWSHARD_SHIPPED_CODE="off") == "42 compiled True"
+    (here,), (there,) = tmp_path.rglob("*.o"), made.rglob("*.o")
+    assert here.read_bytes() == there.read_bytes()
+
+
+NUMBA_FIRST = """
+from numba import njit
+njit(lambda x: x)(1)
+"""
+
+
+def test_where_numba_was_used_before_for_this_very_processor_nothing_is_kept(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "PROGRAM", NUMBA_FIRST + PROGRAM)
+    assert ran(tmp_path, made, LOWSHARD_SHIPPED_CODE="off") == "42 memory True"
+    assert not list(tmp_path.rglob("*.o"))
 
 
 SPOILT: dict[str, Callable[[Path], object]] = {

@@ -401,6 +401,32 @@ def test_started_calls_run_in_order_on_a_stream_of_their_own() -> None:
     run_staged(2, check, slot_bytes=256)
 
 
+@pytest.mark.parametrize("name", ["all_gather", "all_to_all", "send_recv", "grouped"])
+def test_the_next_call_follows_on_the_device_what_was_started(name: str) -> None:
+    def check(comm: Communicator) -> None:
+        _, host = staged(comm)
+        peer, send, total, back = 1 - comm.rank, np.full(50, 1.0), np.zeros(50), np.zeros(100)
+        work = comm.start.all_reduce(send, total)
+        if name == "send_recv":
+            comm.send_recv(total, peer, back[:50], peer)
+        elif name == "grouped":
+            with comm.grouped():
+                comm.send(total, peer)
+                comm.recv(back[:50], peer)
+        else:
+            getattr(comm, name)(total, back[:50] if name == "all_to_all" else back)
+        same(back[:50], np.full(50, 2.0))
+        # Of what the caller's stream is given the first thing is to wait for the last of the started call.
+        (side,) = {entry[1] for entry in host.log if entry[0] == "store"} - {DEFAULT_STREAM}
+        last = [entry[2] for entry in host.log if entry[:2] == ("record", side)][-1]
+        mine = [entry for entry in host.log if entry[1] == DEFAULT_STREAM]
+        assert mine[0][0] == "record", "what the side stream waits for"
+        assert mine[1] == ("wait", DEFAULT_STREAM, last)
+        work.wait()
+
+    run_staged(2, check, slot_bytes=256)
+
+
 def test_errors_of_started_calls_are_raised_by_wait() -> None:
     def check(comm: Communicator) -> None:
         buf = np.zeros(4)

@@ -336,7 +336,7 @@ def fold_buffers(
     since the system call that reads them pins each of their pages, which takes longer than to copy it.
     """
     item = field(recipe, ITEM)
-    past = goes_past(ctx, min(chunk_elems, elems) * item)
+    past = goes_past(ctx, elems * item)
     step(ctx)
     say(ctx, SEND, send, send_bytes)
     say(ctx, RECV, recv, recv_bytes)
@@ -391,7 +391,7 @@ def fold_slots(
     step(ctx)
     size, parts, item = field(ctx, SIZE), field(ctx, PARTS), field(recipe, ITEM)
     block_elems = BLOCK_BYTES // field(recipe, WIDE_ITEM)
-    show(slot(ctx, field(ctx, ME), 0), send, send_bytes, goes_past(ctx, send_bytes))
+    copy_bytes(slot(ctx, field(ctx, ME), 0), send, send_bytes)
     code = meet(ctx, signature)
     if code != OK:
         return code
@@ -415,7 +415,7 @@ def fold_at_root(
     me, size, parts = field(ctx, ME), field(ctx, SIZE), field(ctx, PARTS)
     item = field(recipe, ITEM)
     block_elems = BLOCK_BYTES // field(recipe, WIDE_ITEM)
-    past = goes_past(ctx, min(chunk_elems, elems) * item)
+    past = goes_past(ctx, elems * item)
     for begin in range(0, elems, chunk_elems):
         count = min(chunk_elems, elems - begin)
         step(ctx)

@@ -13,12 +13,12 @@ import numpy as np
 
 from lowshard import dtypes
 from lowshard.bounded import bounded_cache
-from lowshard.calibration import calibration
 from lowshard.comm.node.calls import load_calls
 from lowshard.comm.node.combine import BLOCK_BYTES, HALVES, NATIVE, OPS, recipe_of, schedule
 from lowshard.comm.node.fold import scratch_blocks
 from lowshard.comm.node.group_block import address_of
 from lowshard.comm.node.node_rendezvous import CONTEXT_WORDS, PARTS, SCRATCH, SIZE
+from lowshard.kernels.buffer import STREAM_FROM_BYTES
 
 Array = Any
 Strides = tuple[int, ...]
@@ -80,7 +80,7 @@ def fold_views(terms: Sequence[Array], out: Array, op: str, divisor: int) -> Non
     folder = known.get(len(terms))
     if folder is None:
         folder = known[len(terms)] = Folder(len(terms))
-    folder.fold(terms, out, op, divisor, out.nbytes >= calibration().stream_from_bytes)
+    folder.fold(terms, out, op, divisor, out.nbytes >= STREAM_FROM_BYTES)
 
 
 @bounded_cache(1 << 20)

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from lowshard.calibration import NEVER
 from lowshard.comm.mailbox import Mailbox
 from lowshard.comm.node import node_rendezvous as w
 from lowshard.comm.node.atomic import FUTEX_CALLS
@@ -32,6 +31,7 @@ _GROUP_BYTES = 8 * _SLOT_BYTES
 """Of a slot, at most, with room for a table; of all ranks' slots of one turn."""
 _RINGS_BYTES, _CONTENT_BYTES = 4 << 20, 2048
 """Of all rings of a group, about; of the content of an entry, at most."""
+_PIPES_FROM_BYTES, _NEVER = 16 << 10, 1 << 40
 _SPINS_ALONE, _YIELDS_ALONE = 4000, 200
 _SPINS_CROWDED, _YIELDS_CROWDED = 50, 50
 
@@ -82,10 +82,9 @@ class GroupContext:
         words[w.RING_ENTRIES], words[w.ENTRY_BYTES] = ring_of(size)
         words[w.HEADS] = words[w.SLOTS] + w.TURNS * size * slot_bytes(size)
         words[w.ENTRIES] = words[w.HEADS] + size * size * HEAD_BYTES
-        found = memory.calibration
         # Ranks that share a core share its caches too.
-        words[w.SHARE_PAST] = NEVER if crowded else found.share_past_from_bytes
-        words[w.LAST_CACHE], words[w.PIPES_FROM] = found.last_cache_bytes, found.pipes_from_bytes
+        words[w.SHARE_PAST] = _NEVER if crowded else memory.cached_result_bytes
+        words[w.LAST_CACHE], words[w.PIPES_FROM] = memory.cached_result_bytes, _PIPES_FROM_BYTES
         if memory.pipes.table is not None:
             words[w.PIPES] = address_of(memory.pipes.table)
         self._flows = np.zeros((size, FLOW_WORDS), np.int64)

@@ -6,11 +6,11 @@ import ctypes
 import os
 import weakref
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from lowshard.calibration import Calibration, calibration
 from lowshard.comm.node.arena import PAGE_BYTES, Arena, Block, PeerMemory
 from lowshard.comm.node.pipe_set import PipeSet
 from lowshard.errors import CommError
@@ -19,6 +19,8 @@ from lowshard.settings import CROSS_MEMORY
 SEGMENTS = 64
 """Segments of a rank that others map."""
 _HEAD_BYTES = PAGE_BYTES
+_LAST_CACHE_BYTES, _LEAST_CACHE_BYTES = 32 << 20, 8 << 20
+"""Of the last cache where the system does not tell it, and at least: some virtual machines hide it."""
 
 
 class NodeMemory:
@@ -28,7 +30,7 @@ class NodeMemory:
         rank: this process among those of the node.
         pids: process ids by rank.
         cores: cores that the ranks may run on, together.
-        calibration: rank 0's, for all: what ranks decide together rests on it.
+        cached_result_bytes: of rank 0's machine, for all: what ranks decide together rests on it.
         arena: what this process shares.
         reads_across: whether all ranks may read each other's private memory (process_vm_readv).
         maps: `[ranks, SEGMENTS]` int64: where this process sees the others' segments, 0 where it does not yet.
@@ -56,14 +58,14 @@ class NodeMemory:
         except (OSError, MemoryError) as error:
             problem = f"no anonymous file can be made: {error}"
         cores = sorted(os.sched_getaffinity(0))
-        found = calibration() if rank == 0 else None
-        rows = exchange((os.getpid(), -1 if arena is None else arena.descriptor, problem, cores, found))
+        cached = cached_result_bytes() if rank == 0 else 0
+        rows = exchange((os.getpid(), -1 if arena is None else arena.descriptor, problem, cores, cached))
         self._raise_first([row[2] for row in rows])
         assert arena is not None
         self.arena = arena
         self.pids = [int(row[0]) for row in rows]
         self.cores = len({core for row in rows for core in row[3]})
-        self.calibration: Calibration = rows[0][4]
+        self.cached_result_bytes = int(rows[0][4])
         self._peers: list[PeerMemory | None] = [None] * len(rows)
         word = ctypes.c_int64(4711 + rank)
         try:
@@ -145,6 +147,16 @@ class NodeMemory:
         for rank, problem in enumerate(problems):
             if problem:
                 raise CommError(f"the ranks of a node share memory, but on its rank {rank} {problem}")
+
+
+def cached_result_bytes(caches: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int:
+    """Return how large a result may be so that the last cache keeps it beside its operand: half of that cache."""
+    try:
+        told = (max(caches.glob("index*")) / "size").read_text(encoding="ascii")  # such as 32768K
+        size_bytes = int(told.strip().removesuffix("K")) << 10
+    except (OSError, ValueError):
+        size_bytes = _LAST_CACHE_BYTES
+    return max(size_bytes, _LEAST_CACHE_BYTES) // 2
 
 
 def head_bytes(users: int) -> int:

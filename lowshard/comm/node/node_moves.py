@@ -25,12 +25,10 @@ from lowshard.comm.node.peer_copy import (
     copy,
     copy_past,
     fetch,
-    goes_past,
     is_private,
     leave,
     put,
     say,
-    show,
     stays_in_caches,
 )
 from lowshard.comm.node.pipe import (
@@ -65,7 +63,7 @@ def gather_slots(
     From each of `ranks` ranks from `first` on, `each_bytes` at `offset` go to recv, one behind the other.
     """
     step(ctx)
-    show(slot(ctx, field(ctx, ME), 0), send, send_bytes, goes_past(ctx, send_bytes))
+    copy_bytes(slot(ctx, field(ctx, ME), 0), send, send_bytes)
     code = meet(ctx, signature)
     if code != OK:
         return code
@@ -254,7 +252,7 @@ def exchange(
     small = send_bytes <= field(ctx, SMALL_BYTES) and head + send_bytes <= last
     poke(mine + last, 1 if small else 0)
     if small:
-        show(mine + head, send, send_bytes, goes_past(ctx, send_bytes))
+        copy_bytes(mine + head, send, send_bytes)
     say(ctx, SEND, send, send_bytes)
     handed = offer(ctx, not small and takes_pipes(ctx, send_bytes // size) and is_private(ctx))
     code = meet(ctx, signature)

@@ -88,7 +88,7 @@ CAME = 34
 SMALL_BYTES = 35
 """What goes through a slot whole."""
 SHARE_PAST = 36
-"""What is written at a time for other ranks to read goes past the caches from so many bytes on."""
+"""Results of so many bytes are written past the caches for other ranks to read."""
 PROGRESS = 37
 """Address of six int64: a C function that lets MPI go on, 0 once MPI ends, and its arguments; 0 for none."""
 PIPES = 38
@@ -96,7 +96,7 @@ PIPES = 38
 FLOWS = 39
 """Address of what it notes of each rank, of this context alone."""
 LAST_CACHE = 40
-"""Bytes that a core's caches keep for it."""
+"""How large a result the last cache keeps beside its operand."""
 PIPES_FROM = 41
 """Private memory is handed on by pipes from so many bytes on."""
 TURNS = 8

@@ -97,7 +97,7 @@ def copy(into: int, source: int, size_bytes: int) -> None:
 
 @inner
 def goes_past(ctx: int, size_bytes: int) -> Any:
-    """Say whether so many bytes, written for other ranks to read, go past the caches."""
+    """Say whether what ranks of a node write for each other goes past the caches, by the bytes of the whole result."""
     return field(ctx, SHARE_PAST) <= size_bytes
 
 

@@ -1,34 +1,23 @@
-"""Run by the ranks of one node, each of which has other values: its cache folder or its setting says so.
-
-Argument: "agree" runs reductions and exchanges of all sizes around the thresholds; "wrong" has the last rank's setting
-be wrong. Rank 0 prints how it ended.
+"""Run by the ranks of one node, to each of which the system tells another cache: reductions and exchanges of all sizes
+around the thresholds. Rank 0 prints how it ended.
 """
 
 from __future__ import annotations
 
 import os
-import sys
 
 import numpy as np
 from mpi4py import MPI
 
-from lowshard.calibration import calibration
 from lowshard.comm import from_mpi
+from lowshard.comm.node import node_memory
 from lowshard.errors import LowshardError
 
 WORLD = MPI.COMM_WORLD
-RANK, SIZE = WORLD.Get_rank(), WORLD.Get_size()
+RANK = WORLD.Get_rank()
 KIB, MIB = 1 << 10, 1 << 20
-LAST_CACHE = [64 * KIB, 1 * MIB, 8 * MIB, 1 << 40]
 
-mine = {
-    "last_cache_bytes": LAST_CACHE[RANK % 4],
-    "share_past_from_bytes": 4096 << 4 * RANK,
-    "pipes_from_bytes": 4096 << 3 * RANK,
-}
-os.environ["LOWSHARD_CALIBRATION"] = ",".join(f"{name}={size}" for name, size in mine.items())
-if sys.argv[1] == "wrong" and RANK == SIZE - 1:
-    os.environ["LOWSHARD_CALIBRATION"] = "last_cache_bytes=much"
+node_memory.cached_result_bytes = lambda: [64 * KIB, 1 * MIB, 8 * MIB, 1 << 40][RANK]
 os.sched_getaffinity = lambda pid: set(range(64))  # ranks that share cores are handed nothing
 
 
@@ -38,7 +27,6 @@ def outcome() -> str:
     except LowshardError as error:
         return f"{type(error).__name__}: {error}"
     wrong = []
-    assert calibration().last_cache_bytes == LAST_CACHE[RANK % 4]  # kernels of a process go by its own
     halves = comm.split(RANK % 2, RANK)
     for group in (comm, halves):
         n = group.size
