@@ -135,15 +135,12 @@ def world(folder: Path, address: str, hosts: Mapping[str, FakeHost] | None = Non
             made.kill(name)
 
 
-@pytest.mark.parametrize("kind", mode.sample(["unix", "tcp", "shared"], 1, "members come and go"))
+@pytest.mark.parametrize("kind", mode.sample(["unix", "tcp", "streams"], 1, "members come and go"))
 def test_members_come_and_go_and_each_holds_one_whole_version(
     tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """They map the publisher's memory; or, shared, nobody does, and two of them take whole versions from each other.
-
-    One quantises what comes.
-    """
-    monkeypatch.setenv("LOWSHARD_CROSS_MEMORY", "off" if kind == "shared" else "auto")
+    """They map the publisher's memory, or read it over connections; one quantises what comes."""
+    monkeypatch.setenv("LOWSHARD_CROSS_MEMORY", "off" if kind == "streams" else "auto")
     address = address_of(kind, tmp_path)
     ranks = {"job": 2, "alone": 1, "other": 1, "mxfp8": 1}
     names = list(ranks)
