@@ -33,7 +33,7 @@ FILE_NAMES: Mapping[DumpKind, str] = {
 ACTIVATIONS_KEY = "Activation Sharding Dump"
 UNKNOWN = "Unknown"
 
-_ACTIVATION = re.compile(r"(?P<variable>.*): (?P<dtype>\w+)\[(?P<shape>\d*(?:,\d+)*)\]\Z", re.DOTALL)
+_ACTIVATION = re.compile(r"(?P<variable>.*): (?P<dtype>\w+)\[(?P<shape>(?:\d+(?:,\d+)*)?)\]\Z", re.DOTALL)
 
 # Activations that MaxText's layers give a ready spec, so that its dump knows no names. These are the names the
 # layers ask for (MaxText commit e591f30: attention_op, moe), and the axes they take out afterwards.
