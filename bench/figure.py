@@ -41,6 +41,8 @@ class Row:
     out: Figure | None
     inside: Figure | None
     cycle: int = 0
+    apart: bool | None = None
+    """Whether the cores of two ranks shared no cache meanwhile; None: now and then, or not looked at."""
 
     @property
     def figures(self) -> tuple[tuple[str, Figure], ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,8 @@ Work = Callable[[], object]
 
 # MPI has no reductions of these that its users could call: no bf16 at all, no float16 before MPI 5, no average.
 _NO_SUMS = ("bfloat16", "float16")
-_SMALL_BYTES = 16
+SMALL_BYTES = 16
+"""The smallest message that a check between ranks takes."""
 
 
 def rival(mpi_comm: Any, request: Request, placement: Placement, case: Case | None = None) -> Work | None:
@@ -27,12 +28,23 @@ def rival(mpi_comm: Any, request: Request, placement: Placement, case: Case | No
     return Rival(mpi_comm, request, placement, case).run
 
 
-def small_all_reduce(mpi_comm: Any) -> Work:
-    """Return mpi4py's all-reduce of two 8-byte integers, the smallest message that a check between ranks takes."""
+PROBE_BYTES, NEAR_S, APART_S = 1 << 20, 300e-6, 350e-6
+"""Two ranks whose cores share a cache reduce so many bytes over mpi4py in at most NEAR_S; others take over APART_S."""
+
+
+def plain_all_reduce(mpi_comm: Any, size_bytes: int = PROBE_BYTES) -> Work:
+    """Return mpi4py's all-reduce of 8-byte integers."""
     from mpi4py import MPI
 
-    send, recv = np.ones(_SMALL_BYTES // 8, np.int64), np.zeros(_SMALL_BYTES // 8, np.int64)
+    send, recv = np.ones(size_bytes // 8, np.int64), np.zeros(size_bytes // 8, np.int64)
     return partial(mpi_comm.Allreduce, send, recv, MPI.MAX)
+
+
+def is_apart(probes_s: Sequence[float]) -> bool | None:
+    """Say whether the cores of two ranks shared no cache while the probes were timed; None where some did."""
+    if max(probes_s) <= NEAR_S:
+        return False
+    return True if min(probes_s) > APART_S else None
 
 
 class Rival:

@@ -17,7 +17,7 @@ from lowshard.bench.bench_meeting import Meeting
 from lowshard.bench.case import Case, Request
 from lowshard.bench.figure import CollectiveReport, Figure, Row
 from lowshard.bench.operation import OPERATIONS
-from lowshard.bench.rival import rival, small_all_reduce
+from lowshard.bench.rival import SMALL_BYTES, is_apart, plain_all_reduce, rival
 from lowshard.bench.sweep_setting import Placement, Settings
 from lowshard.bench.value_pattern import Pattern, is_float
 from lowshard.errors import BufferMismatchError, CommError, LowshardError
@@ -84,7 +84,7 @@ def sweep(
     copies = Copies(most) if on_host and most else None
     small_s = None
     if settings.compare_mpi:
-        small = Runner(small_all_reduce(place.mpi_comm))
+        small = Runner(plain_all_reduce(place.mpi_comm, SMALL_BYTES))
         small_s = place.measure([small], settings.rounds, "MPI's small all-reduce")[0].median_s
     rows: list[Row] = []
     for cycle in range(settings.cycles):
@@ -136,7 +136,11 @@ def _row(place: Place, settings: Settings, request: Request, copies: Copies | No
     what = f"{sizes.size_bytes:,} bytes of {request.dtype}"
     place.say(f"{what}, timing")
     calls = 1 if settings.each else settings.calls
+    probe = [Runner(plain_all_reduce(place.mpi_comm))] if rivals and comm.size == 2 else []
+    before = place.measure(probe, 3, what) if probe else []
     timings = place.measure(runners, settings.rounds, what, settings.average, calls)
+    after = place.measure(probe, 3, what) if probe else []
+    apart = is_apart([timing.median_s for timing in before + after]) if probe else None
     for index, case in enumerate(cases):
         if case.placement == "out":  # what a run of calls without a pause has left must be right too
             if rivals:  # and theirs came last
@@ -161,7 +165,7 @@ def _row(place: Place, settings: Settings, request: Request, copies: Copies | No
     root = request.root if request.operation.rooted else None
     return Row(
         request.op, comm.size, sizes.size_bytes, sizes.count, request.dtype, request.redop, root,
-        figures.get("out"), figures.get("in"), cycle,
+        figures.get("out"), figures.get("in"), cycle, apart,
     )  # fmt: skip
 
 

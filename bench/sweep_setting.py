@@ -69,9 +69,8 @@ class Settings:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Settings:
         """Return the settings that `to_json` wrote, after a way through JSON."""
-        return cls(
-            **{name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
-        )
+        fields: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in data.items()}
+        return cls(**fields)
 
 
 def size_list(begin: int, end: int, factor: float | None, step: int | None) -> tuple[int, ...]:

@@ -13,17 +13,11 @@ from lowshard.comm.transport import Transport
 
 
 class Entry(NamedTuple):
-    """A transport that there is.
-
-    Attributes:
-        module: where it is.
-        kind: its class there.
-        ranks: which ranks it joins, and over what.
-    """
+    """A transport that there is."""
 
     module: str
-    kind: str
-    ranks: str
+    kind: str  # its class there
+    ranks: str  # which ranks it joins, and over what
 
     def load(self) -> type[Transport]:
         """Import the transport, and so what it needs: mpi4py, Numba or CuPy."""

@@ -145,11 +145,11 @@ class Reshard:
         transform: what this rank's tensors go through; the other ranks may have another one, or none.
         like: another one over the same communicator and with the same settings, whose staging is used: the two never
             run at once.
-        settings: equal on all ranks. staging_bytes: bound on the memory for buckets; 16 MiB by default. checksums: True
-            sends a checksum with every piece and compares; False by default. way: "direct" reads sources where they
-            lie, without checksums; "slots" goes by memory that senders pack into and receivers unpack from; both need
-            ranks that reach each other's memory. "messages" sends buckets. "auto", the default, takes for each pair of ranks
-            the first of these that works.
+        settings: equal on all ranks. staging_bytes: bound on the memory for buckets; 16 MiB by default. checksums:
+            True sends a checksum with every piece and compares; False by default. way: "direct" reads sources where
+            they lie, without checksums; "slots" goes by memory that senders pack into and receivers unpack from; both
+            need ranks that reach each other's memory. "messages" sends buckets. "auto", the default, takes for each
+            pair of ranks the first of these that works.
 
     Every rank raises the same error, whichever is at fault, before anything is written.
 

@@ -170,7 +170,7 @@ def _sizes_of(text: str) -> dict[str, int]:
 
 def run_dump(args: argparse.Namespace) -> int:
     """Write a named (or activation) file and return the exit code."""
-    from lowshard.demo.demo_report import write_whole
+    from lowshard.flag_value import write_whole
     from lowshard.rules.finding import CheckReport
     from lowshard.rules.golden import activation_shardings, dump_text, named_shardings, read_dump
 

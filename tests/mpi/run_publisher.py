@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from pathlib import Path
 
 import numpy as np
 from publish_world import communicator, own_columns, token_of, train_layouts
-from support.listening import doors_of
 
 from lowshard.reshard import Publisher
 
@@ -18,10 +16,7 @@ def main(folder: Path, address: str, first: int, pause_s: float) -> None:
     with communicator() as comm:
         layouts = train_layouts(comm.size)
         arrays = {n: np.zeros(x.local_shape(comm.rank), x.dtype) for n, x in layouts.items()}
-        before = {door.port for door in doors_of(os.getpid())}  # MPI's own
         with Publisher(layouts, arrays, comm, address=address, token=token_of(address)) as publisher:
-            ports = {door.port for door in doors_of(os.getpid())} - before
-            (folder / f"doors-{comm.rank}").write_text(" ".join(map(str, ports)))
             version = first
             while True:
                 for array in arrays.values():

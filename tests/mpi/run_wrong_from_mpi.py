@@ -6,14 +6,12 @@ No GPU is needed: `from_nccl` refuses these, or says that CuPy is missing, befor
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 from mpi4py import MPI
 from support import mode
-from support.wrong_values import WRONG, raised
+from support.wrong_values import WRONG
 
 from lowshard import __version__
 from lowshard.comm import build, from_mpi, from_nccl
@@ -49,21 +47,7 @@ for function, right in ((from_mpi, FROM_MPI), (from_nccl, FROM_NCCL)):
                 found = WORLD.allgather(outcome(function, given))
                 if len({text.partition(":")[0] for text in found}) > 1 or "plain" in found[0]:
                     failed.append(f"{function.__name__} {argument}={what} on ranks {ranks}: {found}")
-with from_mpi(WORLD, "cpu", timeout_s=1e300) as comm:  # cut to what fits 64 bits of nanoseconds
-    if RANK == 0:
-        time.sleep(0.3)
-    comm.barrier()
-    message = np.zeros(1 << 16)
-    for what, wrong in {**WRONG, "1e300": 1e300}.items():
-        work = comm.start.recv(message, 1) if RANK == 0 else comm.start.send(message, 0)
-        error = raised(lambda work=work, wrong=wrong: work.wait(wrong))
-        if error:
-            failed.append(f"work.wait({what}): {error}")
-        work.wait()
-for setting, value in (
-    ("LOWSHARD_CHECK", "off"), ("LOWSHARD_CHECK", "full"), ("LOWSHARD_WATCH", "off"), ("LOWSHARD_CPU_PATH", "mpi"),
-    ("LOWSHARD_KERNELS", "none of these"), ("LOWSHARD_SHIPPED_CODE", "none of these"), ("LOWSHARD_TIMEOUT_S", "soon"),
-):  # fmt: skip
+for setting, value in (("LOWSHARD_CHECK", "off"), ("LOWSHARD_TIMEOUT_S", "soon")):
     if RANK == 1:  # alone
         os.environ[setting] = value
     found = WORLD.allgather(outcome(from_mpi, {**FROM_MPI, "timeout_s": None}))

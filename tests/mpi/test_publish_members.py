@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
-import resource
 import shlex
 import signal
 import subprocess
@@ -16,17 +14,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support import hostile, mode
+from support import mode
 from support.fake_hosts import FakeHost, cut, fake_hosts, mend, why_not
 from support.launching import wait_until
-from support.listening import public_doors
 
 HERE = Path(__file__).parent
 pytestmark = [pytest.mark.mpi, pytest.mark.time_limit(120)]
 LIMIT_S = 60.0
-DOORS = [("unix", 0), ("unix", 1), ("tcp", 0), ("tcp", 1)]
-STRANGERS = 10_000 if mode.full() else 200
-SLOWEST_S, ENDS_WITHIN_S = 5.0, 10.0  # on a machine that is busy with it
 
 
 def address_of(kind: str, folder: Path) -> str:
@@ -89,30 +83,6 @@ class World:
         text = path.read_text() if path.exists() else ""
         return int(text) if text else -1
 
-    def versions(self, name: str) -> list[float]:
-        """Return when a subscriber's rank 0 got each of its versions; from the first on it has noted nothing else."""
-        said = [line.split() for line in self.lines(name)]
-        came = said[next(at for at, words in enumerate(said) if words[0] == "version") :]
-        assert {words[0] for words in came} == {"version"}, self.said()
-        return [float(words[2]) for words in came]
-
-    def publishing(self) -> list[int]:
-        """Return the processes of the publisher's job: the launcher, mpiexec, keepers and ranks."""
-        wanted = (b"run_publisher.py", bytes(self.folder))
-        found = [
-            path
-            for path in Path("/proc").glob("[0-9]*/cmdline")
-            if all(word in read(path) for word in wanted)
-        ]
-        return [int(path.parent.name) for path in found]
-
-    def doors(self) -> list[str]:
-        """Return the addresses of the publisher's doors, rank 0's first."""
-        if self.address.startswith("unix"):
-            return [f"{self.address}/door", f"{self.address}/rank-1/door"]
-        (port,) = [int(text) for text in (self.folder / "doors-1").read_text().split()]
-        return [self.address, f"tcp://127.0.0.1:{port}"]
-
     def kill(self, name: str) -> None:
         """End a process and what it started, by SIGKILL."""
         process = self.running.pop(name)
@@ -154,14 +124,6 @@ class World:
         assert code == 0, self.said()
 
 
-def read(path: Path) -> bytes:
-    """Return what a file of /proc says; nothing where the process has ended."""
-    try:
-        return path.read_bytes()
-    except OSError:
-        return b""
-
-
 @contextlib.contextmanager
 def world(folder: Path, address: str, hosts: Mapping[str, FakeHost] | None = None) -> Iterator[World]:
     """Give a world, and leave no process of it."""
@@ -173,15 +135,12 @@ def world(folder: Path, address: str, hosts: Mapping[str, FakeHost] | None = Non
             made.kill(name)
 
 
-@pytest.mark.parametrize("kind", mode.sample(["unix", "tcp", "shared"], 1, "members come and go"))
+@pytest.mark.parametrize("kind", mode.sample(["unix", "tcp", "streams"], 1, "members come and go"))
 def test_members_come_and_go_and_each_holds_one_whole_version(
     tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """They map the publisher's memory; or, shared, nobody does, and two of them take whole versions from each other.
-
-    One quantises what comes.
-    """
-    monkeypatch.setenv("LOWSHARD_CROSS_MEMORY", "off" if kind == "shared" else "auto")
+    """They map the publisher's memory, or read it over connections; one quantises what comes."""
+    monkeypatch.setenv("LOWSHARD_CROSS_MEMORY", "off" if kind == "streams" else "auto")
     address = address_of(kind, tmp_path)
     ranks = {"job": 2, "alone": 1, "other": 1, "mxfp8": 1}
     names = list(ranks)
@@ -286,39 +245,3 @@ def test_a_member_that_is_killed_holds_nobody_up(tmp_path: Path) -> None:
             all_.subscriber("two", 1)
             all_.wait_for(["two"], before)
         all_.end(names)
-
-
-@pytest.mark.full_only  # such doors: tests/unit/test_door.py; those of a job: test_doors.py
-@pytest.mark.parametrize(("kind", "door"), mode.sample(DOORS, 1, "doors of publishers"))
-def test_strangers_at_a_publisher_s_doors_change_nothing(tmp_path: Path, kind: str, door: int) -> None:
-    """10,000 greetings with --full, from a process that does not know the token; few descriptors for the publisher."""
-    names = ["job", "alone"]
-    with world(tmp_path, address_of(kind, tmp_path)) as all_:
-        all_.publisher(2)
-        for name, ranks in zip(names, (2, 1), strict=True):
-            all_.subscriber(name, ranks)
-        all_.wait_for(names, 0)
-        doors = all_.doors()
-        assert len(doors) == 2
-        for pid in all_.publishing():
-            assert public_doors(pid) == []
-            open_files = len(
-                os.listdir(f"/proc/{pid}/fd")
-            )  # 16 for strangers; its own go on: snapshots, a newcomer
-            resource.prlimit(pid, resource.RLIMIT_NOFILE, (open_files + 40,) * 2)
-        with hostile.attack(doors[door], "mixed", STRANGERS, mode.seed()) as attacker:
-            comes_late = "late"
-            all_.subscriber(comes_late, 1)
-            all_.wait_for([*names, comes_late], all_.published())
-            assert hostile.tried(attacker) == STRANGERS
-        begin_s = time.monotonic()
-        all_.wait_for([*names, comes_late], all_.published())
-        all_.end([*names, comes_late])
-        assert time.monotonic() - begin_s < ENDS_WITHIN_S
-        for name in [*names, comes_late]:
-            came_s = all_.versions(name)
-            slowest_s = max(b - a for a, b in itertools.pairwise(came_s))
-            print(
-                f"{kind}, door {door}: {name}: {len(came_s)} versions, {slowest_s:.2f} s between two at most"
-            )
-            assert slowest_s < SLOWEST_S

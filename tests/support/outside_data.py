@@ -251,6 +251,11 @@ def _bound(path: Path) -> Any:
     return graph.bind(sizes)
 
 
+def _dump(path: Path) -> Any:
+    dump = parse_dump(path.read_bytes().decode("latin-1"))
+    return {"logical": dump.tensors, "activations": dump.activations}.get(dump.kind, lambda: None)()
+
+
 def _user_model(path: Path) -> Any:
     """Read a config.json that lies beside a checkpoint of a BERT's."""
     model = path.with_name("model.safetensors")
@@ -320,7 +325,12 @@ def use_checkpoint(path: Path) -> None:
 
 def texts() -> Mapping[str, tuple[Callable[[], bytes], Callable[[Path], Any]]]:
     """Return, by format, what makes a sound file, and what reads one."""
-    dump = {"params.w": {"partition_spec": ["embed", None], "shape": [4, 5]}}
+    named = {"mesh": {"axis_names": ["x"], "shape": {"x": 2}}, "partition_spec": ["x", None], "shape": [4, 2]}
+    flowing = {"f/v: bf16[4,2]": {"logic_axes": "('a', None)", "PartitionSpec": "P('x', None)"}}
+    dumps: dict[str, Any] = {
+        "logical": {"params.w": {"partition_spec": ["embed", None], "shape": [4, 5]}},
+        "named": {"w": named, "v": named}, "activations": {"Activation Sharding Dump": [flowing]},
+    }  # fmt: skip
     return {
         "graph.yaml": (
             (EXAMPLES / "mlp.yaml").read_bytes,
@@ -334,10 +344,10 @@ def texts() -> Mapping[str, tuple[Callable[[], bytes], Callable[[Path], Any]]]:
             lambda: str(layout()).encode(),
             lambda path: Layout.parse(_MESH, path.read_bytes().decode("latin-1")),
         ),
-        "dump.json": (
-            lambda: json.dumps(dump).encode(),
-            lambda path: parse_dump(path.read_bytes().decode("latin-1")),
-        ),
+        **{
+            f"{kind}.json": (lambda data=data: json.dumps(data).encode(), _dump)
+            for kind, data in dumps.items()
+        },
         "profile.json": (
             lambda: json.dumps(ClusterProfile.default().to_json()).encode(),
             ClusterProfile.load,

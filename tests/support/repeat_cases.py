@@ -208,11 +208,11 @@ def comm_closed_is_closed(comm: Communicator) -> None:
 @case(compared, compared_before)
 def calls_known_on_all_ranks_are_compared_all_the_same(comm: Communicator, rng: np.random.Generator) -> None:
     with untouched(comm) as board:
-        count = len(list(mismatches(board)))
+        count = len(mismatches(board))
     for i in range(count):
         odd = i % comm.size
         with untouched(comm) as board:
-            entry = list(mismatches(board))[i]
+            entry = mismatches(board)[i]
             ends = [outcome(entry.other if comm.rank == odd else entry.one) for _ in range(TIMES)]
             with told(mismatch=entry.name, odd=odd):
                 for one in ends:

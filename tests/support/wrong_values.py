@@ -66,8 +66,8 @@ def floats(*shape: int) -> np.ndarray:
     return np.ones(shape, np.float32)
 
 
-def raised(call: Callable[[], object]) -> str:
-    """Return what a call raised that is no LowshardError, with where; "" where it worked or raised one."""
+def raised(call: Callable[[], object], must: bool = False) -> str:
+    """Return what a call raised that is no LowshardError, with where; "" where it raised one, or may work and did."""
     try:
         call()
     except LowshardError as error:
@@ -77,7 +77,7 @@ def raised(call: Callable[[], object]) -> str:
         return (
             f"{type(error).__name__}: {str(error)[:200]} ({last.filename.rpartition('/')[2]}:{last.lineno})"
         )
-    return ""
+    return "no error" if must else ""
 
 
 def key(value: object) -> object:
@@ -85,40 +85,31 @@ def key(value: object) -> object:
     return value if isinstance(value, Hashable) else repr(value)
 
 
+def call(function: Callable[..., object], /, **right: Any) -> Prepared:
+    """Return a call and its right arguments."""
+    return function, right
+
+
 def swept(prepare: Prepare) -> str:
     """Put each wrong value in the place of each argument; return what went wrong, a line each."""
     function, right = prepare()
     function(**right)
     failed = []
-    for argument in right:
-        for what, wrong in WRONG.items():
+    for argument, value in right.items():
+        for what, wrong in [*WRONG.items(), *((None, wrong) for wrong in _like_a_number(value))]:
             function, given = prepare()
             begin_s = time.thread_time()
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                error = raised(lambda: function(**{**given, argument: wrong}))  # noqa: B023  # called at once
+                error = raised(lambda: function(**{**given, argument: wrong}), must=what is None)  # noqa: B023
             took_s = time.thread_time() - begin_s
             if error or took_s > 1:
-                failed.append(f"{argument}={what}: {error or f'{took_s:.1f} s'}")
+                failed.append(f"{argument}={what or repr(wrong)}: {error or f'{took_s:.1f} s'}")
     return "\n".join(failed)
 
 
-def coerced(prepare: Prepare) -> str:
-    """Return which arguments that are numbers may be given as True, as text, or as another kind of number."""
-    _, right = prepare()
-    taken = []
-    for argument, value in right.items():
-        for wrong in _like_a_number(value):
-            function, given = prepare()
-            try:
-                function(**{**given, argument: wrong})
-            except LowshardError:
-                continue
-            taken.append(f"{argument}={wrong!r} was taken for {value!r}")
-    return "\n".join(taken)
-
-
 def _like_a_number(value: object) -> list[object]:
+    """Return what is no number, however much it looks like this one."""
     if type(value) is int:
         return [True, str(value), float(value), value + 0.5]
     if type(value) is float:

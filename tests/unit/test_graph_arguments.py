@@ -11,28 +11,24 @@ import pytest
 from lowshard import DeviceMesh, LowshardError, Partial, Sharded
 from lowshard.errors import LayoutError
 from lowshard.op import prove
-from lowshard.solver import Graph, GraphSolver, GreedyReshard, Rates, solve_graph
+from lowshard.solver import Graph, GraphSolver, Rates, solve_graph
 from lowshard.solver.graph import bound_graph as limits
 
 TP = DeviceMesh((2,), ("tp",))
-NO_SHAPES: tuple[Any, ...] = (
-    None, 4, "ab", {"a": 1}, (4.0, 3), (True, 3), (-2, 3), ("a b",), (1 << 63,), ((4,), 3), (2,) * 33, ("x" * 300,),
-)  # fmt: skip
+NO_SHAPES: tuple[Any, ...] = (None, 4, "ab", (4.0, 3), (True, 3), (-2, 3), ("a b",), (1 << 63,), (2,) * 33)
 NO_PLACES: tuple[Any, ...] = (
-    "", "S0", "tp=", "tp=S9", "tp=X", "tp=S0 tp=R", "tp=P:mean", 1, [Sharded(0)], {"tp": None}, {3: Sharded(0)},
-    {"tp": Sharded(7)}, TP,
-)  # fmt: skip
-NO_NAMES: tuple[Any, ...] = (None, 3, "", ["x"], np.zeros(2), "taken")
-NO_SIZES: tuple[Any, ...] = (
-    {"n": 2.5},
-    {"n": "3"},
-    {"n": -1},
-    {"n": 1 << 64},
-    {},
-    None,
-    [("n", 3)],
-    {"m": 3},
+    "",
+    "tp=",
+    "tp=S9",
+    "tp=X",
+    "tp=S0 tp=R",
+    "tp=P:mean",
+    1,
+    [Sharded(0)],
+    {"tp": Sharded(7)},
 )
+NO_NAMES: tuple[Any, ...] = (None, 3, "", ["x"], "taken")
+NO_SIZES: tuple[Any, ...] = ({"n": 2.5}, {"n": "3"}, {"n": -1}, {"n": 1 << 64}, {}, None, {"m": 3})
 
 
 def all_of(*calls: Callable[[], object]) -> None:
@@ -117,45 +113,17 @@ def test_calls(name: str) -> None:
         all_of(lambda: CALLS[name](g, x), g.bind)
 
 
-@pytest.mark.parametrize("mesh", [None, "tp=2", 2, (2,), Graph()])
-def test_meshes(mesh: Any) -> None:
+@pytest.mark.parametrize("rates", [("fast", 1e9), (0, 1e9), (1e9, float("inf")), (True, 1e9), (5e-324, 1e9)])
+def test_rates(rates: Any) -> None:
+    with pytest.raises(LowshardError):
+        Rates(*rates)
+
+
+def test_a_solver_that_returns_nothing() -> None:
     g, x = two()
     g.output(g.pointwise("relu", x))
-    for call in (lambda: GraphSolver().solve(g, mesh), lambda: solve_graph(g, mesh, GreedyReshard())):
-        with pytest.raises(LowshardError):
-            call()
-
-
-SOLVERS: tuple[dict[str, Any], ...] = (
-    {"objective": "time"}, {"method": 3}, {"budget_bytes": "40GB"}, {"budget_bytes": 0}, {"budget_bytes": float("nan")},
-    {"node_size": 2.0}, {"profile": "cluster.json"}, {"rates": (1e9, 1e9)}, {"time_limit_s": None},
-    {"allow_partial_to_sharded": "no"}, {"keep_activations": None},
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("options", SOLVERS, ids=repr)
-def test_options(options: dict[str, Any]) -> None:
     with pytest.raises(LowshardError):
-        GraphSolver(**options)
-
-
-def test_what_else_is_wrong() -> None:
-    g, x = two()
-    g.output(g.pointwise("relu", x))
-    wrong: tuple[Any, ...] = (None, "mlp", 3, GraphSolver())
-    for graph in wrong:
-        with pytest.raises(LowshardError):
-            GraphSolver().solve(graph, TP)
-        with pytest.raises(LowshardError):
-            solve_graph(graph, TP, GreedyReshard())
-    for solver in ("greedy", 3, lambda offered, layouts: None):
-        with pytest.raises(LowshardError):
-            solve_graph(g, TP, solver)  # type: ignore[arg-type]
-    with pytest.raises(LowshardError):
-        GraphSolver().solve(g, TP, rules="all")  # type: ignore[arg-type]
-    for rates in (("fast", 1e9), (0, 1e9), (1e9, float("inf")), (True, 1e9), (5e-324, 1e9)):
-        with pytest.raises(LowshardError):
-            Rates(*rates)  # type: ignore[arg-type]
+        solve_graph(g, TP, lambda offered, layouts: None)  # type: ignore[arg-type,return-value]
 
 
 def test_numbers_of_numpy_are_numbers() -> None:

@@ -31,7 +31,7 @@ def profile_of(row: dict[str, Any]) -> ClusterProfile | None:
     sums = ("all_reduce", "reduce_scatter", "reduce")
     return ClusterProfile(
         tuple(
-            Curve(op, "any", level, 2, 0, 1 << 40, (Piece(alpha, beta, beta / 10 if op in sums else 0.0),))  # type: ignore[arg-type]
+            Curve(op, level, 2, (Piece(alpha, beta, beta / 10 if op in sums else 0.0),))  # type: ignore[arg-type]
             for level in ("node", "network")
             for op in OPS
         )

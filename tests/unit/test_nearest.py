@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
 from lowshard import DeviceMesh
@@ -27,20 +25,12 @@ def test_near_names_are_told_and_others_are_not(name: object, known: list[str], 
     assert nearest(name, known) == said
 
 
-def test_names_without_end_take_no_time() -> None:
-    start = time.process_time()
-    nearest("x" * 10_000_000, ("y" * 150 + str(i) for i in range(10_000_000)))
-    assert time.process_time() - start < 20
-
-
 @pytest.mark.parametrize(
     ("call", "said"),
     [
         (lambda: DeviceMesh((2, 4), ("data", "tensor")).axis_size("tenser"), "did you mean tensor"),
         (lambda: load_rules("shard-exp-fsdp"), "did you mean shard-exp-on-fsdp"),
         (lambda: NamePatterns.load("qwem"), "did you mean qwen"),
-        (lambda: NamePatterns.load("qwem.yaml"), "did you mean qwen"),
-        (lambda: load_rules("pure-fsdp").mesh(8, ici={"fdsp": 4}), "did you mean fsdp"),
     ],
 )
 def test_errors_about_names_tell_the_nearest(call: object, said: str) -> None:

@@ -43,20 +43,12 @@ COMMANDS = ("dump", "compare", "explain", "check")
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_is_enough(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end:
+    with pytest.raises(SystemExit, match=r"^0$"):
         cli.main(["rules", command, "--help"])
-    assert end.value.code == 0
     shown = capsys.readouterr().out
     for part in ("Exit codes:", "--rules NAME|PATH", "pure-fsdp", "--ici", "--mode {strict,maxtext}"):
         assert part in shown, part
     assert ("--json" in shown) is (command in ("compare", "check"))
-
-
-def test_the_overview_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        cli.main(["rules", "--help"])
-    shown = capsys.readouterr().out
-    assert all(f"\n    {command} " in shown for command in COMMANDS)
 
 
 @pytest.mark.parametrize(
@@ -101,18 +93,8 @@ def test_dump_writes_a_golden_and_fails_loudly(run: Any, tmp_path: Path) -> None
 def test_strict_warns_on_stderr_and_maxtext_is_silent(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    argv = [
-        "rules",
-        "dump",
-        "--rules",
-        "pure-fsdp",
-        "--devices",
-        "8",
-        "--logical",
-        LOGICAL,
-        "-o",
-        str(tmp_path / "x"),
-    ]
+    out = str(tmp_path / "x")
+    argv = ["rules", "dump", "--rules", "pure-fsdp", "--devices", "8", "--logical", LOGICAL, "-o", out]
     assert cli.main(argv) == 0
     err = capsys.readouterr().err
     assert "no rule is for the logical name 'norm'" in err
@@ -143,13 +125,8 @@ def test_compare_says_what_differs_and_by_exit_code(run: Any, tmp_path: Path) ->
     assert data["same"] is False
     assert [c["kind"] for c in data["comparisons"]] == ["logical", "named", "activations"]
     assert [c["same"] for c in data["comparisons"]] == [True, False, False]
-    for unusable in (
-        [str(tmp_path / "none"), str(a)],
-        [str(a), str(a / "named_shardings.json")],
-        [str(a / "logical_shardings.json"), str(a / "named_shardings.json")],
-        [str(tmp_path), str(tmp_path)],
-        [str(a)],
-    ):
+    named = str(a / "named_shardings.json")
+    for unusable in ([str(tmp_path), str(a)], [str(a), named], [LOGICAL, named], [str(a)]):
         run("compare", *unusable, code=2)
     (tmp_path / "logical_shardings.json").write_bytes((a / "logical_shardings.json").read_bytes())
     assert "there is no such file" in run("compare", str(a), str(tmp_path), code=2)

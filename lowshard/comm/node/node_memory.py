@@ -39,16 +39,9 @@ class NodeMemory:
     """
 
     def __init__(self, rank: int, exchange: Callable[[Any], list[Any]]) -> None:
-        """Make the arena, and map those of the others.
+        """Make the arena, and map those of the others; CommError on all ranks where one of them cannot. Collective.
 
-        Collective: all ranks of the node call this.
-
-        Args:
-            rank: this rank.
-            exchange: gives all ranks' values for this rank's, in rank order; collective.
-
-        Raises:
-            CommError: on all ranks: one of them can make or map no shared memory. The text says which and why.
+        `exchange` gives all ranks' values for this rank's, in rank order.
         """
         self.rank = rank
         arena: Arena | None = None
