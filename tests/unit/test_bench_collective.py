@@ -363,23 +363,26 @@ def test_promised_multiples_of_a_memcpy_hold_for_their_form_and_sizes() -> None:
 
 
 def test_promised_times_beside_mpi_are_a_ratio_from_64_kb_and_microseconds_below() -> None:
-    def one(size: int, us: float, mpi_us: float) -> Row:
-        return row(size, Figure(timing(us), 0, 9.0, us / mpi_us, timing(mpi_us)))
+    def one(size: int, us: float, mpi_us: float, apart: bool | None = False) -> Row:
+        return row(size, Figure(timing(us), 0, 9.0, us / mpi_us, timing(mpi_us)), apart=apart)
 
-    found = report(
-        [one(65536, 10, 10), one(1 << 20, 11, 10), one(1024, 10, 3), one(512, 14, 3)], compare_mpi=True
-    )
-    found = dataclasses.replace(found, small_all_reduce_s=2e-6)
-    assert judged(found) == [
-        (1.0, "x mpi", True),
-        (1.0, "x mpi", False),
-        (pytest.approx(13.0), "us", True),
-        (pytest.approx(13.0), "us", False),
+    rows = [
+        one(65536, 12, 10),
+        one(1 << 20, 13, 10),
+        one(1 << 20, 13, 10, None),
+        one(1024, 8, 3),
+        one(512, 10, 3),
     ]
-    assert [(limit, ok) for limit, _, ok in judged(found, "off")[2:]] == [
-        (pytest.approx(6.0), False), (pytest.approx(6.0), False),
-    ]  # fmt: skip
-    assert len(judged(found, "full")) == 2
+    found = dataclasses.replace(report(rows, compare_mpi=True), small_all_reduce_s=2e-6)
+    assert judged(found) == [
+        (1.2, "x mpi", True),
+        (1.2, "x mpi", False),
+        (1.85, "x mpi", True),  # cores that share no cache
+        (pytest.approx(9.0), "us", True),
+        (pytest.approx(9.0), "us", False),
+    ]
+    assert [(limit, ok) for limit, _, ok in judged(found, "off")[3:]] == [(pytest.approx(6.0), False)] * 2
+    assert len(judged(found, "full")) == 3
 
 
 def test_what_has_no_limit_is_known_before_the_run() -> None:
