@@ -5,17 +5,17 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
+from support.host_kernels import DTYPES, ELEMS, MODES, parts
 
 from lowshard.errors import KernelError
 from lowshard.kernels import (
     BoxTable,
     MXFP8Tensor,
-    SwizzledMXFP8,
     cast,
     dequantize_mxfp8,
     pack,
@@ -59,10 +59,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Numba cannot be imported:RuntimeWarning"),  # the GPU does without it
 ]
 
-BF16 = np.dtype(ml_dtypes.bfloat16)
-DTYPES = {"bfloat16": BF16, "float16": np.dtype(np.float16), "float32": np.dtype(np.float32)}
-ELEMS = ("e4m3", "e5m2")
-MODES = ("rceil", "floor", "even", "ceil")
+BF16 = DTYPES["bfloat16"]
 SHAPE = (6, 50, 320)
 BOXES = (
     ((0, 6), (0, 50), (32, 64)),
@@ -115,12 +112,6 @@ def on_host(array: Any) -> Any:
     return array.view(np.uint8).get()
 
 
-def results(value: Any) -> list[Any]:
-    if isinstance(value, (MXFP8Tensor, SwizzledMXFP8)):
-        return [value.data, value.scale]
-    return list(value) if isinstance(value, tuple) else [value]
-
-
 def moved(value: Any) -> Any:
     """Return arguments with every array copied to the GPU."""
     if isinstance(value, np.ndarray):
@@ -133,7 +124,7 @@ def moved(value: Any) -> Any:
 def assert_as_on_the_host(call: Callable[..., Any], *args: Any) -> None:
     """Make a call on the host and on the GPU; every array it returns has the same bytes."""
     there = [moved(arg) for arg in args]
-    expected, found = results(call(*args)), results(call(*there))
+    expected, found = parts(call(*args)), parts(call(*there))
     for a, b in zip(found, expected, strict=True):
         assert (a.dtype, a.shape) == (b.dtype, b.shape)
         np.testing.assert_array_equal(on_host(a), on_host(b))
@@ -154,25 +145,49 @@ def tensor(rng: np.random.Generator, shape: tuple[int, ...], elem: Any) -> MXFP8
 
 
 # ------------------------------------------------------------------------------------------ the same bytes
+def every_case(rng: np.random.Generator, dtype: str, elem: Any) -> Iterator[tuple[Any, ...]]:
+    """Yield calls and their arguments: all kernels, on arrays of any form."""
+    for shape, finite in product(((1, 32), (3, 7, 96), (1024, 1024)), (True, False)):
+        x = floats(rng, dtype, shape, finite)
+        yield from ((quantize_mxfp8, x, elem, scale_mode) for scale_mode in MODES)
+    wide = floats(rng, dtype, (9, 20, 200), True)
+    turned = wide.transpose(1, 0, 2)[..., 1:193]
+    for view in (wide[:, ::2, 8:168], wide[::-1, :, :192], turned, wide[..., :64]):
+        yield from ((quantize_mxfp8, view, elem, "rceil", None, lowest) for lowest in (0, 1, 254))
+    code = np.tile(np.arange(256, dtype=np.uint8), (256, 1))
+    numbers = np.where((code & 0x7F) >= 0x7C, np.uint8(0x80), code)  # a warp goes another way for a NaN
+    scale = np.repeat(np.arange(256, dtype=np.uint8)[:, None], 8, axis=1)
+    yield from ((dequantize_mxfp8, MXFP8Tensor(data, scale, elem), dtype) for data in (code, numbers))
+    yield from (
+        (dequantize_mxfp8, tensor(rng, shape, elem), dtype) for shape in ((1, 32), (5, 3, 160), (1000, 992))
+    )
+    table, x = BoxTable(SHAPE, BOXES), floats(rng, dtype, SHAPE)
+    for view in (x, np.ascontiguousarray(x.transpose(1, 0, 2)).transpose(1, 0, 2), x[::-1], x[:, ::-1]):
+        yield pack, view, table
+        yield pack_quantize, view, table, elem
+    yield unpack, pack(x, table), table, np.zeros_like(x)
+    yield unpack_dequantize, tensor(rng, (table.total_elems,), elem), table, np.zeros_like(x)
+    x = floats(rng, dtype, (257, 515))
+    for view, target in product((x, x[:, 8:512], x[::2, 1:], x.T, x.reshape(-1)[:-3]), DTYPES):
+        yield cast, view, target
+    tiled = partial(quantize_mxfp8, scale_layout="128x4")
+    for rows, cols in ((1, 32), (128, 128), (129, 160), (300, 1056), (4096, 4096)):
+        x = floats(rng, dtype, (rows, cols + 32))
+        for view in (x[:, 32:].copy(), x[::-1, :-32]):
+            yield tiled, view, elem
+            yield lambda x: dequantize_mxfp8(tiled(x, elem), "float32"), view
+    # Arrays that are copied first, by CuPy's kernels: they need the headers of a CUDA toolkit (cupy-cuda13x[ctk]).
+    x, q = floats(rng, dtype, (6, 128), True), tensor(rng, (6, 128), elem)
+    yield quantize_mxfp8, x[:, ::2], elem
+    yield dequantize_mxfp8, MXFP8Tensor(q.data, np.asfortranarray(q.scale), q.elem), dtype
+    yield sum_into, x.copy(), [np.asfortranarray(x)]
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("elem", ELEMS)
-@pytest.mark.parametrize("scale_mode", MODES)
-def test_quantised_bytes(
-    dtype: str, elem: Any, scale_mode: Any, stream: Any, rng: np.random.Generator
-) -> None:
-    for shape in ((1, 32), (3, 7, 96), (1024, 1024)):
-        for finite in (True, False):
-            x = floats(rng, dtype, shape, finite)
-            assert_as_on_the_host(quantize_mxfp8, x, elem, scale_mode)
-    wide = floats(rng, dtype, (9, 20, 200), True)
-    for view in (
-        wide[:, ::2, 8:168],
-        wide[::-1, :, :192],
-        wide.transpose(1, 0, 2)[..., 1:193],
-        wide[..., :64],
-    ):
-        for lowest in (0, 1, 254):
-            assert_as_on_the_host(quantize_mxfp8, view, elem, scale_mode, None, lowest)
+def test_bytes_are_those_of_the_host(dtype: str, elem: Any, stream: Any, rng: np.random.Generator) -> None:
+    for call, *args in every_case(rng, dtype, elem):
+        assert_as_on_the_host(call, *args)
 
 
 @pytest.mark.parametrize("elem", ELEMS)
@@ -183,33 +198,6 @@ def test_every_bf16_pattern_as_block_maximum(elem: Any, stream: Any, rng: np.ran
     x = block.astype(np.uint16).view(BF16)
     for scale_mode in MODES:
         assert_as_on_the_host(quantize_mxfp8, x, elem, scale_mode)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("elem", ELEMS)
-def test_dequantised_bytes(dtype: str, elem: Any, stream: Any, rng: np.random.Generator) -> None:
-    code = np.tile(np.arange(256, dtype=np.uint8), (256, 1))
-    numbers = np.where((code & 0x7F) >= 0x7C, np.uint8(0x80), code)  # a warp goes another way for a NaN
-    scale = np.repeat(np.arange(256, dtype=np.uint8)[:, None], 8, axis=1)
-    for data in (code, numbers):
-        assert_as_on_the_host(dequantize_mxfp8, MXFP8Tensor(data, scale, elem), dtype)
-    for shape in ((1, 32), (5, 3, 160), (1000, 992)):
-        assert_as_on_the_host(dequantize_mxfp8, tensor(rng, shape, elem), dtype)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("elem", ELEMS)
-def test_packed_and_unpacked_bytes(dtype: str, elem: Any, stream: Any, rng: np.random.Generator) -> None:
-    table = BoxTable(SHAPE, BOXES)
-    x = floats(rng, dtype, SHAPE)
-    views = [x, np.ascontiguousarray(x.transpose(1, 0, 2)).transpose(1, 0, 2), x[::-1], x[:, ::-1]]
-    for view in views:
-        assert_as_on_the_host(pack, view, table)
-        assert_as_on_the_host(pack_quantize, view, table, elem)
-    target = np.zeros(SHAPE, DTYPES[dtype])
-    assert_as_on_the_host(unpack, pack(x, table), table, target.copy())
-    packed = tensor(rng, (table.total_elems,), elem)
-    assert_as_on_the_host(unpack_dequantize, packed, table, target.copy())
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "uint16", "float32", "int64", "complex128"])
@@ -226,16 +214,6 @@ def test_many_small_boxes(stream: Any, rng: np.random.Generator) -> None:
     table = BoxTable(x.shape, tuple(boxes))
     assert_as_on_the_host(pack, x, table)
     assert_as_on_the_host(pack_quantize, x, table)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("target", DTYPES)
-def test_cast_bytes(dtype: str, target: str, stream: Any, rng: np.random.Generator) -> None:
-    x = floats(rng, dtype, (257, 515))
-    for view in (x, x[:, 8:512], x[::2, 1:], x.T, x.reshape(-1)[:-3]):
-        assert_as_on_the_host(cast, view, target)
-    if x.itemsize == 2:
-        assert_as_on_the_host(cast, np.arange(1 << 16, dtype=np.uint16).view(DTYPES[dtype]), target)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -262,30 +240,6 @@ def test_swizzled_bytes(shape: tuple[int, int], stream: Any, rng: np.random.Gene
     assert_as_on_the_host(swizzle_scales, np.asfortranarray(scale))
     assert_as_on_the_host(unswizzle_scales, tiles, *shape)
     assert_as_on_the_host(unswizzle_scales, np.repeat(tiles, 2)[::2], *shape)
-
-
-@pytest.mark.parametrize("shape", [(1, 32), (128, 128), (129, 160), (300, 1056), (4096, 4096)])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("elem", ELEMS)
-def test_bytes_quantised_into_tiles(
-    shape: tuple[int, int], dtype: str, elem: Any, stream: Any, rng: np.random.Generator
-) -> None:
-    x = floats(rng, dtype, (shape[0], shape[1] + 32))
-    tiled = partial(quantize_mxfp8, scale_layout="128x4")
-    for view in (x[:, 32:].copy(), x[::-1, :-32]):
-        assert_as_on_the_host(tiled, view, elem)
-        assert_as_on_the_host(lambda x: dequantize_mxfp8(tiled(x, elem), "float32"), view)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_arrays_that_have_to_be_copied_first(dtype: str, stream: Any, rng: np.random.Generator) -> None:
-    # CuPy's own copy kernels are part of this: they need the headers of a CUDA toolkit (cupy-cuda13x[ctk]).
-    x = floats(rng, dtype, (6, 128), True)
-    assert_as_on_the_host(quantize_mxfp8, x[:, ::2], "e4m3")
-    q = tensor(rng, (6, 128), "e4m3")
-    odd = MXFP8Tensor(q.data, np.asfortranarray(q.scale), q.elem)
-    assert_as_on_the_host(dequantize_mxfp8, odd, dtype)
-    assert_as_on_the_host(sum_into, x.copy(), [np.asfortranarray(x)])
 
 
 # ------------------------------------------------------------------------------------- how it is called
@@ -318,7 +272,7 @@ def every_call(cupy: Any, rng: np.random.Generator) -> dict[str, Callable[[], An
 
 
 def bytes_of(result: Any) -> list[Any]:
-    return [on_host(array) for array in results(result)]
+    return [on_host(array) for array in parts(result)]
 
 
 def test_calls_return_while_the_stream_is_busy_and_run_after_what_is_ahead(
@@ -347,14 +301,14 @@ def test_a_call_runs_on_the_stream_that_is_named(cupy: Any, rng: np.random.Gener
     stream = cupy.cuda.Stream(non_blocking=True)
     for name, call in calls.items():
         for named in (stream, stream.ptr):
-            for array in results(call()):
+            for array in parts(call()):
                 array.view(np.uint8).fill(0)
             cupy.cuda.Device().synchronize()
             with stream:
                 spin((1,), (1,), (SPIN_CYCLES,))
             result = call(stream=named)
             early = [
-                bytes(array) for array in bytes_of(result)
+                array.tobytes() for array in bytes_of(result)
             ]  # over the default stream, which waits for nothing
             assert not stream.done, f"{name} waited for what was ahead on the stream"
             stream.synchronize()

@@ -1,7 +1,7 @@
 """What only the communicator over several nodes does; every rank checks, rank 0 prints the names of what held.
 
-Usage: run_hierarchy.py NODE_SIZE [apart]: the ranks lie on two nodes of so many ranks, the last maybe smaller, because
-they are told so, or (apart) because they are started so.
+Usage: run_hierarchy.py NODE_SIZE: the ranks lie on two nodes of so many ranks, the last maybe smaller, because they are
+told so.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -32,7 +31,6 @@ from lowshard.errors import CommError, MismatchError, TimedOut
 WORLD = MPI.COMM_WORLD
 N, RANK = WORLD.size, WORLD.rank
 NODE_SIZE = int(sys.argv[1])
-APART = "apart" in sys.argv[2:]
 HOME, PLACE = divmod(RANK, NODE_SIZE)
 LOCAL = list(range(HOME * NODE_SIZE, min(N, (HOME + 1) * NODE_SIZE)))
 
@@ -118,27 +116,6 @@ def check_collectives(comm: lc.Communicator, rng: np.random.Generator, elems: in
             comm.reduce(terms[rank], result if rank == root else None, op, root, order)  # type: ignore[arg-type]
             if rank == root:
                 check_reduced(result, terms, op, order)
-
-
-def what_is_sent_is_what_was_there_before_the_call() -> None:
-    before = np.arange(6000.0) * (RANK + 1)
-    total, elems = np.arange(6000.0) * (N * (N + 1) // 2), 5000  # several pieces
-    with made() as comm:
-        for shift in (3, 1000):
-            buf = before.copy()
-            comm.all_reduce(buf[:elems], buf[shift : shift + elems])
-            same(buf[shift : shift + elems], total[:elems])
-            buf = before.copy()
-            comm.reduce(buf[:elems], buf[shift : shift + elems] if RANK == 0 else None)
-            same(buf[shift : shift + elems], (total if RANK == 0 else before)[shift * (RANK > 0) :][:elems])
-            part = elems // N
-            buf = before.copy()
-            comm.reduce_scatter(buf[: part * N], buf[shift : shift + part])
-            same(buf[shift : shift + part], total[part * RANK : part * (RANK + 1)])
-            buf = before.copy()
-            comm.all_gather(buf[shift : shift + part], buf[: part * N])
-            scale = np.repeat(np.arange(1.0, N + 1), part)
-            same(buf[: part * N], np.tile(np.arange(float(shift), shift + part), N) * scale)
 
 
 def shared_results_are_one_array_a_node() -> None:
@@ -252,73 +229,6 @@ def what_a_communicator_has_of_mpi_it_gives_back() -> None:
         check_group(comm, list(range(N)))
 
 
-def messages_of_groups_are_told_from_those_within_collectives() -> None:
-    with made() as comm:
-        one, two = comm.split(0), comm.split(HOME)
-        for group in (one, two):
-            assert group is not None
-            right, left = (group.rank + 1) % group.size, (group.rank - 1) % group.size
-            if group.size == 1:
-                right = left = None
-            sent = None if right is None else group.start.send(np.full(N, -1.0), right)
-            table, got = np.full((N, N), float(RANK)), np.zeros((N, N))
-            comm.all_to_all(table, got)
-            same(got, np.arange(float(N)).repeat(N).reshape(N, N))
-            if left is not None and sent is not None:
-                buf = np.zeros(N)
-                group.recv(buf, left)
-                sent.wait()
-                assert set(buf) == {-1.0}
-
-
-def side_channel_ranks(comm: lc.Communicator) -> list[int]:
-    """Return the ranks that a group's waits would look for in the side channel."""
-    return comm._transport.mailbox.watched  # type: ignore[attr-defined, no-any-return]
-
-
-def waits_of_groups_know_their_ranks_in_the_side_channel() -> None:
-    with made() as comm:
-        backwards = comm.split(0, -RANK)
-        assert isinstance(backwards._transport, HierarchicalTransport)
-        again = backwards.split(0 if RANK else None)
-        across = backwards.split(PLACE)
-        everyone = list(range(N))
-        assert side_channel_ranks(comm) == side_channel_ranks(backwards)[::-1] == everyone
-        assert backwards._transport.flat._watched == everyone[::-1]
-        assert sorted(backwards._transport.node.mailbox.watched) == LOCAL
-        assert again is None or side_channel_ranks(again) == everyone[:0:-1]
-        assert across is not None
-        assert side_channel_ranks(across) == [r for r in everyone[::-1] if r % NODE_SIZE == PLACE]
-
-
-def calls_that_are_started_run_in_turn_beside_messages() -> None:
-    with made() as comm:
-        buffers = [np.full(700, float(RANK + i)) for i in range(6)]
-        results = [np.zeros(700) for _ in buffers]
-        works = [comm.start.all_reduce(s, r) for s, r in zip(buffers, results, strict=True)]
-        got, right, left = np.zeros(40000), (RANK + 1) % N, (RANK - 1) % N
-        messages = [comm.start.recv(got, left), comm.start.send(np.full(40000, float(RANK)), right)]
-        for work in (*messages, *works):
-            work.wait()
-        assert set(got) == {float(left)}
-        for i, result in enumerate(results):
-            assert set(result) == {float(sum(range(N)) + i * N)}
-
-
-def a_call_is_counted_and_recorded_once() -> None:
-    with made() as comm:
-        before = len(comm._transport.activity.ring())
-        buf, whole = np.ones(900), np.ones(900 * N)
-        comm.all_reduce(buf, buf)
-        comm.all_gather(buf, whole)
-        comm.reduce_scatter(whole, buf)
-        comm.broadcast(buf, N - 1)
-        comm.barrier()
-        assert comm.traffic.calls.total() == 5
-        assert comm._transport.node.check == "off"
-        assert len(comm._transport.activity.ring()) == min(64, before + 5)
-
-
 def different_calls_are_a_mismatch_before_any_part_begins() -> None:
     buf = np.ones(5000)
     for check in ("hash", "full"):
@@ -331,53 +241,6 @@ def different_calls_are_a_mismatch_before_any_part_begins() -> None:
             buf[...] = 1
             comm.all_reduce(buf, buf)
             assert set(buf) == {float(N)}
-
-
-def nobody_leaves_a_barrier_early_whether_calls_are_compared_or_not() -> None:
-    for check in ("off", "hash", "full"):
-        with made(LOWSHARD_CHECK=check) as comm:
-            for late in (0, N - 1):
-                if late == RANK:
-                    time.sleep(0.05)
-                came = time.monotonic()
-                comm.barrier()
-                times = WORLD.allgather((came, time.monotonic()))
-                assert max(t for t, _ in times) <= min(t for _, t in times)
-
-
-def a_wait_in_shared_memory_lets_mpi_go_on() -> None:
-    # A long message moves only while its sender is inside MPI, and here the sender waits in shared memory until its
-    # neighbour has heard that the message came.
-    there = NODE_SIZE
-    message, word = np.full(1 << 20, 7.0), np.zeros(1)
-    with made() as comm:
-        if RANK == 0:
-            request = WORLD.Isend(message, there)
-        if there == RANK:
-            message[:] = 0
-            WORLD.Recv(message, 0)
-            assert (message == 7).all()
-            WORLD.Send(word, 1)
-        if RANK == 1:
-            WORLD.Recv(word, there)
-        comm._transport.node.barrier()
-        if RANK == 0:
-            request.Wait()
-
-
-def a_node_size_that_makes_no_sense_is_refused_by_all_ranks() -> None:
-    for sizes, pattern in ((["0"], "'0'"), (["two"], "'two'"), (["2", "3"], "'2', '3'")):
-        os.environ["LOWSHARD_NODE_SIZE"] = sizes[RANK % len(sizes)]
-        refused(
-            lambda: lc.from_mpi(WORLD, "cpu"), CommError, "LOWSHARD_NODE_SIZE", "equal on all ranks", pattern
-        )
-    os.environ["LOWSHARD_NODE_SIZE"] = "1"
-    with lc.from_mpi(WORLD, "cpu") as comm:
-        assert type(comm._transport) is MPITransport  # nobody to share memory with
-    os.environ["LOWSHARD_NODE_SIZE"] = str(N)
-    with lc.from_mpi(WORLD, "cpu") as comm:
-        assert type(comm._transport) is (HierarchicalTransport if APART else NodeTransport)
-    os.environ["LOWSHARD_NODE_SIZE"] = "" if APART else str(NODE_SIZE)
 
 
 def a_rank_that_does_not_come_is_named_as_all_know_it() -> None:
@@ -401,25 +264,17 @@ def a_rank_that_does_not_come_is_named_as_all_know_it() -> None:
 CHECKS: list[Callable[[], Any]] = [
     ranks_of_a_node_are_told_from_the_others,
     all_collectives_work_however_ranks_are_numbered,
-    what_is_sent_is_what_was_there_before_the_call,
     shared_results_are_one_array_a_node,
     groups_take_the_way_that_their_ranks_allow,
     a_group_on_one_node_outlives_its_parent,
     what_a_communicator_has_of_mpi_it_gives_back,
-    messages_of_groups_are_told_from_those_within_collectives,
-    waits_of_groups_know_their_ranks_in_the_side_channel,
-    calls_that_are_started_run_in_turn_beside_messages,
-    a_call_is_counted_and_recorded_once,
     different_calls_are_a_mismatch_before_any_part_begins,
-    nobody_leaves_a_barrier_early_whether_calls_are_compared_or_not,
-    a_wait_in_shared_memory_lets_mpi_go_on,
-    a_node_size_that_makes_no_sense_is_refused_by_all_ranks,
     a_rank_that_does_not_come_is_named_as_all_know_it,  # last: the ranks are not in step afterwards
 ]
 
 if __name__ == "__main__":
     warnings.simplefilter("error")
-    os.environ["LOWSHARD_NODE_SIZE"] = "" if APART else str(NODE_SIZE)
+    os.environ["LOWSHARD_NODE_SIZE"] = str(NODE_SIZE)
     hierarchy.WINDOW_BYTES, hierarchy.PIECE_BYTES = 1, 5000
     for check in CHECKS:
         check()

@@ -32,7 +32,7 @@ class Call:
     encoded = text.encode()
 
 
-GRACE_S = {"hold": 0.0, "sleep": 0.3, "barrier": 0.3}
+GRACE_S = {"sleep": 0.3, "barrier": 0.3}
 HELD_S = 3.0
 LONG_S = 30.0
 
@@ -73,15 +73,12 @@ def main(how: str, victim: int, roles: list[str], folder: Path) -> None:
         time.sleep(0.2)
         note("failed", str(time.time()))
         fail(how, watch)
-    if role in ("poll", "stay"):
+    if role == "poll":
         while not watch.flag[0]:
             time.sleep(0.001)
         note("learned", f"{time.time()} {type(watch.error('')).__name__} {watch.cause}")
-        if role == "poll":
-            raise watch.error(activity.where())
-    if role == "hold":
-        hold_the_interpreter(LONG_S)
-    if role in ("sleep", "stay"):
+        raise watch.error(activity.where())
+    if role == "sleep":
         time.sleep(LONG_S)
     if role == "barrier":
         world.Barrier()

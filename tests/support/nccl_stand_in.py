@@ -403,19 +403,20 @@ def stuck_communicator(
     )
 
 
+def alone(**options: Any) -> tuple[Communicator, StandInCommunicator, Host]:
+    """Return a communicator of one rank, with what stands behind it."""
+    host = Host()
+    handle = StandInCommunicator(World(1), 0, host)
+    comm = nccl_communicator(handle, 0, 1, binding=host.binding(), **options)
+    handle.calls.clear()
+    return comm, handle, host
+
+
 def run_stand_in(
     size: int, function: Callable[[Communicator], T], control: bool = True, timeout_s: float = 60.0,
     late: bool = False,
 ) -> list[T]:  # fmt: skip
-    """Run `function(comm)` in `size` threads on NCCL communicators over the stand-in.
-
-    Args:
-        size: number of ranks.
-        function: what each rank does.
-        control: whether the communicators have a host communicator (a loopback one) beside them.
-        timeout_s: as for run_loopback.
-        late: whether calls are compared late.
-    """
+    """Run a function in threads on NCCL communicators over the stand-in, with loopback ones beside them for control."""
     world = World(size)
 
     def work(loopback: Communicator) -> T:
@@ -435,14 +436,7 @@ def run_stand_in(
 def run_staged(
     size: int, function: Callable[[Communicator], T], slot_bytes: int = 1 << 20, timeout_s: float = 60.0
 ) -> list[T]:
-    """Run `function(comm)` in `size` threads on staged communicators over loopback ones.
-
-    Args:
-        size: number of ranks.
-        function: what each rank does.
-        slot_bytes: as for Communicator.
-        timeout_s: as for run_loopback.
-    """
+    """Run a function in threads on staged communicators over loopback ones."""
 
     def work(loopback: Communicator) -> T:
         host = Host()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import signal
@@ -18,8 +17,7 @@ from lowshard import __version__, cli
 from lowshard.bench import bench_mxfp8, bench_pack, limit
 from lowshard.bench.bench_command import Size, parse_sizes, selected
 from lowshard.bench.bench_device import why_no_gpu
-from lowshard.bench.bench_progress import Progress
-from lowshard.bench.bench_report import BenchReport, Section, render_table
+from lowshard.bench.bench_report import Section
 from lowshard.bench.turn_timing import Row, SpeedUp
 from lowshard.errors import LowshardError
 from lowshard.kernels.engine import host_engine
@@ -52,22 +50,15 @@ def limits_of(value: float, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("bench", TINY)
 def test_the_table_has_a_line_for_every_row_and_says_what_ran(
-    bench: str, capsys: pytest.CaptureFixture[str]
+    bench: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(TINY[bench]) == 0
+    path = tmp_path / "found.json"
+    assert cli.main([*TINY[bench], "--json", str(path)]) == 0
     lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
     for name in NAMES[bench]:
         assert sum(line.startswith(f"{name}  ") for line in lines) == 1, name
-    head = {line.split()[0]: line for line in lines if line}
-    assert head["engine"].split() == ["engine", "plain"]
-    assert head["threads"].split() == ["threads", "1"]
     assert f"lowshard   {__version__}" in lines
-    assert "numpy" in head["versions"]
-    assert "cpu" in head
-    assert "vectors" in head
-    columns = next(line for line in lines if line.startswith("moved MB"))
-    for shown in ("GB/s", "x memcpy", "quartiles", "memcpy GB/s", "first call s", "limit"):
-        assert shown in columns
+    assert [row["name"] for row in json.loads(path.read_text())["sections"][0]["rows"]] == list(NAMES[bench])
 
 
 @pytest.mark.parametrize("bench", TINY)
@@ -100,19 +91,6 @@ def test_json_has_every_rounds_times_and_figures_that_follow_from_them(
     assert len(section["speed_ups"]) == (bench == "pack")
 
 
-def test_json_goes_to_a_file_beside_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "mxfp8.json"
-    assert cli.main([*TINY["mxfp8"], "--only", "dequantize", "--json", str(path)]) == 0
-    rows = json.loads(path.read_text())["sections"][0]["rows"]
-    assert [row["name"] for row in rows] == [
-        name for name in bench_mxfp8.NAMES if name.startswith("dequantize")
-    ]
-    shown = capsys.readouterr().out
-    assert "dequantize e4m3 -> bf16" in shown
-    assert f"written: {path}" in shown
-    assert [entry.name for entry in tmp_path.iterdir()] == ["mxfp8.json"]
-
-
 @pytest.mark.parametrize("bench", TINY)
 def test_check_fails_and_names_each_figure_that_misses_its_limit(
     bench: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -125,9 +103,7 @@ def test_check_fails_and_names_each_figure_that_misses_its_limit(
     limited = [name for name in NAMES[bench] if name in limit.RATIO_LIMITS]
     for name in limited:
         assert sum(line.startswith(f"lowshard bench {bench}: {name}: ") for line in missed) == 1
-    assert len(missed) == len(limited) + (bench == "pack")
-    if bench == "pack":
-        assert any("under the limit 1e+12" in line and "speed-up" in line for line in missed)
+    assert len(missed) == len(limited) + (bench == "pack")  # and the speed-up
 
 
 @pytest.mark.parametrize("bench", TINY)
@@ -142,21 +118,9 @@ def test_check_passes_when_every_limit_is_kept(
 
 @pytest.mark.parametrize(
     "argv",
-    [
-        ["bench"],
-        ["bench", "no-such-benchmark"],
-        ["bench", "mxfp8", "--size", "64 potatoes"],
-        ["bench", "mxfp8", "--size", "0"],
-        ["bench", "mxfp8", "--size", "1.5Mi"],
-        ["bench", "mxfp8", "--size", "64Mi,"],
-        ["bench", "mxfp8", "--rounds", "0"],
-        ["bench", "mxfp8", "--device", "tpu"],
-        ["bench", "mxfp8", "--boxes", "5"],
-        ["bench", "mxfp8", "--json", "/proc/x.json"],
-        ["bench", "mxfp8", "--json", "/"],
-        ["bench", "pack", "--boxes", "-1"],
-    ],
-)
+    [["bench"], ["bench", "no-such-benchmark"], ["bench", "mxfp8", "--size", "64 potatoes"],
+     ["bench", "mxfp8", "--rounds", "0"], ["bench", "mxfp8", "--boxes", "5"], ["bench", "mxfp8", "--json", "/"]],
+)  # fmt: skip
 def test_wrong_usage_is_exit_code_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         cli.main(argv)
@@ -165,19 +129,13 @@ def test_wrong_usage_is_exit_code_2(argv: list[str], capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize(
-    ("argv", "said"),
-    [
-        (["--only", "quantise"], "the rows are: quantize bf16"),
-        (["--only", "quantize,"], "got ''"),
-        (["--check", "--only", "quantize fp16"], "--check needs a row with a limit"),
-        (["--size", "1000000Gi"], "pass a smaller --size"),
-    ],
+    "argv", [["--only", "quantise"], ["--check", "--only", "quantize fp16"], ["--size", "1000000Gi"]]
 )
 def test_what_only_a_run_can_tell_is_exit_code_2_too(
-    argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
+    argv: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main([*TINY["mxfp8"], *argv]) == 2
-    assert said in capsys.readouterr().err
+    assert argv[0] in capsys.readouterr().err
 
 
 @pytest.mark.skipif(NO_GPU is None, reason="CuPy sees a GPU here")
@@ -220,33 +178,6 @@ def test_only_takes_whole_words_that_names_begin_with() -> None:
         selected(bench_mxfp8.NAMES, "quant")
 
 
-def a_report() -> BenchReport:
-    rows = (
-        Row("quantize bf16 -> e4m3 rceil", "", 203_423_744, 101_711_872, 1.0, 1.5, (0.015,), (0.016,)),
-        Row("numpy: quantize bf16 -> e4m3 rceil", "fewer", 1000, 500, None, 0.5, (0.5,), (0.25,)),
-    )
-    pairs = (SpeedUp("quantize bf16 -> e4m3 rceil", "numpy", 40.0, (33.3,)),)
-    section = Section("67,108,864 elements", (("elems", 67_108_864),), rows, pairs, ("a note",))
-    return BenchReport("mxfp8", (("engine", "numba"),), 1, (section,))
-
-
-def render(report: BenchReport, width: int) -> str:
-    from rich.console import Console
-
-    out = io.StringIO()
-    render_table(report, Console(file=out, width=width))
-    return out.getvalue()
-
-
-def test_a_narrow_table_cuts_nothing_and_says_below_what_it_left_out() -> None:
-    text = render(a_report(), 80)
-    assert max(map(len, text.splitlines())) <= 80
-    assert "…" not in text
-    for shown in ("15.000", "13.56", "0.94", "1 ok", "moved a round: 0.0 to 203.4 MB", "0.00 to 12.71 GB/s",
-                  "2.00 s in all, most in quantize bf16"):  # fmt: skip
-        assert shown in text, shown
-
-
 def test_of_what_is_measured_again_the_better_figure_counts_and_a_note_says_so() -> None:
     def section(ratio: float, times: float, *more: Row) -> Section:
         row = Row("a", "", 100, 50, 1.0, 0.0, (ratio,), (1.0,))
@@ -261,15 +192,6 @@ def test_of_what_is_measured_again_the_better_figure_counts_and_a_note_says_so()
     assert best.missed == ("a", "b")
     assert best.notes == ("first", "measured again with new buffers, the better one counts: a")
     assert best.better(section(1.1, 2.5)).missed == ()
-
-
-def test_progress_off_a_terminal_is_plain_lines_at_least_two_seconds_apart() -> None:
-    out = io.StringIO()
-    with Progress("pack", out) as progress:
-        progress.expect(3)
-        for what in ("one", "two", "three"):
-            progress.step(what)
-    assert out.getvalue() == "lowshard bench pack: one (1 of 3)\n"
 
 
 @pytest.mark.time_limit(60)

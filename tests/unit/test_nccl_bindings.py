@@ -8,7 +8,6 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -245,24 +244,6 @@ def test_the_stand_in_has_cupys_names_and_arguments(cupys_nccl: Any) -> None:
         assert len(given) == len(inspect.signature(method).parameters) - 1, f"{name}: {given}"
 
 
-def test_our_handle_of_nccl4py_has_cupys_names_and_arguments(cupys_nccl: Any) -> None:
-    for name, method in vars(NCCL4PyHandle).items():
-        if name.startswith("_") or not callable(method) or name == "memory":  # which CuPy does not offer
-            continue
-        theirs = [a for a in arguments_of(getattr(cupys_nccl.NcclCommunicator, name)) if a != "config"]
-        assert list(inspect.signature(method).parameters)[1:] == theirs, name
-    for name in (
-        "get_version",
-        "get_unique_id",
-        "groupStart",
-        "groupEnd",
-        "NcclCommunicator",
-        "available",
-        "NcclError",
-    ):
-        assert hasattr(cupys_nccl, name)
-
-
 def test_nccl4py_has_the_names_and_arguments_that_are_called(nccl4py: NCCL4Py) -> None:
     for name, method in vars(Lower).items():
         if name.startswith("_") or not callable(method) or name in ("Comm", "NCCLError"):
@@ -355,44 +336,3 @@ def test_an_error_carries_nccls_own_words(cupys_nccl: Any) -> None:
         "failed in broadcast",
         "Broadcast : comm argument is NULL",
     )
-
-
-def test_without_an_nccl_library_there_are_no_words() -> None:
-    if "libnccl" in Path("/proc/self/maps").read_text(encoding="utf-8"):
-        pytest.skip("this process has loaded NCCL")
-    assert last_error() == ""
-
-
-def test_cupy_has_the_streams_events_and_copies_that_a_binding_takes() -> None:
-    cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
-    cuda = cupy.cuda
-    for thing, wanted in (
-        (cuda.Stream.wait_event, ["self", "event"]),
-        (cuda.Event.record, ["self", "stream"]),
-        (cuda.Event.__init__, ["self", "block", "disable_timing"]),
-        (cuda.Stream.__init__, ["self", "null", "non_blocking"]),
-    ):
-        assert list(inspect.signature(thing).parameters)[: len(wanted)] == wanted
-    assert arguments_of(cuda.runtime.memcpyAsync) == ["dst", "src", "size", "kind", "stream"]
-    assert (cuda.runtime.memcpyHostToDevice, cuda.runtime.memcpyDeviceToHost) == (1, 2)
-    assert arguments_of(cuda.runtime.hostRegister) == ["ptr", "size", "flags"]
-    assert arguments_of(cuda.runtime.hostUnregister) == ["ptr"]
-    pool = cuda.MemoryPool(
-        cuda.PythonFunctionAllocator(lambda n_bytes, device: 0, lambda at, device: None).malloc
-    )
-    assert callable(pool.free_all_blocks)
-    assert callable(pool.malloc)
-    assert callable(cuda.get_allocator())
-    with cuda.using_allocator(pool.malloc):
-        assert cuda.get_allocator() == pool.malloc
-    assert isinstance(cuda.Event.done, property)
-    assert isinstance(cuda.Stream.done, property)
-    for name in ("__enter__", "__exit__"):
-        assert hasattr(cuda.Stream, name)
-    assert not hasattr(cupy.ndarray.flags, "writeable")
-    for name in ("deviceSynchronize", "getDeviceCount", "deviceGetPCIBusId"):
-        assert callable(getattr(cuda.runtime, name))
-    assert callable(cuda.Device(0).use)
-    loaded = Binding.load(with_nccl=False)
-    assert loaded.xp is cupy
-    assert loaded.nccl is None

@@ -4,27 +4,17 @@ from __future__ import annotations
 
 import gc
 import weakref
-from typing import Any
 
 import numpy as np
 import pytest
 from support.comm_kit import refused, same
 from support.device_stand_in import DEFAULT_STREAM, StandInStream
-from support.nccl_stand_in import Host, StandInCommunicator, World, run_stand_in
+from support.nccl_stand_in import Host, StandInCommunicator, World, alone, run_stand_in
 
 from lowshard.comm import Communicator
 from lowshard.comm.nccl import nccl_communicator
 from lowshard.comm.nccl_wait import InThread
 from lowshard.errors import BufferMismatchError, CommError, TimedOut
-
-
-def alone(**options: Any) -> tuple[Communicator, StandInCommunicator, Host]:
-    """Return a communicator of one rank, with what stands behind it."""
-    host = Host()
-    handle = StandInCommunicator(World(1), 0, host)
-    comm = nccl_communicator(handle, 0, 1, binding=host.binding(), **options)
-    handle.calls.clear()
-    return comm, handle, host
 
 
 def test_a_started_call_follows_the_callers_stream_and_wait_makes_it_follow_the_call() -> None:

@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import dataclasses
 import io
-import json
 import os
 import re
 import sys
@@ -155,11 +154,6 @@ def own_threads() -> list[str]:
     return sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("lowshard-watch"))
 
 
-def open_sockets() -> list[str]:
-    paths = [os.path.join("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")]
-    return [os.readlink(path) for path in paths if os.path.lexists(path) and "socket" in os.readlink(path)]
-
-
 def open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
 
@@ -277,17 +271,6 @@ def test_a_rank_that_stood_still_itself_blames_nobody(monkeypatch: pytest.Monkey
     assert [watch.cause for watch in watches] == [""] * 3
 
 
-def test_the_compiled_loop_beats_while_the_interpreter_is_held() -> None:
-    pytest.importorskip("numba", reason="numba is not there to be imported")
-    watches = start(2)
-    beats = watches[0]._words, heartbeat.link_word(0) + heartbeat.HEARD_NS
-    held_s = 1.5 * LIMIT_S
-    ctypes.PyDLL(None).usleep(int(held_s * 1e6))
-    since_s = (time.monotonic_ns() - int(beats[0][beats[1]])) / 1e9
-    assert since_s < held_s / 2
-    assert watches[0].cause == ""
-
-
 def test_a_farewell_is_no_failure_and_the_hub_stays_until_the_last_one() -> None:
     watches = start(3)
     watches[0].close()
@@ -345,57 +328,6 @@ def test_a_world_of_one_has_no_threads_and_no_sockets() -> None:
     watch.close()
     assert watch.flag.tolist() == [0]
     assert not watch.left(0)
-
-
-@pytest.mark.skipif(
-    sys.version_info >= (3, 12),
-    reason="Python 3.12 warns of a fork beside threads; the ranks of tests/mpi fork anyhow",
-)
-def test_a_forked_child_has_no_part_in_it() -> None:
-    watches = start(2)
-    read, write = os.pipe()
-    child = os.fork()
-    if not child:
-        try:
-            watches[1].tell("failed", "ValueError: of the child")
-            watches[1].close()
-            watches[1]._at_exit()
-            os.write(write, json.dumps(open_sockets()).encode())
-        finally:
-            os._exit(0)
-    os.waitpid(child, 0)
-    os.close(write)
-    held = json.loads(os.read(read, 65536))
-    os.close(read)
-    ours = {f"socket:[{os.fstat(s.fileno()).st_ino}]" for watch in watches for s in watch._sockets}
-    assert len(ours) == 2
-    assert ours <= set(open_sockets())
-    assert not ours & set(held)
-    time.sleep(0.3)
-    assert [watch.flag[0] for watch in watches] == [0, 0]
-    assert watches[0].gone == frozenset()
-
-
-@pytest.mark.parametrize(
-    ("variable", "value", "told"),
-    [
-        (settings.HEARTBEAT_S.name, "soon", "number of seconds, got 'soon': silence after which"),
-        (settings.HEARTBEAT_S.name, "0.5", "1 or more, got 0.5"),
-        (settings.ON_FAILURE.name, "never", "is end or raise, got 'never': what becomes of a process"),
-        (
-            settings.INTERFACE.name,
-            "nosuch0",
-            r"names a network interface .* one of .*lo.*; got 'nosuch0'",
-        ),
-    ],
-)
-def test_a_wrong_setting_is_the_same_error_on_all_ranks(
-    monkeypatch: pytest.MonkeyPatch, variable: str, value: str, told: str
-) -> None:
-    monkeypatch.setenv(variable, value)
-    limit = {"heartbeat_limit_s": None} if variable == settings.HEARTBEAT_S.name else {}
-    with pytest.raises(CommError, match=told):
-        start(3, **limit)
 
 
 def test_an_interface_that_is_named_is_the_only_one_offered(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,13 +10,14 @@ import socket
 import threading
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from support import mode
+from support.launching import wait_until
 from support.reshard_cases import local_part, random_layout
 
 import lowshard as ls
@@ -33,13 +34,11 @@ from lowshard.errors import (
     PlanError,
     TimedOut,
 )
-from lowshard.fsdp import FSDP, Param
 from lowshard.reshard import Publisher, Subscriber, version_store
 from lowshard.reshard.tensor_layout import as_tensor_layout
 from lowshard.reshard.version_store import Memory, VersionStore
 from lowshard.reshard.version_wire import CONTROL, DATA, Greeting, Line, Lost, read_answer, read_table
 from lowshard.transfer.device_copies import DeviceCopies
-from lowshard.weights import save
 
 DTYPES = ("float32", "bfloat16", "float8_e4m3fn", "int64", "float16")
 
@@ -178,10 +177,7 @@ def test_who_comes_late_gets_the_newest_and_members_are_shown(tmp_path: Path) ->
             assert late.version == 4
             (member,) = publisher.members()
             assert (member.name, member.version, member.pid) == ("late", 4, os.getpid())
-        end_s = time.monotonic() + 5
-        while publisher.members() and time.monotonic() < end_s:
-            time.sleep(0.01)
-        assert publisher.members() == ()
+        assert wait_until(lambda: publisher.members() == (), 5)
     assert not (tmp_path / "p").exists()
 
 
@@ -204,51 +200,6 @@ def test_a_restarted_publisher_begins_anew_and_nothing_is_mixed(tmp_path: Path) 
             second.publish(2)  # its own numbers
             assert subscriber.pull(10) == 2
             assert (subscriber.weights["w"] == 2).all()
-
-
-def test_what_is_closed_says_its_own_name(tmp_path: Path) -> None:
-    address, array = f"unix:{tmp_path}/p", np.zeros(10, np.float32)
-    publisher, subscriber = _publisher(address, array), _subscriber(address, array)
-    subscriber.close()
-    publisher.close(0)
-    with pytest.raises(CommError, match="this Publisher is closed"):
-        publisher.publish(1)
-    with pytest.raises(CommError, match="this Subscriber is closed"):
-        subscriber.pull(0.1)
-
-
-def test_ranks_that_differ_are_told_in_words(tmp_path: Path) -> None:
-    mesh = ls.DeviceMesh((2,), ("x",))
-    cut, whole = (
-        ls.Layout(mesh, (4, 4), "float32", (ls.Sharded(0),)),
-        ls.Layout(mesh, (4, 4), "float32", (ls.Replicated(),)),
-    )
-    told: list[list[str]] = [[], []]
-
-    def main(comm: lc.Communicator) -> None:
-        mine, where = np.zeros((2, 4), np.float32), f"unix:{tmp_path}/p"
-
-        def refused(call: Callable[[], object]) -> None:
-            with pytest.raises(MismatchError) as caught:
-                call()
-            told[comm.rank].append(str(caught.value))
-
-        refused(lambda: Publisher({"w": cut}, {"w": mine}, comm, address=f"{where}{comm.rank}"))
-        refused(lambda: Subscriber({"w": cut}, {"w": mine}, comm, address=where, name=str(comm.rank)))
-        refused(lambda: ls.redistribute(mine, cut, cut if comm.rank else whole, comm))
-        refused(lambda: save(f"{where}{comm.rank}", {"w": (cut, mine)}, comm))
-        refused(lambda: FSDP({"l": [Param("w", (4, 4 + comm.rank))]}, comm))
-        with Publisher({"w": cut}, {"w": mine}, comm, address=where) as publisher:
-            refused(lambda: publisher.publish(comm.rank + 1))
-
-    lc.run_loopback(2, main)
-    assert told[0] == told[1]
-    words = (
-        "p0, no token", "name '0'", "x=S0 to float32[4,4] x=R", "p0, metadata", "'l.w': float32[4, 4]", "version 1"
-    )  # fmt: skip
-    for text, said in zip(told[0], words, strict=True):
-        assert said in text
-    assert "ranks [1] have version 2" in told[0][-1]
 
 
 def test_close_lets_members_in_touch_have_the_last_version(tmp_path: Path) -> None:
@@ -308,20 +259,17 @@ def test_what_went_wrong_in_the_background_is_raised_on_all_ranks_though_one_has
             wrong = made.publish(2, wait=False)
             assert wrong is not None
             if comm.rank == 0:
-                with pytest.raises(PlanError, match="versions rise"):
+                with pytest.raises(PlanError, match="version 3 is out"):
                     wrong.wait(10)
-            with pytest.raises(PlanError, match="versions rise: version 3 is out, got 2"):
+            with pytest.raises(PlanError, match="version 3 is out"):
                 made.publish(4)
             assert made.version == 3
             made.publish(4)
-            wrong = made.publish(4, wait=False)
-            made_last.append(made)
+            made.publish(4, wait=False)
         # Closing tells of it where nobody has waited.
 
-    made_last: list[Publisher] = []
-    with pytest.raises(PlanError, match="versions rise: version 4 is out, got 4"):
+    with pytest.raises(PlanError, match="version 4 is out"):
         lc.run_loopback(2, publish, timeout_s=20)
-    assert [one.version for one in made_last] == [4, 4]
     assert not (tmp_path / "p" / "token").exists()
 
 
@@ -350,8 +298,6 @@ def test_pull_without_waiting(tmp_path: Path) -> None:
             subscriber.pull(5)  # tells of the one before, which nobody has heard of
         publisher.publish(8)
         assert subscriber.pull(5) == 8
-        with pytest.raises(CommError, match="wait of pull is True or False"):
-            subscriber.pull(5, wait="no")  # type: ignore[call-overload]
 
 
 @pytest.mark.time_limit(60)
@@ -388,6 +334,17 @@ def test_ranks_that_pull_in_the_background_and_not_take_the_same(tmp_path: Path)
             lc.run_loopback(2, subscribe, timeout_s=20)
 
 
+@contextlib.contextmanager
+def _slow(address: str, token_file: Path) -> Iterator[int]:
+    """Be a member that has asked for the newest version and does not read it: give the number of its snapshot."""
+    token = bytes.fromhex(token_file.read_text())
+    with contextlib.closing(Line(enter([f"{address}/door"], token, CONTROL, 0, 5))) as line:
+        line.say(Greeting("slow", "here", 1, 1))
+        mark = line.hear(read_table, time.monotonic() + 5).mark
+        line.say({"ask": "want", "mark": mark})
+        yield line.hear(read_answer, time.monotonic() + 5).number
+
+
 def test_a_snapshot_under_the_descriptor_of_another_is_not_taken_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -407,7 +364,6 @@ def test_a_snapshot_under_the_descriptor_of_another_is_not_taken_for_it(
         _publisher(address, array) as publisher,
         _subscriber(address, np.zeros(1000, np.float32)) as subscriber,
     ):
-        token = bytes.fromhex((tmp_path / "p" / "token").read_text())
         versions, used = iter(range(1, 100)), []
 
         def take(count: int) -> None:
@@ -419,11 +375,7 @@ def test_a_snapshot_under_the_descriptor_of_another_is_not_taken_for_it(
 
         take(3)
         for _ in range(2):
-            with contextlib.closing(Line(enter([f"{address}/door"], token, CONTROL, 0, 5))) as slow:
-                slow.say(Greeting("slow", "here", 1, 1))
-                mark = slow.hear(read_table, time.monotonic() + 5).mark
-                slow.say({"ask": "want", "mark": mark})
-                slow.hear(read_answer, time.monotonic() + 5)
+            with _slow(address, tmp_path / "p" / "token"):
                 take(4)
                 used.append(sorted(one.fd for one in publisher._store._snapshots))
             while len(publisher.members()) > 1:
@@ -439,24 +391,16 @@ def test_snapshots_are_bounded_and_one_that_is_read_is_not_written_to(tmp_path: 
     address, array = f"unix:{tmp_path}/p", np.zeros(1000, np.float32)
     with _publisher(address, array) as publisher:
         publisher.publish(1)
-        token = bytes.fromhex((tmp_path / "p" / "token").read_text())
-        line = Line(enter([f"{address}/door"], token, CONTROL, 0, 5))
-        line.say(Greeting("slow", "here", 1, 1))
-        mark = line.hear(read_table, time.monotonic() + 5).mark
-        line.say({"ask": "want", "mark": mark})
-        offer = line.hear(read_answer, time.monotonic() + 5)
-        for version in range(2, 40):
-            array[...] = version
-            publisher.publish(version)
         store = publisher._store
-        assert store.kept == 3
-        held = store.find(offer.number)
-        assert held is not None
-        assert (store.places["w"].view(held.bytes) == 0).all()
-        line.close()
-        end_s = time.monotonic() + 5
-        while publisher.members() and time.monotonic() < end_s:
-            time.sleep(0.01)
+        with _slow(address, tmp_path / "p" / "token") as number:
+            for version in range(2, 40):
+                array[...] = version
+                publisher.publish(version)
+            assert store.kept == 3
+            held = store.find(number)
+            assert held is not None
+            assert (store.places["w"].view(held.bytes) == 0).all()
+        assert wait_until(lambda: not publisher.members(), 5)
         for version in range(40, 44):
             publisher.publish(version)
         assert store.kept == 2
@@ -520,42 +464,25 @@ def test_an_error_of_one_rank_is_told_to_the_others(tmp_path: Path, monkeypatch:
         lc.run_loopback(2, pull)
 
 
-def test_who_lies_or_goes_amid_a_frame_harms_nobody(tmp_path: Path, rng: np.random.Generator) -> None:
+def test_who_lies_or_goes_amid_a_frame_harms_nobody(tmp_path: Path) -> None:
     address, array = f"unix:{tmp_path}/p", np.arange(1000, dtype=np.float32)
     with _publisher(address, array) as publisher, _subscriber(address, array) as good:
         publisher.publish(1)
         token = bytes.fromhex((tmp_path / "p" / "token").read_text())
-        for turn in range(300 if mode.full() else 40):
-            line = Line(enter([f"{address}/door"], token, int(rng.choice([CONTROL, DATA, 7])), 3, 5))
+        for kind, lie in itertools.product((CONTROL, DATA, 7), (b"x" * 50, (1 << 62).to_bytes(8, "big"))):
+            line = Line(enter([f"{address}/door"], token, kind, 3, 5))
             with contextlib.suppress(Lost):  # it may have hung up
-                _lie(line, turn % 5, rng)
+                line.send(memoryview(lie))
             line.close()
-        line = Line(enter([f"{address}/door"], token, CONTROL, 0, 5))
-        line.say(Greeting("liar", "here", 1, 1))
-        line.hear(read_table, time.monotonic() + 5)
-        line.close()
         for boxes in ([[[0, 5000]]], [[[-1, 3]]], [[[5, 2]]], [[]], [], [[[0, 2]], [[0, 2], [0, 2]]]):
-            line = Line(enter([f"{address}/door"], token, DATA, 0, 5))
-            line.say({"ask": "boxes", "boxes": [["w", boxes]]})
-            with pytest.raises(Lost):
-                line.hear(read_answer, time.monotonic() + 5)
-            line.close()
+            with contextlib.closing(Line(enter([f"{address}/door"], token, DATA, 0, 5))) as line:
+                line.say({"ask": "boxes", "boxes": [["w", boxes]]})
+                with pytest.raises(Lost):
+                    line.hear(read_answer, time.monotonic() + 5)
         assert good.pull(10) == 1
         assert (good.weights["w"] == array).all()
         publisher.publish(2)
         assert good.pull(10) == 2
-
-
-def _lie(line: Line, kind: int, rng: np.random.Generator) -> None:
-    if kind == 0:
-        line.send(memoryview(rng.integers(0, 256, int(rng.integers(1, 200)), dtype=np.uint8).tobytes()))
-    elif kind == 1:
-        line.send(memoryview((1 << 62).to_bytes(8, "big")))
-    elif kind == 2:
-        line.say({"ask": "boxes", "boxes": [["w", [[[0, 5000]]]], ["nobody", [[]]]]})
-        line.say({"ask": "read", "mark": "00", "number": 1})
-    elif kind == 3:
-        line.say([[[[[]]]]] * 100)
 
 
 def test_a_stranger_without_the_token_gets_nowhere(tmp_path: Path) -> None:
@@ -623,23 +550,14 @@ def test_a_folder_that_others_may_enter_is_refused(tmp_path: Path, kind: str) ->
 @pytest.mark.parametrize(
     "change",
     [
-        lambda a: {"address": "unix:relative"},
         lambda a: {"address": "http://x"},
-        lambda a: {"address": "tcp://host:99999"},
-        lambda a: {"address": None},
         lambda a: {"token": b"short"},
-        lambda a: {"token": "text"},
-        lambda a: {"arrays": {}},
-        lambda a: {"arrays": {"w": a, "v": a}},
         lambda a: {"arrays": {"w": a[:5]}},
         lambda a: {"arrays": {"w": a.astype(np.int32)}},
-        lambda a: {"arrays": None},
-        lambda a: {"layouts": {}},
         lambda a: {"layouts": {"w": "text"}},
         lambda a: {
             "layouts": {"w": ls.Layout(ls.DeviceMesh((2,), ("x",)), (10,), "float32", (ls.Partial("sum"),))}
         },
-        lambda a: {"layouts": {3: _one((10,))}},
     ],
 )
 def test_wrong_arguments_are_errors_of_lowshard_on_both_sides(tmp_path: Path, change: Any) -> None:
@@ -657,35 +575,24 @@ def test_wrong_arguments_are_errors_of_lowshard_on_both_sides(tmp_path: Path, ch
 def test_wrong_versions_and_times(tmp_path: Path) -> None:
     address, array = f"unix:{tmp_path}/p", np.zeros(10, np.float32)
     with _publisher(address, array) as publisher, _subscriber(address, array) as subscriber:
-        for version in ("x", -1, 2.5, True, 1 << 63, None, [1]):
-            with pytest.raises(PlanError, match="a version is"):
+        for version in ("x", -1, True, 1 << 63):
+            with pytest.raises(PlanError, match="version"):
                 publisher.publish(version)  # type: ignore[arg-type]
-        with pytest.raises(CommError, match="wait is"):
-            publisher.publish(1, wait=np.zeros(2))  # type: ignore[arg-type]
-        for timeout_s in ("x", -1, float("nan")):
+        for timeout_s in ("x", -1):
             with pytest.raises(CommError, match="timeout_s"):
                 subscriber.pull(timeout_s)  # type: ignore[arg-type]
         publisher.publish(1)
-        with pytest.raises(PlanError, match="versions rise: version 1 is out"):
+        with pytest.raises(PlanError, match="version 1 is out"):
             publisher.publish(1)
         assert subscriber.pull(10) == 1
+        for layout in (_one((11,)), _one((10,), "int32")):  # what there is not
+            out = {"w": np.zeros(layout.shape, layout.numpy_dtype)}
+            with Subscriber({"w": layout}, out, address=address) as other, pytest.raises(PlanError):
+                other.pull(5)
     with pytest.raises(CommError, match="closed"):
         publisher.publish(2)
     with pytest.raises(CommError, match="closed"):
         subscriber.pull(1)
-
-
-def test_a_subscriber_that_wants_what_there_is_not(tmp_path: Path) -> None:
-    address, array = f"unix:{tmp_path}/p", np.zeros(10, np.float32)
-    with _publisher(address, array) as publisher:
-        publisher.publish(1)
-        for layouts, out in (
-            ({"v": _one((10,))}, {"v": array.copy()}),
-            ({"w": _one((11,))}, {"w": np.zeros(11, np.float32)}),
-            ({"w": _one((10,), "int32")}, {"w": np.zeros(10, np.int32)}),
-        ):
-            with Subscriber(layouts, out, address=address) as subscriber, pytest.raises(PlanError):
-                subscriber.pull(5)
 
 
 def test_ranks_that_disagree_hear_of_it(tmp_path: Path) -> None:

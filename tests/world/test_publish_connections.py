@@ -21,7 +21,7 @@ import pytest
 
 import lowshard as ls
 from lowshard import comm as lc
-from lowshard.errors import CommError, LowshardError, PeerFailed
+from lowshard.errors import LowshardError, PeerFailed
 from lowshard.reshard import Publisher, Subscriber, version_server, version_store, version_wire
 from lowshard.reshard.version_server import VersionServer
 from lowshard.reshard.version_wire import WAKE_BYTES, Answer, Line, Lost, read_answer
@@ -302,26 +302,6 @@ def test_a_connection_of_one_rank_that_fails_is_the_error_of_all_ranks(
     assert "version 1 did not arrive" in told[0]
 
 
-def test_where_no_thread_can_be_started_the_version_is_not_taken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    array = np.ones((ROWS, COLUMNS), np.float32)
-    start, count = threading.Thread.start, iter(range(10))
-
-    def refused(thread: threading.Thread) -> None:
-        if thread.name == "lowshard fetch" and next(count) == 2:
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    with Four(array, tmp_path) as (publisher, subscriber):
-        publisher.publish(1)
-        monkeypatch.setattr(threading.Thread, "start", refused)
-        with pytest.raises(CommError, match="was not taken: RuntimeError: can't start new thread"):
-            subscriber.pull(10)
-        assert fetching() == []
-        assert subscriber.pull(10) == 1
-
-
 def test_a_snapshot_that_is_damaged_in_memory_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """The sums are those of what was published, not of what lies there when somebody asks."""
     monkeypatch.setattr(version_store, "PART_BYTES", 4096)
@@ -413,8 +393,7 @@ def _ends(kind: str) -> tuple[socket.socket, socket.socket]:
         return socket.create_connection(listens.getsockname(), 10), listens.accept()[0]
 
 
-@pytest.mark.parametrize("kind", ["tcp", "unix"])
-@pytest.mark.parametrize("over", [-1, 0, 1, WAKE_BYTES + 7])
+@pytest.mark.parametrize(("over", "kind"), [(-1, "tcp"), (0, "unix"), (1, "tcp"), (WAKE_BYTES + 7, "unix")])
 def test_what_comes_last_is_not_waited_for_however_it_comes(over: int, kind: str) -> None:
     """A thread is woken for much at a time; so the last bytes come alone here, and a short message after them."""
     data = np.random.default_rng(5).integers(0, 256, 2 * WAKE_BYTES + over, np.uint8)

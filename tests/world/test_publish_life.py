@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import os
 import signal
 import subprocess
 import sys
@@ -27,11 +26,10 @@ from lowshard.errors import (
     MismatchError,
     PlanError,
     StreamError,
-    TimedOut,
 )
 from lowshard.reshard import Publisher, Subscriber
 from lowshard.reshard import publisher as publisher_module
-from lowshard.reshard.version_server import Member, Newest, VersionServer, _Lease
+from lowshard.reshard.version_server import Newest, VersionServer
 
 ONE = ls.Layout(ls.DeviceMesh((1,), ("x",)), (1000,), "float32", (ls.Replicated(),))
 HALVES = ls.Layout(ls.DeviceMesh((2,), ("x",)), (1000,), "float32", (ls.Sharded(0),))
@@ -66,9 +64,10 @@ def _half(comm: Any, address: str) -> Publisher:
 # ---- exceptions
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("others", ["publish", "leave"])
-@pytest.mark.parametrize("kind", ["unix", "tcp"])
+@pytest.mark.parametrize(
+    ("rank", "others", "kind"),
+    [(0, "publish", "tcp"), (1, "publish", "unix"), (0, "leave", "unix"), (1, "leave", "tcp")],
+)
 def test_what_one_rank_raises_in_the_block_is_what_comes_out_of_it(
     tmp_path: Path, rank: int, others: str, kind: str
 ) -> None:
@@ -231,35 +230,6 @@ def test_close_waits_for_members_longer_than_ranks_wait_for_each_other(tmp_path:
     assert pulled == [1, 2]
 
 
-def test_close_waits_for_ever_where_it_is_told_to(tmp_path: Path) -> None:
-    publisher = _publisher(f"unix:{tmp_path}/p", np.zeros(1000, np.float32))
-    with _subscriber(publisher.address) as subscriber:
-        publisher.publish(1)
-        subscriber.pull(10)
-        publisher.publish(2)
-        late = threading.Timer(0.2, subscriber.pull, (10,))
-        late.start()
-        publisher.close(1e300)
-        late.join(10)
-        assert subscriber.version == 2
-
-
-def test_a_wait_of_any_length(tmp_path: Path) -> None:
-    newest = Newest(version=2)
-    newest.leases[1] = lease = _Lease(Member("m", "h", 1, 1, 1))
-    assert not newest.wait_until_all_have_it(0.01)
-
-    def switch() -> None:
-        with newest.changed:
-            lease.member = Member("m", "h", 1, 1, 2)
-            newest.changed.notify_all()
-
-    timer = threading.Timer(0.1, switch)
-    timer.start()
-    assert newest.wait_until_all_have_it(1e10)
-    timer.join()
-
-
 # ---- memory
 
 
@@ -316,54 +286,6 @@ def test_a_block_that_is_left_while_a_version_is_copied_gives_the_memory_back(
 # ---- forked children, successors
 
 
-@pytest.mark.parametrize("kind", ["unix", "tcp"])
-@pytest.mark.parametrize("ends", ["closed", "by an exception"])
-def test_a_forked_child_that_leaves_the_block_leaves_the_publisher_alone(
-    tmp_path: Path, kind: str, ends: str
-) -> None:
-    array = np.zeros(1000, np.float32)
-    with _publisher(f"unix:{tmp_path}/p" if kind == "unix" else "tcp://127.0.0.1:0", array) as publisher:
-        publisher.publish(1)
-        with _subscriber(publisher.address) as before, _subscriber(publisher.address) as behind:
-            assert before.pull(10) == 1
-            pid = os.fork()
-            if pid == 0:
-                _leave(publisher, None if ends == "closed" else RuntimeError("mine"))
-            assert _exit_code(pid) == 0
-            assert before._control is not None
-            line = before._control.connection
-            array[...] = 3
-            publisher.publish(3)
-            assert before.pull(10) == 3
-            assert before._control.connection is line
-            assert behind.pull(10) == 3
-
-
-def _leave(publisher: Publisher, error: Exception | None) -> None:
-    """Leave a publisher's block in a forked child, and end it."""
-    code = 1
-    try:
-        with pytest.raises(CommError, match="forked child"):
-            publisher.publish(2)
-        publisher.__exit__(error and type(error), error, None)
-        publisher.close()
-        code = 0
-    finally:
-        os._exit(code)
-
-
-def _exit_code(pid: int) -> int:
-    end_s = time.monotonic() + 20
-    while time.monotonic() < end_s:
-        found, status = os.waitpid(pid, os.WNOHANG)
-        if found:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.01)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    return -1
-
-
 def test_a_successor_keeps_its_token_though_the_one_before_is_closing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -410,64 +332,19 @@ def test_wrong_arguments_of_one_rank_are_raised_on_all(tmp_path: Path) -> None:
         for wrong in (0, 1):
             with _half(comm, f"unix:{tmp_path}/p") as publisher:
                 is_wrong = comm.rank == wrong
-                for error, more in (
-                    (CommError, {"wait": np.zeros(2)}),
-                    (StreamError, {"stream": 4711}),
-                    (StreamError, {"stream": "text"}),
-                ):
-                    with pytest.raises(error, match=f"publish: rank {wrong}: "):
-                        publisher.publish(1, **(more if is_wrong else {}))
-                with pytest.raises(PlanError, match=f"publish: rank {wrong}: a version is"):
+                with pytest.raises(StreamError, match=f"rank {wrong}"):
+                    publisher.publish(1, **({"stream": 4711} if is_wrong else {}))
+                with pytest.raises(PlanError, match=f"rank {wrong}: a version"):
                     publisher.publish("x" if is_wrong else 1)  # type: ignore[arg-type]
                 assert publisher.version is None
                 publisher.publish(1)
-                timeout_s: Any = [-1, "x"][wrong] if is_wrong else 1
-                with pytest.raises(CommError, match=f"close: rank {wrong}: timeout_s is a number of seconds"):
-                    publisher.close(timeout_s)
+                with pytest.raises(CommError, match=f"rank {wrong}: timeout_s"):
+                    publisher.close(-1 if is_wrong else 1)
                 with pytest.raises(CommError, match="closed"):
                     publisher.publish(2)
             comm.barrier()
 
     lc.run_loopback(2, job, timeout_s=10)
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_what_went_wrong_in_the_background_of_one_rank_is_raised_by_close_on_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int
-) -> None:
-    """Also what looks like a rank that did not come."""
-
-    def job(comm: Any) -> None:
-        publisher = _half(comm, f"unix:{tmp_path}/p")
-        if comm.rank == rank:
-            publisher._background.start(_late, "a publish that was late")
-        with pytest.raises(TimedOut, match=f"close: rank {rank}: it was late"):
-            publisher.close(1)
-
-    lc.run_loopback(2, job, timeout_s=10)
-
-
-def _late() -> None:
-    raise TimedOut("it was late")
-
-
-@pytest.mark.parametrize(
-    "address", ["unix:/tmp/a\0b", "tcp://a\0b:80", "tcp://..:80", "tcp://h:" + "9" * 5000]
-)
-def test_an_address_that_nobody_can_be_at_is_refused_on_all_ranks(address: str) -> None:
-    def job(comm: Any) -> None:
-        for kind in (Publisher, Subscriber):
-            with pytest.raises(CommError, match="an address is"):
-                kind({"w": HALVES}, {"w": np.zeros(500, np.float32)}, comm, address=address)
-
-    lc.run_loopback(2, job, timeout_s=10)
-
-
-def test_names_that_nobody_can_write_are_refused(tmp_path: Path) -> None:
-    array = np.zeros(1000, np.float32)
-    for kind in (Publisher, Subscriber):
-        with pytest.raises(PlanError, match="a name is text that UTF-8 can write"):
-            kind({"w\ud800": ONE}, {"w\ud800": array}, address=f"unix:{tmp_path}/p")
 
 
 @pytest.mark.parametrize(
@@ -479,7 +356,6 @@ def test_names_that_nobody_can_write_are_refused(tmp_path: Path) -> None:
             "elements of x share memory",
         ),
         (lambda memory: {"x": memory[::2], "y": memory[1::2]}, ""),
-        (lambda memory: {"x": memory[:4], "y": memory[:4]}, "x and y share memory"),
     ],
 )
 def test_results_that_share_memory_are_refused(

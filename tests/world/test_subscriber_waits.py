@@ -21,17 +21,12 @@ import pytest
 
 import lowshard as ls
 from lowshard import comm as lc
-from lowshard.argument import number
-from lowshard.errors import BufferMismatchError, CommError, LowshardError, PeerFailed, PlanError, TimedOut
+from lowshard.errors import CommError, PeerFailed, PlanError, TimedOut
 from lowshard.kernels import MXFP8Tensor
 from lowshard.reshard import (
     MXFP8ReshardTransform,
     Publisher,
-    Refit,
     Subscriber,
-    TensorLayout,
-    build_reshard_plan,
-    execute_reshard_plan,
     version_fetch,
 )
 from lowshard.reshard.publication_address import write_token
@@ -66,21 +61,6 @@ def test_the_publisher_that_comes_after_a_killed_one_is_found_by_the_pull_that_w
         with Publisher(_layout(1), {"w": _values(3)}, address=f"unix:{folder}") as publisher:
             publisher.publish(7)
             assert work.wait() == 7
-
-
-def test_who_leaves_by_an_error_is_not_told_that_the_publisher_has_gone(tmp_path: Path) -> None:
-    """The pull in the background ends, and lets go of what it alone may close."""
-    where: dict[str, Any] = {"address": f"unix:{tmp_path}/p", "token": TOKEN}
-    with Publisher(_layout(1), {"w": _values(3)}, **where) as publisher:
-        publisher.publish(7)
-        left = Subscriber(_layout(1), {"w": _values(0)}, **where)
-        left.pull(4.0)
-        work = left.pull(4.0, wait=False)
-        time.sleep(0.05)  # it asks, and waits for the answer
-        left.__exit__(KeyError, KeyError("mine"), None)
-        with pytest.raises(CommError, match="this Subscriber was closed while it waited"):
-            work.wait()
-        assert float(left.weights["w"].sum()) == 36
 
 
 def test_ranks_that_wait_for_a_publisher_meet_and_the_next_pull_works(tmp_path: Path) -> None:
@@ -141,38 +121,6 @@ def test_a_rank_that_takes_longer_than_the_deadline_is_waited_for(
     with Publisher(_layout(1), {"w": _values(2)}, **where) as publisher:
         publisher.publish(1)
         assert lc.run_loopback(2, subscribe, timeout_s=1) == [(1, 14.0), (1, 10.0)]
-
-
-@pytest.mark.parametrize("error", [CommError("broken"), KeyError("odd")])
-def test_what_one_rank_could_not_fetch_all_ranks_are_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
-    where: dict[str, Any] = {"address": f"unix:{tmp_path}/p", "token": TOKEN}
-    real, fails = version_fetch.Source.fetch, [True]
-
-    def broken(source: version_fetch.Source, wanted: Any) -> Any:
-        if fails and wanted.target["w"].array[0] == 1:
-            fails.clear()
-            raise error
-        return real(source, wanted)
-
-    monkeypatch.setattr(version_fetch.Source, "fetch", broken)
-
-    def subscribe(comm: Any) -> list[Any]:
-        with Subscriber(
-            _layout(2, True), {"w": _values(comm.rank, 6)}, comm, delta="off", **where
-        ) as subscriber:
-            at = 1 - subscriber._now.at
-            subscriber._sets[at].targets["w"].array[...] = comm.rank  # type: ignore[union-attr]
-            with pytest.raises(CommError, match="version 1 was not taken") as caught:
-                subscriber.pull(5)
-            return [str(caught.value), subscriber.version, subscriber.pull(5)]
-
-    with Publisher(_layout(1), {"w": _values(2)}, **where) as publisher:
-        publisher.publish(1)
-        one, other = lc.run_loopback(2, subscribe, timeout_s=10)
-    assert one == other
-    assert one[1:] == [None, 1]
 
 
 def test_ctrl_c_on_one_rank_before_the_vote_decides_nothing_of_the_next_version(
@@ -276,28 +224,6 @@ def test_a_plan_that_one_rank_refuses_is_made_anew_by_all(tmp_path: Path) -> Non
     assert said[0][0] == said[0][1]
 
 
-def test_a_guest_without_a_thread_is_turned_away_and_others_are_let_in(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real, refused = threading.Thread.start, list[int]()
-
-    def start(thread: threading.Thread) -> None:
-        if thread.name == "lowshard-subscriber" and not refused:
-            refused.append(1)
-            raise RuntimeError("can't start new thread")
-        real(thread)
-
-    where: dict[str, Any] = {"address": f"unix:{tmp_path}/p", "token": TOKEN}
-    with Publisher(_layout(1), {"w": _values(5)}, **where) as publisher:
-        publisher.publish(1)
-        monkeypatch.setattr(threading.Thread, "start", start)
-        with Subscriber(_layout(1), {"w": _values(0)}, **where) as subscriber:
-            with pytest.raises(LowshardError):
-                subscriber.pull(5)
-            assert refused
-            assert subscriber.pull(5) == 1
-
-
 def test_a_block_that_ends_by_an_error_ends_the_pull_in_the_background(tmp_path: Path) -> None:
     """Who has left takes no version later, and is no member."""
     where: dict[str, Any] = {"address": f"unix:{tmp_path}/p", "token": TOKEN}
@@ -356,93 +282,3 @@ def test_a_tcp_connection_that_says_nothing_is_asked_for_a_sign_of_life() -> Non
             line.close()
     assert asked
     assert idle_s + step_s * count <= 30
-
-
-def test_a_forked_child_that_leaves_ends_no_connection_of_its_parent() -> None:
-    ours, theirs = socket.socketpair()
-    line, other = Line(ours), Line(theirs)
-    try:
-        child = os.fork()
-        if not child:
-            line.close()
-            os._exit(0)
-        assert os.waitpid(child, 0)[1] == 0
-        other.send(memoryview(b"still here"))
-        came = bytearray(10)
-        line.receive(memoryview(came))
-        assert came == b"still here"
-    finally:
-        line.close()
-        other.close()
-
-
-@pytest.mark.parametrize(
-    ("given", "error"),
-    [
-        ({"token_file": 3}, "token_file is the path"),
-        *(
-            ({"name": name, "token": TOKEN}, "name of a Subscriber is text")
-            for name in ("m\ud800", b"text", 3, None)
-        ),
-        ({"address": "tcp://127.0.0.1:0"}, "the port that its publisher has"),
-    ],
-)
-def test_wrong_arguments_are_refused_when_it_is_made(
-    tmp_path: Path, given: dict[str, Any], error: str
-) -> None:
-    with pytest.raises(CommError, match=error):
-        Subscriber(_layout(1), {"w": _values(0)}, **{"address": f"unix:{tmp_path}/p", **given})
-
-
-def test_a_forked_child_takes_no_version_over_its_parents_connection(tmp_path: Path) -> None:
-    where: dict[str, Any] = {"address": f"unix:{tmp_path}/p", "token": TOKEN}
-    with (
-        Publisher(_layout(1), {"w": _values(3)}, **where) as publisher,
-        Subscriber(_layout(1), {"w": _values(0)}, **where) as subscriber,
-    ):
-        publisher.publish(7)
-        subscriber.pull(5.0)
-        child = os.fork()
-        if not child:
-            try:
-                subscriber.pull(0.1)
-            except CommError as error:
-                os._exit(0 if "is a forked child of it" in str(error) else 3)
-            finally:
-                os._exit(4)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        publisher.publish(8)
-        assert subscriber.pull(5.0) == 8
-
-
-def test_arrays_of_another_byte_order_are_refused(tmp_path: Path) -> None:
-    """By a refit as by all others; the text tells them apart."""
-    have = {"w": TensorLayout.sharded((4,), "float32", {"x": (1, 1)})}
-    want = {"w": TensorLayout.sharded((4,), "float32", {"x": (1, 1)}, offset=1)}
-    plan = build_reshard_plan(have, want)
-
-    def move(comm: Any, swapped: int, whole: Callable[..., object]) -> str:
-        mine = np.zeros(4, ">f4" if comm.rank == swapped else "<f4")
-        with pytest.raises(BufferMismatchError, match="got >f4") as caught:
-            whole(
-                plan,
-                comm=comm,
-                src={"w": mine} if comm.rank == 0 else None,
-                dst={"w": mine} if comm.rank else None,
-            )
-        return str(caught.value)
-
-    for whole in (Refit, execute_reshard_plan):
-        for swapped in (0, 1):
-            one, other = lc.run_loopback(2, lambda comm, s=swapped, w=whole: move(comm, s, w))  # type: ignore[misc]
-            assert one == other
-    with pytest.raises(BufferMismatchError, match="got >f4"):
-        Publisher(_layout(1), {"w": np.zeros(12, ">f4")}, address=f"unix:{tmp_path}/p")
-
-
-def test_a_short_float_is_a_number() -> None:
-    """To compare a float32 with the largest float64 would warn."""
-    assert number(np.float32(0.5), "a number", CommError) == 0.5
-    for wrong in (np.float32("inf"), np.float64("nan"), 10**400, True):
-        with pytest.raises(CommError):
-            number(wrong, "a number", CommError)
