@@ -14,6 +14,7 @@ import signal
 import sys
 import tempfile
 import threading
+from collections import Counter
 from collections.abc import Generator
 from pathlib import Path
 from types import FrameType
@@ -32,7 +33,7 @@ from support import mode, skips
 
 TIME_LIMIT_S = 120.0
 PROCESSES = 3  # on two cores: one of them mostly waits, for ranks or for time to pass
-FEW_CASES = 6  # of a matrix in a default run; more where a parameter has more values
+FEW_CASES = 4  # of a matrix in a default run; more where a parameter has more values
 DEFAULT_SEED = 1  # a default run makes the same choices everywhere; --full makes new ones each time
 
 
@@ -52,7 +53,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     )
     if is_plain and getattr(option, "numprocesses", 0) is None and option.dist == "no":
         option.numprocesses, option.dist = PROCESSES, "loadfile"
-        option.loadscopereorder = not option.full  # the measures of a full run come last
+        option.loadscopereorder = False  # files are ordered here
 
 
 @pytest.hookimpl(tryfirst=True)  # before hypothesis reads its own seed option
@@ -72,7 +73,7 @@ def pytest_configure(config: pytest.Config) -> None:
     mode.set_mode(full, seed)
     if config.getoption("hypothesis_seed", None) is None:
         config.option.hypothesis_seed = str(seed)
-    hypothesis.settings.register_profile("default", max_examples=6, deadline=None, print_blob=True)
+    hypothesis.settings.register_profile("default", max_examples=5, deadline=None, print_blob=True)
     hypothesis.settings.register_profile("full", max_examples=500, deadline=None, print_blob=True)
     if config.getoption("hypothesis_profile", None) is None:
         hypothesis.settings.load_profile("full" if full else "default")
@@ -119,9 +120,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         is_left = item in dropped or (not mode.full() and item.get_closest_marker("full_only"))
         (left if is_left else kept).append(item)
-    if mode.full():  # measures last, when the other processes of a run have ended or soon will
-        quiet = {item.path for item in kept if item.get_closest_marker("quiet")}
-        kept.sort(key=lambda item: item.path in quiet)
+    place = _in_turns([item.path for item in kept])
+    # Measures last, when the other processes of a run have ended or soon will.
+    quiet = {item.path for item in kept if mode.full() and item.get_closest_marker("quiet")}
+    kept.sort(key=lambda item: (item.path in quiet, place[item.path]))
     if left:
         config.hook.pytest_deselected(items=left)
     items[:] = kept
@@ -143,6 +145,21 @@ def _dropped(items: list[pytest.Item]) -> set[pytest.Item]:
         for name, cases in matrices.items()
         for item in cases.keys() - mode.thinned(cases, FEW_CASES, name)
     }
+
+
+def _in_turns(paths: list[Path]) -> dict[Path, float]:
+    """Return where in a run each file stands: files that start ranks, which mostly wait, lie between the others.
+
+    The former are all begun when four fifths of the others are done, the largest first, so that none ends alone.
+    """
+    place: dict[Path, float] = {}
+    for name, last in (("mpi", 0.8), ("", 1.0)):
+        sizes = Counter(path for path in paths if (path.parent.name == "mpi") == bool(name))
+        total, so_far = sum(sizes.values()), 0
+        for path, size in sizes.most_common():
+            place[path] = last * so_far / total
+            so_far += size
+    return place
 
 
 @pytest.hookimpl(trylast=True)

@@ -17,15 +17,10 @@ from support.sources import tree_of
 
 
 def chosen() -> list[Path]:
-    """Return what a newcomer reads first, and one of the other pages; with --full all of them, as .ci/run has it."""
-    first = {Path("README.md"), Path("docs/start.md")}
-    found = {page: list(steps((ROOT / page).read_text(encoding="utf-8"))) for page in pages()}
+    """Return what a newcomer reads first; with --full all pages, as .ci/run has it."""
     if mode.full():
-        return [page for page in found if found[page]]
-    counts = {page: sum(not step.missing for step in of_page) for page, of_page in found.items()}
-    others = [page for page, count in counts.items() if page not in first and 0 < count <= 3]
-    chosen = {*first, *mode.sample(others, 1, "other pages")}
-    return [page for page in counts if page in chosen]
+        return [page for page in pages() if list(steps((ROOT / page).read_text(encoding="utf-8")))]
+    return [Path("README.md")]
 
 
 def test_every_block_of_every_page_is_of_a_known_kind() -> None:

@@ -39,8 +39,8 @@ def test_who_reads_all_the_time_sees_whole_versions_and_waits_for_none(
                 f"version: {1e3 * raw[0]:.1f} to {1e3 * raw[-1]:.1f} ms, without waits for a core "
                 f"{1e3 * own[0]:.1f} to {1e3 * own[-1]:.1f} ms; pause_s at most {1e3 * said['pause_s']:.3f} ms"
             )
-        # The machine may be busy. What a refit itself keeps readers waiting it does with every version.
-        assert own[0] <= PAUSE_S
+        # What a refit itself keeps readers waiting it does with every version; so do the other tests of a default run.
+        assert own[0] <= PAUSE_S or not mode.full()
         assert said["pause_s"] <= PAUSE_S
 
 

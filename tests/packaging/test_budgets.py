@@ -7,7 +7,6 @@ A budget is lowered in the commit that makes room. Raising one needs a line in C
 
 from __future__ import annotations
 
-import ast
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -80,10 +79,9 @@ def lines_of(path: Path) -> int:
 
 
 def functions_of(path: Path) -> int:
-    if path.suffix != ".py":
-        return 0
-    tree = ast.walk(ast.parse(path.read_bytes()))
-    return sum(isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) for node in tree)
+    return (
+        len(re.findall(r"^ *(?:async )?def ", path.read_text(), re.MULTILINE)) if path.suffix == ".py" else 0
+    )
 
 
 @dataclass(frozen=True)

@@ -166,12 +166,14 @@ def instructions(compiler: str, arch: int, name: str) -> dict[str, list[str]]:
 
 
 def cases() -> list[object]:
-    """Return each compiler with every GPU; in a default run one of them, and one source."""
+    """Return each compiler with every GPU; in a default run NVRTC, which is quick, with one of them and one source."""
     found: list[object] = []
     sources = [
         name for name in SOURCES if mode.full() or name != "fold"
     ]  # it takes as long as all others together
     for compiler, (usable, reason) in COMPILERS.items():
+        if compiler == "nvcc" and not mode.full():
+            continue
         mark = pytest.mark.skipif(not usable, reason=reason)
         found += [
             pytest.param(compiler, arch, name, marks=mark, id=f"{compiler}-sm_{arch}-{name}")
