@@ -33,7 +33,7 @@ from support import mode, skips
 
 TIME_LIMIT_S = 120.0
 PROCESSES = 3  # on two cores: one of them mostly waits, for ranks or for time to pass
-FEW_CASES = 4  # of a matrix in a default run; more where a parameter has more values
+FEW_CASES = 3  # of a matrix in a default run; more where a parameter has more values
 DEFAULT_SEED = 1  # a default run makes the same choices everywhere; --full makes new ones each time
 
 
@@ -73,7 +73,7 @@ def pytest_configure(config: pytest.Config) -> None:
     mode.set_mode(full, seed)
     if config.getoption("hypothesis_seed", None) is None:
         config.option.hypothesis_seed = str(seed)
-    hypothesis.settings.register_profile("default", max_examples=5, deadline=None, print_blob=True)
+    hypothesis.settings.register_profile("default", max_examples=4, deadline=None, print_blob=True)
     hypothesis.settings.register_profile("full", max_examples=500, deadline=None, print_blob=True)
     if config.getoption("hypothesis_profile", None) is None:
         hypothesis.settings.load_profile("full" if full else "default")

@@ -37,7 +37,7 @@ def in_turn(way: str) -> Callable[[F], F]:
     return (lambda function: function) if way in TURNS else pytest.mark.full_only
 
 
-BY_MPI = some_cases(15, "mpi moves")
+BY_MPI = some_cases(10, "mpi moves")
 
 
 @in_turn("mpi")

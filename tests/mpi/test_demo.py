@@ -66,6 +66,7 @@ def test_the_demo_runs_on_ranks_it_starts_and_checks_itself(tmp_path: Path, rank
     assert (tmp_path / "out" / "demo.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
+@pytest.mark.full_only  # .ci/run has it
 def test_the_demo_runs_inside_the_users_own_mpi_and_json_goes_to_stdout_alone(tmp_path: Path) -> None:
     mpi = find_mpi()
     out = tmp_path / "out"
@@ -98,6 +99,7 @@ def test_the_demo_holds_its_bounds_on_the_real_checkpoint(tmp_path: Path) -> Non
 
 
 @pytest.mark.one_mpi
+@pytest.mark.full_only  # .ci/run has it
 def test_a_failed_check_is_exit_code_1_and_named(tmp_path: Path) -> None:
     from safetensors.numpy import load_file, save_file
 

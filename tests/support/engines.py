@@ -28,7 +28,7 @@ STREAMING = "numba past the caches"
 LABELS = ("plain", "numba", STREAMING, "cuda on host")
 
 # For properties of small arrays; conftest.py has loaded the profile that the rest comes from.
-many = settings(max_examples=1000 if mode.full() else 100)
+many = settings(max_examples=1000 if mode.full() else 40)
 
 T = TypeVar("T")
 

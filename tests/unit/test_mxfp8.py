@@ -200,7 +200,7 @@ fp32_bits = st.one_of(
 )
 
 
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(st.lists(fp32_bits, min_size=32, max_size=32), st.sampled_from(ELEMS), st.sampled_from(MODES))
 def test_any_fp32_block_is_as_the_twin(bits, elem, mode_):
     assert_like_twin(np.array([bits], np.uint32).view(np.float32), elem, mode_)
