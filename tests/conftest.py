@@ -73,7 +73,7 @@ def pytest_configure(config: pytest.Config) -> None:
     mode.set_mode(full, seed)
     if config.getoption("hypothesis_seed", None) is None:
         config.option.hypothesis_seed = str(seed)
-    hypothesis.settings.register_profile("default", max_examples=4, deadline=None, print_blob=True)
+    hypothesis.settings.register_profile("default", max_examples=3, deadline=None, print_blob=True)
     hypothesis.settings.register_profile("full", max_examples=500, deadline=None, print_blob=True)
     if config.getoption("hypothesis_profile", None) is None:
         hypothesis.settings.load_profile("full" if full else "default")

@@ -83,6 +83,7 @@ def run(*argv: str, cwd: Path = ROOT, **env: str) -> subprocess.CompletedProcess
     )  # fmt: skip
 
 
+@pytest.mark.full_only
 def test_it_starts_its_own_ranks_and_leaves_nothing_behind(tmp_path: Path) -> None:
     ended = run("all_gather", *TINY, "--ranks", "2", "--json", str(tmp_path / "x.json"), TMPDIR=str(tmp_path))
     assert ended.returncode == 0, ended.stderr

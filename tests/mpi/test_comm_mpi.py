@@ -48,6 +48,7 @@ ON_NODES = some_cases(10, "several nodes")
         for name, _ in cases_of_jobs([size], device, ON_NODES, LOWSHARD_NODE_SIZE=str(node_size))
     ],
 )
+@pytest.mark.full_only
 def test_the_contract_holds_on_several_nodes(name: str, size: int, node_size: int, device: str) -> None:
     check_case(name, size, device, ON_NODES, LOWSHARD_NODE_SIZE=str(node_size))
 
@@ -60,6 +61,7 @@ ALONE = [
 
 
 @pytest.mark.parametrize(("size", "node_size", "reads"), ALONE)
+@pytest.mark.full_only
 def test_what_only_the_communicator_over_several_nodes_does(size: int, node_size: int, reads: str) -> None:
     env = {"LOWSHARD_CROSS_MEMORY": reads}
     ended = start_ranks(HERE / "run_hierarchy.py", size, [str(node_size)], timeout_s=100, env=env).ok()

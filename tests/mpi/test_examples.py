@@ -107,6 +107,7 @@ BY_COMMAND = [
 @pytest.mark.mpi
 @pytest.mark.one_mpi
 @pytest.mark.parametrize("ranks", mode.sample(sorted(set(TOGETHER.values())), 1, "ranks of examples"))
+@pytest.mark.full_only
 def test_examples_on_ranks_print_what_they_say(ranks: int, tmp_path: Path) -> None:
     files = [str(file) for file, number in TOGETHER.items() if number == ranks]
     target = Path(__file__).with_name("run_examples.py")

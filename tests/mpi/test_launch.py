@@ -223,6 +223,7 @@ def test_a_killed_launcher_takes_its_ranks_along(launcher: Launcher) -> None:
     sweep_files(launcher.before)  # nobody was left to do it
 
 
+@pytest.mark.full_only
 def test_a_daemon_that_a_rank_leaves_behind_is_ended(launcher: Launcher) -> None:
     script = launcher.script(
         "import pathlib, subprocess, sys\n"
@@ -251,6 +252,7 @@ def test_a_reader_that_goes_away_ends_the_job(launcher: Launcher) -> None:
 SPAM = "import time\nfor _ in range(50000):\n    print('x' * 100)\ntime.sleep(60)\n"
 
 
+@pytest.mark.full_only
 def test_a_reader_that_is_slow_gets_all_that_was_printed(launcher: Launcher) -> None:
     started = launcher.start("run", "-n", "1", launcher.script(SPAM.replace("sleep(60)", "sleep(0)")))
     assert started.stdout is not None
@@ -376,6 +378,7 @@ def test_one_mistake_on_all_ranks_is_one_text_under_plain_mpiexec(launcher: Laun
     assert sum("the same error as on rank" in text for text in ours) == 2, done.stderr
 
 
+@pytest.mark.full_only
 def test_doctor_finds_a_working_cpu_path(launcher: Launcher) -> None:
     done = launcher.finish(launcher.start("doctor", "--json"))
     assert done.code == 0, done.out + done.err

@@ -111,6 +111,7 @@ print("through")
 """
 
 
+@pytest.mark.full_only
 def test_a_pause_shorter_than_the_limit_and_a_stopped_launcher_are_no_failure(launcher: Launcher) -> None:
     script = launcher.script(GOING)
     started = launcher.start("run", "-n", "2", script, str(launcher.folder), LOWSHARD_HEARTBEAT_S=str(BEAT_S))

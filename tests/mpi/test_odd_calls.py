@@ -22,6 +22,7 @@ WAYS: list[tuple[int, dict[str, str], list[str], str]] = [
 
 
 @pytest.mark.parametrize(("ranks", "env", "ways", "why"), mode.sample(WAYS, 1, "odd calls"))
+@pytest.mark.full_only
 def test_odd_calls_are_right_or_refused_on_all_ranks(
     ranks: int, env: dict[str, str], ways: list[str], why: str
 ) -> None:

@@ -62,6 +62,7 @@ def test_a_wait_for_a_version_can_be_interrupted_and_the_job_ends(tmp_path: Path
     launcher.check_nothing_left()
 
 
+@pytest.mark.full_only
 def test_a_process_does_not_end_before_the_version_that_is_under_way_has_come() -> None:
     ended = start_ranks(RUNNER, 3, ["leaves"], 60).ok()
     assert sorted(ended.stdout.splitlines()) == [f"rank {rank}: version 1" for rank in range(3)]

@@ -26,6 +26,7 @@ SCRIPT = Path(__file__).parent / "run_threads.py"
     mode.sample([{}, {"LOWSHARD_CPU_PATH": "mpi"}, {"LOWSHARD_NODE_SIZE": "2"}], 1, "threads of ranks"),
     ids=str,
 )
+@pytest.mark.full_only
 def test_two_threads_at_once_are_an_error_on_mpi_ranks(env: dict[str, str]) -> None:
     assert start_ranks(SCRIPT, 4 if env else 3, [], 90, env=env).ok().stdout == "right\n"
 

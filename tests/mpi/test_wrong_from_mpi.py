@@ -12,5 +12,6 @@ SCRIPT = Path(__file__).parent / "run_wrong_from_mpi.py"
 
 @pytest.mark.mpi
 @pytest.mark.time_limit(100)
+@pytest.mark.full_only
 def test_wrong_arguments_are_one_error_on_all_ranks() -> None:
     assert start_ranks(SCRIPT, 2, [], 90).ok().stdout == "right\n"

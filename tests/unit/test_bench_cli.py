@@ -195,6 +195,7 @@ def test_of_what_is_measured_again_the_better_figure_counts_and_a_note_says_so()
 
 
 @pytest.mark.time_limit(60)
+@pytest.mark.full_only
 def test_an_interrupted_run_ends_with_130_and_no_traceback() -> None:
     command = [sys.executable, "-m", "lowshard", *TINY["mxfp8"], "--rounds", "1000000"]
     environment: dict[str, Any] = {**os.environ, "LOWSHARD_KERNELS": "plain"}

@@ -58,6 +58,7 @@ def _is_gone(pid: int) -> bool:
 
 
 @pytest.mark.time_limit(60)
+@pytest.mark.full_only
 def test_ctrl_c_leaves_no_process() -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "lowshard", "bench", "publish", "--size", "8M", "--rounds", "100000"],

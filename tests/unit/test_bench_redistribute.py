@@ -77,6 +77,7 @@ def test_peers_that_are_not_installed_are_named() -> None:
 @pytest.mark.one_mpi
 @pytest.mark.time_limit(200)
 @pytest.mark.parametrize("ranks", [2, 4] if mode.full() else [4])
+@pytest.mark.full_only
 def test_the_command_measures_and_checks_every_transition(
     ranks: int, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -133,6 +133,7 @@ def machine_folder(cache: Path) -> Path:
 
 @pytest.mark.time_limit(200)
 @pytest.mark.parametrize("name", mode.sample(allowed(FOLDERS), 1, "planted folders"))
+@pytest.mark.full_only
 def test_where_a_folder_is_not_this_users_alone_code_is_compiled_in_memory_and_that_is_said_once(
     name: str, cache: Path
 ) -> None:
@@ -155,6 +156,7 @@ PLANTED = {
 
 @pytest.mark.time_limit(200)
 @pytest.mark.parametrize("name", mode.sample(list(PLANTED), 1, "planted code"))
+@pytest.mark.full_only
 def test_a_right_checksum_over_what_is_no_such_function_is_compiled_anew(name: str, cache: Path) -> None:
     folder = machine_folder(cache)
     store = ObjectStore(folder.parent, folder.name)

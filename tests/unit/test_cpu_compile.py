@@ -172,6 +172,7 @@ def disassembly(cache, name):
     return text
 
 
+@pytest.mark.full_only
 def test_of_several_processes_at_once_one_compiles_and_a_later_one_imports_no_numba(tmp_path):
     before = "print('ready', flush=True)\nsys.stdin.readline()"
     processes = [started(tmp_path, ["gather"], before) for _ in range(4 if mode.full() else 2)]

@@ -76,6 +76,7 @@ def test_names_of_another_form_are_refused(names: object) -> None:
         make_rules(["x"], [("a", "x")]).resolve(names)  # type: ignore[arg-type]
 
 
+@pytest.mark.full_only
 def test_ten_thousand_random_rule_sets_agree_with_the_slow_model(rng: np.random.Generator) -> None:
     for turn in range(10_000 if mode.full() else 1500):
         names, rules = rule_cases.random_rules(rng)

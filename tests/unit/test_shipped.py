@@ -97,6 +97,7 @@ def test_another_name_or_another_setting_is_compiled(
     assert ran(tmp_path, made, **other) == "42 compiled True"
 
 
+@pytest.mark.full_only
 def test_what_was_compiled_while_it_was_off_comes_first(made: Path, tmp_path: Path) -> None:
     assert ran(tmp_path, made, LOWSHARD_SHIPPED_CODE="off") == "42 compiled True"
     assert ran(tmp_path, made) == "42 disk False"
@@ -114,6 +115,7 @@ njit(lambda x: x)(1)
 """
 
 
+@pytest.mark.full_only
 def test_where_numba_was_used_before_for_this_very_processor_nothing_is_kept(
     made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -284,6 +284,7 @@ def test_training_goes_on_while_its_state_is_saved(tmp_path: Path) -> None:
         assert "l0.w" in reader.header.tensors
 
 
+@pytest.mark.full_only
 def test_it_returns_in_the_time_of_a_copy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The communicator's memory is warm after the first; CPU time of this thread, so that others do not count."""
     n = (268_000_000 if mode.full() else 134_000_000) // 4
