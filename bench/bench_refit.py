@@ -14,7 +14,7 @@ import numpy as np
 from lowshard.bench.bench_device import HostDevice
 from lowshard.bench.bench_meeting import timed
 from lowshard.bench.json_argument import add_json_argument, write_result
-from lowshard.bench.limit import AGAIN
+from lowshard.bench.limit import AGAIN, refit_limit
 from lowshard.bench.memcpy import BesideMemcpy
 from lowshard.errors import BufferMismatchError, LowshardError
 from lowshard.flag_value import count_of, natural_of
@@ -34,7 +34,6 @@ broadcasts it, and sending tensor by tensor. Sent beside the least that has to b
 the weights finds no whole version. What each way has brought is compared with the sources.
 """
 EPILOG = "Exit codes: 0 done, 1 a row misses its limit (with --check), 2 wrong usage, 70 a rank died, 130 interrupted."
-LIMIT = 1.6
 """x memcpy that is promised at `_RANKS` ranks on one node."""
 _RANKS = 4
 _MEMORY = ("shown", "private")
@@ -90,7 +89,7 @@ def add_refit_parser(benches: argparse._SubParsersAction[argparse.ArgumentParser
     parser.add_argument(
         "--check",
         action="store_true",
-        help=f"exit code 1 if a row is over {LIMIT} x memcpy, measured up to twice more",
+        help="exit code 1 if a row misses its limit, measured up to twice more",
     )
     parser.set_defaults(func=run_refit)
 
@@ -220,12 +219,12 @@ def measure_refits(seat: Seat, request: Any) -> Any:
                 if request["only"] not in f"{name} {memory}":
                     continue
                 say(f"{name} {memory}")
-                limit = LIMIT if comm.size == _RANKS else None
+                limit = refit_limit(quantised) if comm.size == _RANKS else None
                 tries: list[Row] = []
                 while not tries or (request["check"] and limit and len(tries) <= AGAIN):
                     found = _measure(comm, place.meeting, src, dst, quantised, memory == "shown", request)
                     tries.append(_row({"name": name, "memory": memory, "limit": limit, **found}))
-                    if place.meeting.exchange(tries[-1].ratio)[0] <= LIMIT:
+                    if place.meeting.exchange(tries[-1].ratio)[0] <= (limit or 0.0):
                         break
                 rows.append(asdict(min(tries, key=lambda row: row.ratio)))
     return rows if seat.meeting.rank == 0 else None

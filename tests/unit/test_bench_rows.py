@@ -123,12 +123,17 @@ def test_pack_rows_move_the_bytes_they_say(monkeypatch: pytest.MonkeyPatch) -> N
     }
 
 
-def test_every_limit_belongs_to_a_row_and_holds_on_the_host_alone() -> None:
+@pytest.mark.parametrize("narrow", [False, True])
+def test_every_limit_belongs_to_a_row_and_holds_on_the_host_alone(
+    narrow: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limit, "is_narrow", lambda: narrow)
     names = {*bench_mxfp8.NAMES, *bench_pack.NAMES}
-    assert set(limit.RATIO_LIMITS) <= names
+    assert set(limit.NARROW_RATIO_LIMITS) <= set(limit.RATIO_LIMITS) <= names
     assert {name for pair in limit.SPEED_UP_LIMITS for name in pair} <= names
-    assert limit.ratio_limit("quantize bf16 -> e4m3 rceil", "cpu") == 1.0
-    assert limit.ratio_limit("pack boxes of 512 B", "cpu") == 1.3
+    assert limit.ratio_limit("quantize bf16 -> e4m3 rceil", "cpu") == (1.6 if narrow else 1.0)
+    assert limit.ratio_limit("pack boxes of 4 KB", "cpu") == 1.1
+    assert (limit.refit_limit(False), limit.refit_limit(True)) == (1.6, 2.5 if narrow else 1.6)
     assert limit.ratio_limit("pack boxes of 512 B", "cuda") is None
-    assert limit.speed_up_limit(bench_pack.FUSED, bench_pack.UNFUSED, "cpu") == 1.8
+    assert limit.speed_up_limit(bench_pack.FUSED, bench_pack.UNFUSED, "cpu") == (1.4 if narrow else 1.8)
     assert limit.speed_up_limit(bench_pack.FUSED, bench_pack.UNFUSED, "cuda") is None
