@@ -13,8 +13,7 @@ Output:
     ('norm',) is cut by (None,)
     rank 5 of 16 holds ((640, 768), (0, 8192)), 2097152 bytes
     a tensor [2048, 8192]
-      dim 0 embed = 2048: cut by fsdp x expert: rule [embed, [fsdp, expert]] (ready/ep-as-cp.yml:...)
-        16 parts of 128
+      dim 0 embed = 2048: cut by fsdp x expert into 16: rule [embed, [fsdp, expert]] (ready/ep-as-cp.yml:...)
       dim 1 mlp = 8192: stays whole: rule [mlp, []] (ready/ep-as-cp.yml:...)
 """
 
