@@ -14,7 +14,10 @@ struct BF16 {
 };
 struct F16 {
     static const u32 BYTES = 2;
-    DEVICE_MEMBER u32 widen(u32 pattern) { return __float_as_uint(f16_to_f32(pattern)); }
+    // The hardware gives every NaN the same bits; with its sign it is NumPy's.
+    DEVICE_MEMBER u32 widen(u32 pattern) {
+        return __float_as_uint(f16_to_f32(pattern)) | (pattern & 0x8000u) << 16;
+    }
     DEVICE_MEMBER u32 narrow(u32 bits) { return f32_to_f16(bits); }
 };
 struct F32 {

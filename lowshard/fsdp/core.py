@@ -146,11 +146,13 @@ class Core:
                 continue
             shape = segment.plan.by_name[piece.name].shape
             for box, lo, hi in flat_boxes(shape, piece.param_lo, piece.param_hi):
-                _put(view[lo - piece.param_lo : hi - piece.param_lo], function(name, box), box, name)
+                part = view[lo - piece.param_lo : hi - piece.param_lo]
+                _put(self._links.xp, part, function(name, box), box, name)
         for param in unit.ignored:
             box = full_box(param.shape)
             name = f"{unit.name}.{param.name}"
-            _put(self._opener.ignored(unit, param.name).reshape(-1), function(name, box), box, name)
+            whole_view = self._opener.ignored(unit, param.name).reshape(-1)
+            _put(self._links.xp, whole_view, function(name, box), box, name)
 
     def _changed(self) -> None:
         """All parameters are new."""
@@ -343,7 +345,7 @@ def _no_memory(what: str, error: BaseException) -> CommError:
     )
 
 
-def _put(view: Array, value: Any, box: Box, name: str) -> None:
+def _put(xp: Any, view: Array, value: Any, box: Box, name: str) -> None:
     shape = shape_of(box)
     rule = f"fill: {name} {box} is an array {list(shape)} or a number"
     value = view_in_call(value, f"fill: {name}")
@@ -355,6 +357,8 @@ def _put(view: Array, value: Any, box: Box, name: str) -> None:
     if given not in (shape, ()):
         raise BufferMismatchError(f"{rule}, got {brief(given)}")
     try:
+        if xp is not np and isinstance(value, np.ndarray | np.generic):  # CuPy assigns no array of the host
+            value = xp.asarray(np.asarray(value).astype(view.dtype, copy=False))
         view[...] = value.reshape(-1) if given else value
     except (AttributeError, OverflowError, TypeError, ValueError):
         raise BufferMismatchError(f"{rule}, got {brief(value)}") from None

@@ -36,3 +36,15 @@ def settle(xp: ModuleType) -> None:
     # Never for the whole device: there another rank's kernel may wait for this rank.
     if xp is not np:
         xp.cuda.get_current_stream().synchronize()
+
+
+def fill_pools(xp: ModuleType) -> None:
+    """Take memory of the device and page-locked memory for CuPy's pools of the current stream, and give it back.
+
+    CUDA allocates only while no kernel runs, and a kernel of NCCL may run until this rank comes.
+    """
+    if xp is not np:
+        held = [xp.empty(bytes_, xp.uint8) for bytes_ in (64 << 20, *[1 << 20] * 16)]
+        held.append(xp.asarray(held[1].get()))
+        del held
+        settle(xp)

@@ -31,8 +31,13 @@ _MARK = SELFTEST_STEP.name
 _LOG_TAIL_LINES = 3
 
 # NCCL ranks that share a GPU: allowed at all; no multicast, which cannot be shared; few blocks, since those of all
-# ranks must be resident at once.
-_SHARED_GPU = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": "2"}
+# ranks must be resident at once; every algorithm connected when the communicator is made, before any kernel waits.
+_SHARED_GPU = {
+    "NCCL_MULTI_RANK_GPU_ENABLE": "1",
+    "NCCL_NVLS_ENABLE": "0",
+    "NCCL_MAX_CTAS": "2",
+    "NCCL_RUNTIME_CONNECT": "0",
+}
 # A module that is loaded while another rank's kernel waits for this one would wait for that kernel.
 _CUDA = {"CUDA_MODULE_LOADING": "EAGER", "NCCL_DEBUG": "WARN"}
 

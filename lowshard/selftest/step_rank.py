@@ -9,6 +9,7 @@ from pathlib import Path
 from lowshard import comm as lc
 from lowshard.comm import Communicator
 from lowshard.selftest.comparisons import Tally
+from lowshard.selftest.device_arrays import array_module, fill_pools
 from lowshard.selftest.step_setting import Setting, result_of
 
 Part = Callable[[Communicator, Tally], None]
@@ -53,6 +54,8 @@ def main(part: str, setting: Setting, result: Path) -> None:
     tally = Tally()
     world = load_mpi().COMM_WORLD
     try:
+        if setting.device == "cuda":
+            fill_pools(array_module("cuda"))
         with lc.from_mpi(world, setting.device, transport=setting.transport) as comm:
             tally.data["transport"] = comm.transport
             PARTS[part](comm, tally)

@@ -10,7 +10,7 @@ from lowshard import dtypes
 from lowshard.comm import Communicator
 from lowshard.comm.reduction import fold
 from lowshard.selftest.comparisons import Tally
-from lowshard.selftest.device_arrays import array_module, settle
+from lowshard.selftest.device_arrays import array_module, fill_pools, settle
 from lowshard.selftest.every_collective import DTYPES, EveryCollective
 from lowshard.selftest.plain_fold import OPS
 from lowshard.selftest.step_setting import MULTI_RANK_NCCL, Setting
@@ -45,7 +45,7 @@ def _program(setting: Setting) -> Callable[[Communicator], Tally]:
     unique: list[Any] = []
 
     def on_gpu(host: Communicator) -> Tally:
-        from lowshard.comm.nccl import nccl_communicator
+        from lowshard.comm.nccl import NCCLTransport
         from lowshard.comm.nccl_bindings import Binding
 
         tally, binding = Tally(), Binding.load()
@@ -56,8 +56,11 @@ def _program(setting: Setting) -> Callable[[Communicator], Tally]:
         host.barrier()
         # A stream each, apart from the default one: on one stream a kernel would wait for those of other ranks.
         with xp.cuda.Stream(non_blocking=True) as stream:
+            fill_pools(xp)
             handle = binding.nccl.NcclCommunicator(host.size, unique[0], host.rank)
-            with nccl_communicator(handle, host.rank, host.size, host, binding=binding) as comm:
+            made = NCCLTransport(handle, host.rank, host.size, host._transport, binding=binding)
+            made.connect()
+            with Communicator(made, host) as comm:
                 EveryCollective(comm, tally).run()
                 stream.synchronize()
                 comm.barrier()

@@ -99,9 +99,9 @@ def on_gpu(array: Any) -> Any:
 
     low, high = address_range(array)
     memory = np.ctypeslib.as_array((ctypes.c_uint8 * (high - low)).from_address(low))
-    return cupy.ndarray(
-        array.shape, array.dtype, cupy.asarray(memory).data + (address(array) - low), array.strides
-    )
+    made = cupy.asarray(memory)
+    cupy.cuda.get_current_stream().synchronize()  # the kernel under test may run on another one
+    return cupy.ndarray(array.shape, array.dtype, made.data + (address(array) - low), array.strides)
 
 
 def on_host(array: Any) -> Any:

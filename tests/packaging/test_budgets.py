@@ -38,7 +38,7 @@ PRODUCT = {
             "special", "streams",
         )),
     )),
-    "kernels": Budget(9_378, 60, ("kernels",)),
+    "kernels": Budget(9_381, 60, ("kernels",)),
     "mesh, placement, layout, tiling": Budget(1_213, 4, tuple(
         f"lowshard/{name}.py" for name in ("mesh", "placement", "layout", "tiling")
     )),
@@ -51,13 +51,13 @@ PRODUCT = {
     "execute, pool, transfer": Budget(3_044, 19, ("lowshard/execute.py", "lowshard/pool.py", "lowshard/transfer")),
     "reshard": Budget(8_147, 33, ("lowshard/reshard",)),
     "weights, checkpoint": Budget(9_480, 39, ("lowshard/weights", "lowshard/checkpoint")),
-    "fsdp": Budget(3_795, 16, ("lowshard/fsdp",)),
+    "fsdp": Budget(3_799, 16, ("lowshard/fsdp",)),
     "launch": Budget(3_494, 21, ("launch",)),
-    "demo, selftest, interop, cli": Budget(3_894, 35, (
+    "demo, selftest, interop, cli": Budget(3_917, 35, (
         "lowshard/demo", "lowshard/selftest", "lowshard/interop", "lowshard/cli.py",
     )),
 }  # fmt: skip
-PRODUCT_LINES, PRODUCT_BYTES, PRODUCT_FUNCTIONS = 77_930, 3_334_000, 4_950
+PRODUCT_LINES, PRODUCT_BYTES, PRODUCT_FUNCTIONS = 77_960, 3_335_000, 4_950
 BENCH = Budget(6_830, 42, ("bench",))
 TESTS = Budget(64_300, 336, ("tests",))
 TEST_DATA_LINES = 3_400

@@ -40,7 +40,8 @@ def _way(size: int, device: str, env: Mapping[str, str]) -> Way:
     """Return what the communicator of such a job is."""
     compares = env.get("LOWSHARD_CHECK") != "off"
     if device in ("nccl", "staged"):
-        return Way(size, device, on_gpu=True, compares=compares)  # type: ignore[arg-type]
+        late = device == "nccl" and compares
+        return Way(size, device, on_gpu=True, compares=compares, late=late)  # type: ignore[arg-type]
     apart = env.get("LOWSHARD_CPU_PATH") == "mpi" or "LOWSHARD_NODE_SIZE" in env
     return Way(size, "mpi" if apart else "node", compares=compares)
 
