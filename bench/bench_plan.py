@@ -166,9 +166,9 @@ def _build(src: Any, dst: Any) -> ReshardPlan:
 
 def forget() -> None:
     """Empty what the planner keeps between plans."""
-    from lowshard.reshard import cut, rank_grid, replica_shares, tensor_layout
+    from lowshard.reshard import dim_sharding, rank_grid, replica_shares, tensor_layout
 
-    for module in (cut, tensor_layout, rank_grid, replica_shares):
+    for module in (dim_sharding, tensor_layout, rank_grid, replica_shares):
         for value in vars(module).values():
             clear = getattr(value, "cache_clear", None)
             if clear is not None:

@@ -269,7 +269,7 @@ class _Measured:
         for index, (name, layout) in enumerate(self._src.items()):
             if name not in self._given:
                 continue
-            cell = layout.seats.seat(self._comm.rank)[0]
+            cell = layout.rank_map.position(self._comm.rank)[0]
             flat = _bits(self._given[name])
             at = np.random.default_rng((draw, index, cell)).integers(flat.size, size=round(share * flat.size))
             flat[at] ^= 1

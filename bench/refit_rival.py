@@ -26,7 +26,7 @@ class GatherAndBroadcast:
 
     def __init__(self, plan: ReshardPlan, src: Arrays, dst: Arrays, mpi_comm: Any) -> None:
         self._plan, self._src, self._dst, self._comm = plan, src, dst, mpi_comm
-        self._rank, self._root = int(mpi_comm.Get_rank()), min(plan.entries[0].src.seats.ranks(0))
+        self._rank, self._root = int(mpi_comm.Get_rank()), min(plan.entries[0].src.rank_map.ranks(0))
         largest = max(np.prod(e.src.shape) * e.src.itemsize_bytes for e in plan.entries)
         self._whole, self._part = np.empty((2, int(largest)), np.uint8)
 
@@ -36,7 +36,7 @@ class GatherAndBroadcast:
         total = 0
         for entry in self._plan.entries:
             layout = entry.src
-            first = [min(layout.seats.ranks(cell)) for cell in range(layout.seats.cells)]
+            first = [min(layout.rank_map.ranks(cell)) for cell in range(layout.rank_map.cells)]
             elems = sum(t.elems for rank in first if rank != self._root for t in layout.tiles(rank))
             elems += (self._comm.Get_size() - 1) * int(np.prod(layout.shape))
             total += elems * layout.itemsize_bytes
@@ -48,8 +48,8 @@ class GatherAndBroadcast:
             layout, kind = entry.src, dtypes.get(entry.src.dtype).numpy
             size_bytes = int(np.prod(layout.shape)) * layout.itemsize_bytes
             whole = self._whole[:size_bytes].view(kind).reshape(layout.shape)
-            for cell in range(layout.seats.cells):
-                self._gather(entry.src_name, layout, min(layout.seats.ranks(cell)), whole)
+            for cell in range(layout.rank_map.cells):
+                self._gather(entry.src_name, layout, min(layout.rank_map.ranks(cell)), whole)
             self._comm.Bcast(self._whole[:size_bytes], self._root)
             if self._rank in entry.dst:
                 for tile in entry.dst.tiles(self._rank):

@@ -16,11 +16,13 @@ Output of rank 0:
 from mpi4py import MPI
 
 from lowshard import comm as lc
-from lowshard.reshard import Cut, Refit, TensorLayout, build_reshard_plan
+from lowshard.reshard import DimSharding, Refit, TensorLayout, build_reshard_plan
 
 SHAPE = (4096, 1024)
 two_ranks = {"tp": (2, 1)}  # an axis of 2 ranks, 1 apart
-halves = Cut(SHAPE[0], 2, chunks=2)  # gate and up, each cut in two: rank 0 holds the first part of both
+halves = DimSharding(
+    SHAPE[0], 2, chunks=2
+)  # gate and up, each cut in two: rank 0 holds the first part of both
 train = {"fc1": TensorLayout.sharded(SHAPE, "bfloat16", two_ranks, {0: halves}, by={0: "tp"})}
 serve = {"fc1": TensorLayout.sharded(SHAPE, "bfloat16", two_ranks, {1: "tp"}, offset=2)}
 plan = build_reshard_plan(train, serve)  # equal on every rank; see plan.explain()

@@ -11,7 +11,7 @@ import numpy as np
 from lowshard.box import Box, shape_of
 from lowshard.errors import KernelError, VerificationError
 from lowshard.kernels.buffer import Array
-from lowshard.kernels.change_text import STEP_BYTES, Changes, Numbers, module_of, numbers_of, on_host
+from lowshard.kernels.change_encoding import STEP_BYTES, Changes, Numbers, module_of, numbers_of, on_host
 from lowshard.kernels.runs import RunTable, lower
 
 
@@ -59,8 +59,8 @@ class BoxUnits:
             VerificationError: the text is none of these boxes.
         """
         self.check(changes, unit_bytes)
-        assert changes.text is not None
-        raw = on_host(changes.text[changes.values_bytes(unit_bytes) :])
+        assert changes.encoded is not None
+        raw = on_host(changes.encoded[changes.values_bytes(unit_bytes) :])
         firsts = numbers_of(raw[: changes.gaps_bytes])
         more = numbers_of(raw[changes.gaps_bytes :])
         is_long = (firsts & 1).astype(bool)
@@ -77,13 +77,17 @@ class BoxUnits:
 
     def check(self, changes: Changes, unit_bytes: int) -> None:
         """Raise VerificationError where a text cannot be one of these boxes for its size."""
-        text_bytes = changes.text_bytes(unit_bytes)
+        encoded_bytes = changes.encoded_bytes(unit_bytes)
         if changes.steps_bytes and not (
             changes.steps_bytes > 0 and unit_bytes == self.itemsize and self.has_steps
         ):
             raise VerificationError(self.wrong("it is of steps, which are of elements of 2 or 4 bytes"))
-        if changes.text is None or changes.text.size != text_bytes or not 0 <= changes.units <= self.units:
-            raise VerificationError(self.wrong(f"it is {text_bytes} bytes for {changes.units} units"))
+        if (
+            changes.encoded is None
+            or changes.encoded.size != encoded_bytes
+            or not 0 <= changes.units <= self.units
+        ):
+            raise VerificationError(self.wrong(f"it is {encoded_bytes} bytes for {changes.units} units"))
 
     def wrong(self, fault: str) -> str:
         """Return what is said of a text that is none of these boxes."""
@@ -95,13 +99,13 @@ class BoxUnits:
         Raises:
             VerificationError: there are not so many.
         """
-        assert changes.text is not None
-        text = changes.text[: changes.steps_bytes]
-        numbers = numbers_of(on_host(text))
+        assert changes.encoded is not None
+        encoded = changes.encoded[: changes.steps_bytes]
+        numbers = numbers_of(on_host(encoded))
         if len(numbers) != changes.units or numbers.min() < 0:
             raise VerificationError(self.wrong("its numbers are broken off"))
         grown = (numbers >> 1 ^ -(numbers & 1)).astype(f"i{self.itemsize}")
-        return module_of(text).asarray(grown.view(np.uint8).reshape(changes.units, self.itemsize))
+        return module_of(encoded).asarray(grown.view(np.uint8).reshape(changes.units, self.itemsize))
 
     def table(self, first: Array, second: Array) -> RunTable:
         """Return the runs of the boxes in two arrays, in units; kept.

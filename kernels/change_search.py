@@ -8,14 +8,14 @@ import numpy as np
 
 from lowshard.kernels.buffer import Array, address
 from lowshard.kernels.change_boxes import BoxUnits
-from lowshard.kernels.change_text import Bytes, Changes
+from lowshard.kernels.change_encoding import Bytes, Changes
 
 
 class ChangeSearch(Protocol):
     """One of them. What `ChangeBoxes` has checked is so: there are units, and texts are of the boxes' size."""
 
     def find(
-        self, boxes: BoxUnits, new: Array, old: Array, room: Room, may_stop: bool, may_step: bool
+        self, boxes: BoxUnits, new: Array, old: Array, scratch: ScratchBuffer, may_stop: bool, may_step: bool
     ) -> Changes:
         """Return what is in `new` other than in `old`; a text of None where it has found that too much is."""
 
@@ -27,14 +27,14 @@ class ChangeSearch(Protocol):
         """
 
 
-class Room:
+class ScratchBuffer:
     """Memory that searches use one after the other; pages of it are taken as they are written."""
 
     def __init__(self) -> None:
         self._held: Bytes = np.empty(0, np.uint8)
         self._scratch: Bytes = np.empty(0, np.uint8)
 
-    def scratch(self, size_bytes: int) -> Bytes:
+    def aligned(self, size_bytes: int) -> Bytes:
         """Return so many bytes, on a cache line."""
         if self._scratch.size < size_bytes + 64:
             self._scratch = np.empty(size_bytes + 64, np.uint8)

@@ -1,4 +1,4 @@
-"""What differs between two arrays: found, told by a short text (`change_text`), and written into a third array.
+"""What differs between two arrays: found, told by a short text (`change_encoding`), and written into a third array.
 
 ```
 ChangeBoxes.find, write      which boxes, and who searches
@@ -12,8 +12,8 @@ import numpy as np
 
 from lowshard.kernels.buffer import Array, is_gpu
 from lowshard.kernels.change_boxes import BoxUnits
-from lowshard.kernels.change_search import ChangeSearch, Room
-from lowshard.kernels.change_text import Changes
+from lowshard.kernels.change_encoding import Changes
+from lowshard.kernels.change_search import ChangeSearch, ScratchBuffer
 from lowshard.kernels.engine import engine_for, host_engine
 from lowshard.kernels.plain_changes import PlainSearch
 
@@ -21,7 +21,9 @@ from lowshard.kernels.plain_changes import PlainSearch
 class ChangeBoxes(BoxUnits):
     """Boxes of an array whose changes are told together; arguments and errors as of `BoxUnits`."""
 
-    def find(self, new: Array, old: Array, room: Room, may_stop: bool, may_step: bool = False) -> Changes:
+    def find(
+        self, new: Array, old: Array, scratch: ScratchBuffer, may_stop: bool, may_step: bool = False
+    ) -> Changes:
         """Return what is in `new` other than in `old`.
 
         Args:
@@ -34,9 +36,9 @@ class ChangeBoxes(BoxUnits):
         """
         if not self.units:
             return _NOTHING
-        found = self._search(new).find(self, new, old, room, may_stop, may_step)
-        if may_stop and found.text is not None and 8 * found.text.size > 7 * self.size_bytes:
-            return found._replace(text=None, steps=None)
+        found = self._search(new).find(self, new, old, scratch, may_stop, may_step)
+        if may_stop and found.encoded is not None and 8 * found.encoded.size > 7 * self.size_bytes:
+            return found._replace(encoded=None, steps=None)
         return found
 
     def write(self, array: Array, changes: Changes) -> None:
@@ -45,7 +47,7 @@ class ChangeBoxes(BoxUnits):
         Raises:
             VerificationError: the text is none of these boxes; a part of it is written.
         """
-        if changes.text is not None and changes.units:
+        if changes.encoded is not None and changes.units:
             self._search(array).write(self, array, changes)
 
     def copy(self, source: Array, target: Array) -> None:

@@ -7,15 +7,15 @@ import numpy as np
 from lowshard.box import slices_of
 from lowshard.kernels.buffer import Array
 from lowshard.kernels.change_boxes import BoxUnits
-from lowshard.kernels.change_search import Room
-from lowshard.kernels.change_text import Bytes, Changes, bytes_of, text_of, values_of
+from lowshard.kernels.change_encoding import Bytes, Changes, bytes_of, encode, values_of
+from lowshard.kernels.change_search import ScratchBuffer
 
 
 class PlainSearch:
     """Searches in host memory."""
 
     def find(
-        self, boxes: BoxUnits, new: Array, old: Array, room: Room, may_stop: bool, may_step: bool
+        self, boxes: BoxUnits, new: Array, old: Array, scratch: ScratchBuffer, may_stop: bool, may_step: bool
     ) -> Changes:
         """Compare units."""
         units, before = _units_of(boxes, new), _units_of(boxes, old)
@@ -27,7 +27,7 @@ class PlainSearch:
             kind = np.dtype(f"i{boxes.itemsize}")
             grown = (units[found].view(kind) - before[found].view(kind)).reshape(-1).astype(np.int64)
             steps = bytes_of(grown << 1 ^ grown >> 63)
-        return text_of(units[found], found, changed, steps)
+        return encode(units[found], found, changed, steps)
 
     def write(self, boxes: BoxUnits, array: Array, changes: Changes) -> None:
         """Write units, box by box."""

@@ -7,8 +7,8 @@ import numpy as np
 from lowshard.errors import VerificationError
 from lowshard.kernels.buffer import Array, address
 from lowshard.kernels.change_boxes import BoxUnits
-from lowshard.kernels.change_search import Room
-from lowshard.kernels.change_text import STEP_BYTES, Changes
+from lowshard.kernels.change_encoding import STEP_BYTES, Changes
+from lowshard.kernels.change_search import ScratchBuffer
 from lowshard.kernels.cpu import cpu_changes as cpu
 from lowshard.kernels.cpu.memory_steps import CACHE_LINE_BYTES
 
@@ -23,12 +23,12 @@ class CompiledSearch:
         return by_line and boxes.itemsize in cpu.WIDTHS
 
     def find(
-        self, boxes: BoxUnits, new: Array, old: Array, room: Room, may_stop: bool, may_step: bool
+        self, boxes: BoxUnits, new: Array, old: Array, scratch: ScratchBuffer, may_stop: bool, may_step: bool
     ) -> Changes:
         """Compare elements, in one pass over both arrays."""
         kernel = cpu.find_kernel(boxes.itemsize, boxes.block_elems > 1)
         may_step = may_step and boxes.has_steps
-        gaps, lengths, values, steps = room.streams(
+        gaps, lengths, values, steps = scratch.streams(
             boxes.units, boxes.unit_bytes, STEP_BYTES[boxes.itemsize] if may_step else 0
         )
         state = np.zeros(cpu.STATE_ELEMS, np.int64)
@@ -36,18 +36,18 @@ class CompiledSearch:
         table = boxes.table(new, old)
         kernel(
             table.columns, address(new), address(old), boxes.unit_bytes, address(gaps), address(lengths),
-            address(values), address(steps), state, address(room.scratch(cpu.FIND_SCRATCH_BYTES)),
+            address(values), address(steps), state, address(scratch.aligned(cpu.FIND_SCRATCH_BYTES)),
         )  # fmt: skip
         changed = int(state[cpu.CHANGED])
         if state[cpu.STOPPED]:
             # Dense at its begin, and not later?
             if 9 * state[cpu.HIT] * boxes.unit_bytes < 8 * boxes.size_bytes:
-                return self.find(boxes, new, old, room, False, may_step)
+                return self.find(boxes, new, old, scratch, False, may_step)
             return Changes(int(state[cpu.HIT]), 0, 0, None, changed)
         sizes = [int(state[i]) for i in (cpu.VALUES, cpu.GAPS, cpu.LENGTHS, cpu.STEPS)]
-        text = np.concatenate([values[: sizes[0]], gaps[: sizes[1]], lengths[: sizes[2]]])
+        encoded = np.concatenate([values[: sizes[0]], gaps[: sizes[1]], lengths[: sizes[2]]])
         found = steps[: sizes[3]].copy() if may_step else None
-        return Changes(sizes[0] // boxes.unit_bytes, sizes[1], sizes[2], text, changed, 0, found)
+        return Changes(sizes[0] // boxes.unit_bytes, sizes[1], sizes[2], encoded, changed, 0, found)
 
     def write(self, boxes: BoxUnits, array: Array, changes: Changes) -> None:
         """Write units run by run."""
@@ -55,7 +55,7 @@ class CompiledSearch:
         kernel = cpu.write_kernel(
             boxes.unit_bytes if boxes.unit_bytes in cpu.WIDTHS else 0, changes.steps_bytes > 0
         )
-        begin = address(changes.text)
+        begin = address(changes.encoded)
         gaps = begin + changes.values_bytes(boxes.unit_bytes)
         lengths = gaps + changes.gaps_bytes
         end = lengths + changes.lengths_bytes

@@ -13,8 +13,8 @@ import numpy as np
 
 from lowshard.kernels.buffer import Array
 from lowshard.kernels.change_boxes import BoxUnits
-from lowshard.kernels.change_search import Room
-from lowshard.kernels.change_text import Changes, text_of, values_of
+from lowshard.kernels.change_encoding import Changes, encode, values_of
+from lowshard.kernels.change_search import ScratchBuffer
 from lowshard.kernels.cuda.cuda_engine import CudaEngine, device_engine
 from lowshard.kernels.runs import RunTable
 
@@ -39,7 +39,7 @@ class DeviceSearch:
         self._bits = xp.asarray(_BITS)
 
     def find(
-        self, boxes: BoxUnits, new: Array, old: Array, room: Room, may_stop: bool, may_step: bool
+        self, boxes: BoxUnits, new: Array, old: Array, scratch: ScratchBuffer, may_stop: bool, may_step: bool
     ) -> Changes:
         """Compare elements; of blocks those differ that have one which does. There are no steps."""
         by_block = boxes.block_elems > 1
@@ -51,7 +51,7 @@ class DeviceSearch:
             return Changes(changed, 0, 0, None, changed)
         if by_block:
             places = self._xp.unique(places // boxes.block_elems)
-        return text_of(self._gathered(new, places, boxes.table(new, new)), places, changed)
+        return encode(self._gathered(new, places, boxes.table(new, new)), places, changed)
 
     def write(self, boxes: BoxUnits, array: Array, changes: Changes) -> None:
         """Write units where the text says; the host reads the places."""

@@ -1,4 +1,4 @@
-"""Resharding: tensors from the layout they are trained in to the one they are served in, planned and moved."""
+"""Resharding: plans and moves tensors from one layout to another, such as from training to serving."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from lowshard.content_hash import model_digest
 from lowshard.kernels import SwizzledMXFP8
 from lowshard.reshard.cache_layouts import kv_cache_layout, ssm_state_layouts
 from lowshard.reshard.content_digest import digest
-from lowshard.reshard.cut import Cut
+from lowshard.reshard.dim_sharding import DimSharding
 from lowshard.reshard.mxfp8_transform import (
     MXFP8ReshardTransform,
     ensure_sendable,
@@ -25,7 +25,7 @@ from lowshard.reshard.version_server import Member
 from lowshard.transfer.transform_contract import ReshardTransform
 
 __all__ = [
-    "Cut",
+    "DimSharding",
     "Grid",
     "MXFP8ReshardTransform",
     "Member",

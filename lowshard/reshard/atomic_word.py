@@ -1,4 +1,4 @@
-"""One word of shared memory that is written once: the first to write it decides, and all who look see the same."""
+"""Compare-and-swap on one int64 in shared memory."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Layouts of what a server keeps beside weights: key-value caches, and the states of state-space models.
-
-They are tensors like others, so the same planner moves them between servers of other layouts.
-"""
+"""Layouts of a server's key-value caches and state-space model states, for the same planner as weights."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ from collections.abc import Sequence
 
 from lowshard.argument import as_shape, whole, wholes
 from lowshard.errors import LayoutError
-from lowshard.reshard.cut import Cut
+from lowshard.reshard.dim_sharding import DimSharding
 from lowshard.reshard.tensor_layout import TensorLayout
 
 
@@ -19,8 +16,8 @@ def kv_cache_layout(
 ) -> TensorLayout:  # fmt: skip
     """Return the layout of a key-value cache [layers, heads, *inner].
 
-    Layers are dealt to pipeline stages, heads to tensor-parallel ranks; with more ranks than heads neighbours hold
-    the same head. rank = offset + (copy * pp + stage) * tp + part.
+    Layers are sharded over pipeline stages, heads over tensor-parallel ranks; with more ranks than heads, neighbouring
+    ranks hold the same head. rank = offset + (copy * pp + stage) * tp + part.
 
     Args:
         layers: of the model.
@@ -29,8 +26,8 @@ def kv_cache_layout(
         dtype: of the cache.
         tp: tensor-parallel ranks; a multiple of the heads, or a divisor.
         pp: pipeline stages.
-        copies: ranks that hold the same (expert-parallel ranks, say).
-        windows: layers of each stage where they are not dealt evenly.
+        copies: replicas, such as expert-parallel ranks.
+        windows: layers of each stage, where stages have unequal numbers of layers.
         offset: the first rank.
 
     Raises:
@@ -46,7 +43,10 @@ def kv_cache_layout(
         raise LayoutError(f"windows are the layers of {pp} stages, {layers} in all, got {list(windows)}")
     parts = min(tp, heads)
     axes = {"copy": (copies, pp * tp), "pp": (pp, tp), "tp": (parts, tp // parts), "same": (tp // parts, 1)}
-    dims = {0: Cut(layers, pp) if windows is None else Cut.sizes(tuple(windows)), 1: Cut(heads, parts)}
+    dims = {
+        0: DimSharding(layers, pp) if windows is None else DimSharding.sizes(tuple(windows)),
+        1: DimSharding(heads, parts),
+    }
     return TensorLayout.sharded(
         (layers, heads, *inner), dtype, axes, dims, by={0: "pp", 1: "tp"}, offset=offset
     )
@@ -58,9 +58,9 @@ def ssm_state_layouts(
 ) -> dict[str, TensorLayout]:  # fmt: skip
     """Return the layouts of a Mamba-2 model's states: "conv" and "recurrent".
 
-    conv is [layers, batch, channels, conv_width], its channels the bands x (heads * head_dim), B and C (groups *
-    state_dim each), of which each is dealt by itself; recurrent is [layers, batch, heads, head_dim, state_dim], its
-    heads dealt. rank = offset + stage * tp + part.
+    conv is [layers, batch, channels, conv_width]; its channels are the blocks x (heads * head_dim), B and C (groups *
+    state_dim each), each sharded separately. recurrent is [layers, batch, heads, head_dim, state_dim], sharded by
+    heads. rank = offset + stage * tp + part.
 
     Source: T. Dao, A. Gu, arXiv 2405.21060, section 7 (the block's projections and its convolution).
 
@@ -74,15 +74,15 @@ def ssm_state_layouts(
     x, band = heads * head_dim, groups * state_dim
     channels = x + 2 * band
     axes = {"pp": (pp, tp), "tp": (tp, 1)}
-    conv = Cut(channels, tp, blocks=(x, band, band))
+    conv = DimSharding(channels, tp, blocks=(x, band, band))
     return {
         "conv": TensorLayout.sharded(
-            (layers, batch, channels, conv_width), dtype, axes, {0: Cut(layers, pp), 2: conv},
+            (layers, batch, channels, conv_width), dtype, axes, {0: DimSharding(layers, pp), 2: conv},
             by={0: "pp", 2: "tp"}, offset=offset,
         ),
         "recurrent": TensorLayout.sharded(
-            (layers, batch, heads, head_dim, state_dim), dtype, axes, {0: Cut(layers, pp), 2: Cut(heads, tp)},
-            by={0: "pp", 2: "tp"}, offset=offset,
+            (layers, batch, heads, head_dim, state_dim), dtype, axes,
+            {0: DimSharding(layers, pp), 2: DimSharding(heads, tp)}, by={0: "pp", 2: "tp"}, offset=offset,
         ),
     }  # fmt: skip
 

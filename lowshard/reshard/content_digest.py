@@ -1,12 +1,10 @@
-"""`digest`: one value for what a tensor holds, whatever its layout; replicas are compared on the way.
+"""`digest`: a hash of a tensor's content that does not depend on its layout; replicas are compared on the way.
 
-Each rank sums the bits of what it holds, weighed by their places in the whole array (`kernels.unit_weights`). Sums of
-disjoint parts add up, so one small reduction over the ranks gives those of the whole, and a hash of them with shape and
-dtype is the digest.
-
-Replicas: each rank multiplies its sums by a number of its own, and one holder of each part multiplies by the sum of its
-holders' numbers. Both totals are equal where all replicas are, whichever ranks hold them; ranks that differ are looked
-for only where they are not.
+Each rank sums the bits of its elements, weighted by their positions in the whole array (`kernels.unit_weights`). Sums
+of disjoint parts add up, so one small all-reduce gives those of the whole; their hash, with shape and dtype, is the
+digest. To compare replicas, each rank multiplies its sums by a factor of its own, and one holder of each part
+multiplies by the sum of its holders' factors: the totals are equal if all replicas are. Ranks that differ are looked
+for only if they are not.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ from lowshard.errors import BufferMismatchError, LayoutError, LowshardError, Mes
 from lowshard.kernels.bit_sums import content_sum
 from lowshard.kernels.unit_weights import SUMS, factors
 from lowshard.layout import Layout
-from lowshard.reshard.partition import Cuts, Partition
+from lowshard.reshard.partition import GridPartition, Partition
 from lowshard.reshard.published_tensors import array_of
 from lowshard.reshard.tensor_layout import TensorLayout, as_tensor_layout
 from lowshard.tiling import Tiling
@@ -108,12 +106,12 @@ _RULE = "digest takes a mapping of names to (layout, local array)"
 
 
 _Key = tuple[int, int]
-"""Names a piece: the cell and the number of its tile; where cells overlap -1 and the number among all pieces."""
+"""A piece: its cell and tile number; where cells overlap, -1 and its number among all pieces."""
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """A part of a tensor that the same ranks hold: a box of the whole array, and of each cell's own that has it."""
+    """A part of a tensor that the same ranks hold: its box in the whole array and in each of their cells."""
 
     box: Box
     places: tuple[tuple[int, Box], ...]
@@ -121,7 +119,7 @@ class _Piece:
 
 @dataclass(frozen=True)
 class _Plan:
-    """A layout, and what this rank holds of every tensor that has it."""
+    """A layout, and the pieces that one rank holds of each tensor with this layout."""
 
     layout: TensorLayout
     shape: tuple[int, ...] | None
@@ -130,33 +128,32 @@ class _Plan:
 
     @classmethod
     def of(cls, layout: TensorLayout, rank: int) -> _Plan:
-        """Return a rank's."""
-        seat = layout.seats.seat(rank)
-        if seat is None:
+        position = layout.rank_map.position(rank)
+        if position is None:
             return cls(layout, None, -1, {})
-        return cls(layout, layout.local_shape(rank), seat[0], _pieces_of(layout.partition, seat[0]))
+        return cls(layout, layout.local_shape(rank), position[0], _pieces_of(layout.partition, position[0]))
 
     @cached_property
     def fingerprint(self) -> str:
-        """All that the layout says, short."""
+        """A short text of the whole layout."""
         text = json.dumps(self.layout.to_json(), default=list)
         return text_digest(text).hex()
 
     def holders(self, piece: _Piece) -> tuple[int, ...]:
         """Return the ranks that hold a piece."""
-        found = [self.layout.seats.rank_array(cell) for cell, _ in piece.places]
+        found = [self.layout.rank_map.rank_array(cell) for cell, _ in piece.places]
         return tuple(np.concatenate(found).tolist())
 
 
 @dataclass(frozen=True)
 class _Held:
-    """A tensor, and what this rank holds of it."""
+    """A tensor: its plan and this rank's array."""
 
     plan: _Plan
     array: Array | None
 
     def sums(self, rank: int, row: npt.NDArray[np.uint32]) -> dict[_Key, list[int]]:
-        """Add this rank's sums to a row: of the parts it speaks for, of all it holds, of what all should hold."""
+        """Add this rank's sums to a row: of pieces it represents, of all it holds, of all holders together."""
         own = {}
         for key, piece in self.plan.pieces.items():
             local = dict(piece.places)[self.plan.cell]
@@ -173,7 +170,7 @@ class _Held:
 
 @bounded_cache(1 << 20)
 def _factors(ranks: tuple[int, ...]) -> npt.NDArray[np.uint32]:
-    """Return the sum of the numbers by which ranks multiply."""
+    """Return the sum of the ranks' factors."""
     numbers = factors(np.array(ranks) + (1 << 40))  # none of a block
     total: npt.NDArray[np.uint32] = numbers.sum(axis=0, dtype=np.uint32)
     return total
@@ -181,7 +178,7 @@ def _factors(ranks: tuple[int, ...]) -> npt.NDArray[np.uint32]:
 
 def _pieces_of(partition: Partition, cell: int) -> dict[_Key, _Piece]:
     """Return the pieces that a cell holds."""
-    if isinstance(partition, Cuts):  # cells have nothing in common, and cover all
+    if isinstance(partition, GridPartition):  # cells have nothing in common, and cover all
         return {
             (cell, number): _Piece(tile.box, ((cell, tile.local),))
             for number, tile in enumerate(partition.tiles(cell))
@@ -194,24 +191,24 @@ def _pieces_of(partition: Partition, cell: int) -> dict[_Key, _Piece]:
 
 
 def _disjoint(partition: Partition) -> list[_Piece]:
-    """Return the boxes of a partition, cut so that no two have an element in common."""
+    """Return the boxes of a partition, split so that no two overlap."""
     pieces: list[_Piece] = []
     for cell in range(partition.cells):
         for tile in partition.tiles(cell):
-            left, cut = [tile.box], []
+            left, split = [tile.box], []
             for piece in pieces:
                 both = intersect(piece.box, tile.box)
                 if both is None:
-                    cut.append(piece)
+                    split.append(piece)
                     continue
-                cut.extend(
+                split.extend(
                     _Piece(box, _within(piece.places, piece.box, box)) for box in subtract(piece.box, both)
                 )
                 here = (cell, moved(both, tile.box, tile.local))
-                cut.append(_Piece(both, (*_within(piece.places, piece.box, both), here)))
+                split.append(_Piece(both, (*_within(piece.places, piece.box, both), here)))
                 left = [part for box in left for part in subtract(box, both)]
-            cut.extend(_Piece(box, ((cell, moved(box, tile.box, tile.local)),)) for box in left)
-            pieces = cut
+            split.extend(_Piece(box, ((cell, moved(box, tile.box, tile.local)),)) for box in left)
+            pieces = split
     if sum(volume(piece.box) for piece in pieces) != prod(partition.shape):
         raise LayoutError("a digest is of a whole tensor: here some elements are on no rank")
     return pieces
@@ -222,7 +219,7 @@ def _within(places: Sequence[tuple[int, Box]], outer: Box, inner: Box) -> tuple[
 
 
 def _checked(name: object, given: object, rank: int, size: int, known: dict[Given, _Plan]) -> _Held:
-    """Return a tensor whose layout and local array are sound; `known` keeps what was made of layouts."""
+    """Return a tensor whose layout and local array are valid; `known` caches plans by layout."""
     name = instance(name, str, "a tensor's name is text", LayoutError)
     if not isinstance(given, (tuple, list)) or len(given) != 2:
         raise LayoutError(f"{_RULE}; {name} has {brief(given)}")
@@ -230,9 +227,9 @@ def _checked(name: object, given: object, rank: int, size: int, known: dict[Give
     plan = known.get(asked) if isinstance(asked, Given) else None
     if plan is None:
         layout = as_tensor_layout(asked)
-        if layout.seats.span[1] > size:
+        if layout.rank_map.span[1] > size:
             raise MeshError(
-                f"{name}: {layout} names rank {layout.seats.span[1] - 1}, the communicator has {size} ranks"
+                f"{name}: {layout} names rank {layout.rank_map.span[1] - 1}, the communicator has {size} ranks"
             )
         plan = known[asked] = _Plan.of(layout, rank)
     layout = plan.layout

@@ -1,8 +1,8 @@
-"""Tables of layouts of the models that plans are timed with: a dense transformer, and one of DeepSeek-V3's shape."""
+"""Layout tables of two models that planning is benchmarked with: a dense transformer and DeepSeek-V3's shape."""
 
 from __future__ import annotations
 
-from lowshard.reshard.cut import Cut
+from lowshard.reshard.dim_sharding import DimSharding
 from lowshard.reshard.tensor_layout import TensorLayout
 
 Tables = dict[str, TensorLayout]
@@ -11,7 +11,7 @@ Tables = dict[str, TensorLayout]
 def dense(
     count: int, tp: int, pp: int, dp: int, *, offset: int = 0, hidden: int = 1024, dtype: str = "bfloat16"
 ) -> Tables:
-    """Return a dense model of `count` tensors: column-cut, gated, row-cut and replicated ones in equal parts."""
+    """Return a model of `count` tensors: column-parallel, gated, row-parallel and replicated ones in equal parts."""
     found = {}
     for i in range(count):
         stage = i * pp // count
@@ -21,7 +21,7 @@ def dense(
         if i % 4 == 0:
             made = TensorLayout.sharded(shape, dtype, axes, {0: "tp"}, offset=at)
         elif i % 4 == 1:
-            gated = Cut(2 * hidden, tp, chunks=2)
+            gated = DimSharding(2 * hidden, tp, chunks=2)
             made = TensorLayout.sharded(
                 (2 * hidden, hidden), dtype, axes, {0: gated}, by={0: "tp"}, offset=at
             )
@@ -37,27 +37,27 @@ def mixture(
     ranks: int, tp: int, pp: int, ep: int, *, layers: int = 61, experts: int = 256, dense_layers: int = 3,
     offset: int = 0, hidden: int = 7168, expert_hidden: int = 2048, dtype: str = "bfloat16",
 ) -> Tables:  # fmt: skip
-    """Return the table of a mixture of experts; by default of DeepSeek-V3's shape (arXiv 2412.19437, section 4.2)."""
+    """Return a mixture of experts; by default of DeepSeek-V3's shape (arXiv 2412.19437, section 4.2)."""
     per_stage = ranks // pp
     data = per_stage // tp
     copies = per_stage // ep
     found: Tables = {}
-    seats: dict[tuple[int, ...], TensorLayout] = {}
+    rank_map: dict[tuple[int, ...], TensorLayout] = {}
 
-    def cut(shape: tuple[int, ...], dim: int | None, stage: int) -> TensorLayout:
+    def sharded(shape: tuple[int, ...], dim: int | None, stage: int) -> TensorLayout:
         key = (*shape, -1 if dim is None else dim, stage)
-        if key not in seats:
+        if key not in rank_map:
             axes = {"dp": (data, tp), "tp": (tp, 1)}
             dims = {} if dim is None else {dim: "tp"}
-            seats[key] = TensorLayout.sharded(shape, dtype, axes, dims, offset=offset + stage * per_stage)
-        return seats[key]
+            rank_map[key] = TensorLayout.sharded(shape, dtype, axes, dims, offset=offset + stage * per_stage)
+        return rank_map[key]
 
     def expert(shape: tuple[int, ...], place: int, stage: int) -> TensorLayout:
         key = (*shape, -2, place, stage)
-        if key not in seats:
+        if key not in rank_map:
             at = offset + stage * per_stage + place
-            seats[key] = TensorLayout.sharded(shape, dtype, {"edp": (copies, ep)}, offset=at)
-        return seats[key]
+            rank_map[key] = TensorLayout.sharded(shape, dtype, {"edp": (copies, ep)}, offset=at)
+        return rank_map[key]
 
     for layer in range(layers):
         stage, name = layer * pp // layers, f"model.layers.{layer}"
@@ -70,16 +70,16 @@ def mixture(
             ("input_layernorm", (hidden,), None),
             ("post_attention_layernorm", (hidden,), None),
         ):
-            found[f"{name}.{part}.weight"] = cut(shape, dim, stage)
+            found[f"{name}.{part}.weight"] = sharded(shape, dim, stage)
         if layer < dense_layers:
             for part, shape, dim in (
                 ("gate_proj", (18432, hidden), 0),
                 ("up_proj", (18432, hidden), 0),
                 ("down_proj", (hidden, 18432), 1),
             ):
-                found[f"{name}.mlp.{part}.weight"] = cut(shape, dim, stage)
+                found[f"{name}.mlp.{part}.weight"] = sharded(shape, dim, stage)
             continue
-        found[f"{name}.mlp.gate.weight"] = cut((experts, hidden), None, stage)
+        found[f"{name}.mlp.gate.weight"] = sharded((experts, hidden), None, stage)
         for number in range(experts):
             place = number * ep // experts
             for part, shape in (
@@ -88,7 +88,7 @@ def mixture(
                 ("down_proj", (hidden, expert_hidden)),
             ):
                 found[f"{name}.mlp.experts.{number}.{part}.weight"] = expert(shape, place, stage)
-    found["model.embed_tokens.weight"] = cut((129280, hidden), 0, 0)
-    found["model.norm.weight"] = cut((hidden,), None, pp - 1)
-    found["lm_head.weight"] = cut((129280, hidden), 0, pp - 1)
+    found["model.embed_tokens.weight"] = sharded((129280, hidden), 0, 0)
+    found["model.norm.weight"] = sharded((hidden,), None, pp - 1)
+    found["lm_head.weight"] = sharded((129280, hidden), 0, pp - 1)
     return found

@@ -1,4 +1,4 @@
-"""What each rank has to do, by arithmetic, from the layouts of its own tensors alone."""
+"""Each rank's moves, computed from the layouts of its own tensors alone."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import cached_property
 
 from lowshard.box import full_box, volume
 from lowshard.errors import PlanError
-from lowshard.reshard.partition import Pairing, Partition
+from lowshard.reshard.partition import CellOverlaps, Partition
 from lowshard.reshard.rank_grid import Roster
 from lowshard.reshard.replica_shares import Kind, Shares
 from lowshard.reshard.reshard_move import Entry, Move, RankPlan
@@ -16,11 +16,11 @@ from lowshard.reshard.tensor_layout import TensorLayout
 
 _ENTRY_BITS, _TILE_BITS = 24, 20
 ENTRIES = 1 << _ENTRY_BITS
-"""Tensors a plan has at most."""
+"""Most tensors of a plan."""
 
 
 class Schedule:
-    """Who gives what to whom: kinds of tensors and shares of replicas, worked out as far as somebody asks."""
+    """Which rank sends which boxes to which, computed on demand."""
 
     def __init__(self, entries: Sequence[Entry], node_size: int | None, multicast: bool) -> None:
         self.entries, self.node_size, self.multicast = entries, node_size, multicast
@@ -31,18 +31,18 @@ class Schedule:
         receives: dict[int, list[Move]] = {}
         copies: list[Move] = []
         for number, kind in enumerate(self.kinds):
-            src_seat, dst_seat = kind.src.seats.seat(rank), kind.dst.seats.seat(rank)
-            if dst_seat is not None:
-                self._receive(rank, number, *dst_seat, receives, copies)
+            src_seat, dst_position = kind.src.rank_map.position(rank), kind.dst.rank_map.position(rank)
+            if dst_position is not None:
+                self._receive(rank, number, *dst_position, receives, copies)
             if src_seat is not None:
                 self._send(rank, number, *src_seat, sends)
-            if dst_seat is not None and self._hands_on(kind):
-                self._hand_on(rank, number, *dst_seat, sends)
+            if dst_position is not None and self._forwards(kind):
+                self._forward(rank, number, *dst_position, sends)
         return RankPlan(rank, _ordered(sends), _ordered(receives), tuple(copies))
 
     def check_sources(self, kind: Kind, cell: int, rank: int) -> None:
-        """Raise PlanError unless the sources hold all of a destination cell, which `rank` is to get."""
-        lacking = kind.pairing.missing(cell)
+        """Raise PlanError unless the sources hold every element of a destination cell."""
+        lacking = kind.overlaps.missing(cell)
         if lacking:
             name = self.entries[kind.entries[0]].name
             raise PlanError(
@@ -61,17 +61,17 @@ class Schedule:
     ) -> None:
         kind, shares = self.kinds[number], self.shares
         self.check_sources(kind, cell, rank)
-        if replica and self._hands_on(kind):
-            parent = kind.dst.seats.rank(cell, replica - (1 << (replica.bit_length() - 1)))
+        if replica and self._forwards(kind):
+            parent = kind.dst.rank_map.rank(cell, replica - (1 << (replica.bit_length() - 1)))
             whole = full_box(kind.dst.partition.local_shape(cell))
             if volume(whole):
                 for entry in kind.entries:
                     move = Move(_id(rank, entry, 0), entry, parent, rank, whole, whole)
                     receives.setdefault(parent, []).append(move)
             return
-        for src_cell in kind.pairing.sources(cell):
-            pairs = kind.pairing.moves(src_cell, cell)
-            first = kind.pairing.first_tile(src_cell, cell)
+        for src_cell in kind.overlaps.sources(cell):
+            pairs = kind.overlaps.moves(src_cell, cell)
+            first = kind.overlaps.first_tile(src_cell, cell)
             for index, entry in enumerate(kind.entries):
                 peer = shares.source(number, src_cell, cell, replica, index)
                 to = copies if peer == rank else receives.setdefault(peer, [])
@@ -81,59 +81,59 @@ class Schedule:
     def _send(self, rank: int, number: int, cell: int, replica: int, sends: dict[int, list[Move]]) -> None:
         kind = self.kinds[number]
         for index, dst_cell, dst_replica in self.shares.served(number, cell, replica, rank):
-            peer = kind.dst.seats.rank(dst_cell, dst_replica)
+            peer = kind.dst.rank_map.rank(dst_cell, dst_replica)
             entry = kind.entries[index]
-            first = kind.pairing.first_tile(cell, dst_cell)
+            first = kind.overlaps.first_tile(cell, dst_cell)
             to = sends.setdefault(peer, [])
-            for i, (src_box, dst_box) in enumerate(kind.pairing.moves(cell, dst_cell)):
+            for i, (src_box, dst_box) in enumerate(kind.overlaps.moves(cell, dst_cell)):
                 to.append(Move(_id(peer, entry, first + i), entry, rank, peer, src_box, dst_box))
 
-    def _hand_on(self, rank: int, number: int, cell: int, replica: int, sends: dict[int, list[Move]]) -> None:
+    def _forward(self, rank: int, number: int, cell: int, replica: int, sends: dict[int, list[Move]]) -> None:
         kind = self.kinds[number]
         whole = full_box(kind.dst.partition.local_shape(cell))
         if not volume(whole):
             return
         step = 1 << replica.bit_length()
-        while replica + step < kind.dst.seats.count(cell):
-            peer = kind.dst.seats.rank(cell, replica + step)
+        while replica + step < kind.dst.rank_map.count(cell):
+            peer = kind.dst.rank_map.rank(cell, replica + step)
             for entry in kind.entries:
                 sends.setdefault(peer, []).append(Move(_id(peer, entry, 0), entry, rank, peer, whole, whole))
             step *= 2
 
-    def _hands_on(self, kind: Kind) -> bool:
-        (low, high), (dst_low, dst_high) = kind.src.seats.span, kind.dst.seats.span
-        return self.multicast and kind.dst.seats.replicas > 1 and (high <= dst_low or dst_high <= low)
+    def _forwards(self, kind: Kind) -> bool:
+        (low, high), (dst_low, dst_high) = kind.src.rank_map.span, kind.dst.rank_map.span
+        return self.multicast and kind.dst.rank_map.replicas > 1 and (high <= dst_low or dst_high <= low)
 
     @cached_property
     def kinds(self) -> tuple[Kind, ...]:
-        """The tensors by kind: those that go from one layout to one other are planned together."""
+        """The tensors grouped by (source layout, destination layout): a group is planned once."""
         found: dict[tuple[TensorLayout, TensorLayout], list[int]] = {}
         for number, entry in enumerate(self.entries):
             found.setdefault((entry.src, entry.dst), []).append(number)
-        pairings: dict[tuple[Partition, Partition], Pairing] = {}
+        overlaps_of: dict[tuple[Partition, Partition], CellOverlaps] = {}
         kinds = []
         for (src, dst), numbers in found.items():
             key = (src.partition, dst.partition)
-            kinds.append(Kind(src, dst, tuple(numbers), pairings.setdefault(key, Pairing(*key))))
+            kinds.append(Kind(src, dst, tuple(numbers), overlaps_of.setdefault(key, CellOverlaps(*key))))
         return tuple(kinds)
 
     @cached_property
     def shares(self) -> Shares:
-        """Which replica serves which request."""
+        """Which source replica serves which request."""
         kinds = self.kinds
         if self.multicast:  # only the first replica of a destination asks
-            kinds = tuple(replace(k, dst=_first_replicas(k.dst)) if self._hands_on(k) else k for k in kinds)
+            kinds = tuple(replace(k, dst=_first_replicas(k.dst)) if self._forwards(k) else k for k in kinds)
         return Shares(kinds, self.node_size)
 
     def egress_bound_bytes(self, rank: int) -> float:
-        """Return what a rank sends at most: for each line it serves, the mean and one request (see `share`)."""
+        """Return the most bytes a rank sends: per request queue, the mean and one request (see `replica_shares`)."""
         seen: set[tuple[object, int]] = set()
         total = 0.0
         for number, kind in enumerate(self.kinds):
-            seat = kind.src.seats.seat(rank)
-            if seat is not None and (kind.src.seats, seat[0]) not in seen:
-                seen.add((kind.src.seats, seat[0]))
-                total += self.shares.bound_bytes(number, seat[0])
+            position = kind.src.rank_map.position(rank)
+            if position is not None and (kind.src.rank_map, position[0]) not in seen:
+                seen.add((kind.src.rank_map, position[0]))
+                total += self.shares.bound_bytes(number, position[0])
         return total
 
 
@@ -146,7 +146,7 @@ def _ordered(found: Mapping[int, list[Move]]) -> dict[int, tuple[Move, ...]]:
 
 
 def _first_replicas(layout: TensorLayout) -> TensorLayout:
-    seats = layout.seats
+    rank_map = layout.rank_map
     return TensorLayout(
-        layout.dtype, layout.partition, Roster(tuple((seats.rank(c, 0),) for c in range(seats.cells)))
+        layout.dtype, layout.partition, Roster(tuple((rank_map.rank(c, 0),) for c in range(rank_map.cells)))
     )

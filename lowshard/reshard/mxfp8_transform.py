@@ -1,4 +1,4 @@
-"""MXFP8 on either side of the wire: tensors that are quantised before they leave, or as they arrive."""
+"""MXFP8 transform of a reshard: quantises tensors before they are sent or as they arrive."""
 
 from __future__ import annotations
 
@@ -103,11 +103,11 @@ class MXFP8ReshardTransform(ReshardTransform):
     # ---- the four methods
 
     def should_transform(self, param_name: str) -> bool:
-        """Say whether a tensor is one of the convertible ones."""
+        """Return whether a tensor is one of `convertible_params`."""
         return instance(param_name, str, "a tensor's name is text", KernelError) in self.convertible_params
 
     def prepare_send(self, param_name: str, src_slice: Slices, src_param: Array) -> list[Array]:
-        """Return the slice, contiguous; with convert_on_send its codes and its scales, row-major."""
+        """Return the slice, contiguous; with convert_on_send its codes and scales, row-major."""
         _need_slices(src_slice)
         source = require_array(src_param, "src_param")
         if len(src_slice) > source.ndim:
@@ -121,7 +121,7 @@ class MXFP8ReshardTransform(ReshardTransform):
         return [like(_contiguous(array), src_param) for array in (q.data, q.scale)]
 
     def prepare_recv(self, param_name: str, dst_slice: Slices) -> list[Array]:
-        """Return room for the slice in bf16; with convert_on_send for its codes and its scales, row-major."""
+        """Return receive buffers for the slice: bf16, or with convert_on_send its codes and scales, row-major."""
         held = self._held(param_name)
         box = self._box(held, dst_slice)
         if not self.convert_on_send or self.travels_plain(param_name, box):
@@ -134,7 +134,7 @@ class MXFP8ReshardTransform(ReshardTransform):
         ]
 
     def finalize_recv(self, param_name: str, dst_slice: Slices, recv_buffers: list[Array]) -> None:
-        """Quantise what came in bf16, or store the codes and scales that came."""
+        """Quantise the received bf16, or store the received codes and scales."""
         held = self._held(param_name)
         box = self._box(held, dst_slice)
         rule = "what was received is the one or two arrays of prepare_recv"
@@ -158,7 +158,7 @@ class MXFP8ReshardTransform(ReshardTransform):
     # ---- beyond
 
     def send_rows(self, param_name: str, src_slice: Slices, src_param: Array, out: list[Array]) -> None:
-        """Write a slice, or with convert_on_send its codes and its scales, into contiguous arrays."""
+        """Write a slice, or with convert_on_send its codes and scales, into contiguous arrays."""
         part = src_param[src_slice]
         if len(out) == 1:
             assign(out[0], part)
@@ -174,15 +174,15 @@ class MXFP8ReshardTransform(ReshardTransform):
     # ---- by blocks
 
     def change_block_elems(self, param_name: str, dst_box: Box) -> int:
-        """Return the elements of an MX block, or 0 for a box that is cut within one."""
+        """Return the elements of an MX block, or 0 for a box that begins or ends within one."""
         return 0 if len(dst_box) != 2 or self.travels_plain(param_name, dst_box) else BLOCK_ELEMS
 
     def change_block_bytes(self, param_name: str, dtype: str) -> int:
-        """Return the bytes that travel for a block: of its elements, or with convert_on_send of codes and a scale."""
+        """Return the bytes sent for a block: its elements, or with convert_on_send its codes and scale."""
         return BLOCK_ELEMS + 1 if self.convert_on_send else BLOCK_ELEMS * dtypes.get(dtype).itemsize_bytes
 
     def make_blocks(self, param_name: str, blocks: Array) -> Array:
-        """Return blocks as they are, or with convert_on_send the codes of each and its scale."""
+        """Return blocks as they are, or with convert_on_send the codes and scale of each."""
         if not self.convert_on_send:
             return blocks.view(np.uint8)
         q = quantize_mxfp8(_bf16(blocks), self.elem, self.mode)
@@ -192,7 +192,7 @@ class MXFP8ReshardTransform(ReshardTransform):
         return made
 
     def store_blocks(self, param_name: str, dtype: str, index: tuple[Array, ...], came: Array) -> None:
-        """Quantise blocks that came as they are, or store the codes and scales that came."""
+        """Quantise received blocks, or store the received codes and scales."""
         held = self._held(param_name)
         if self.convert_on_send:
             data, scale = came[:, :BLOCK_ELEMS], came[:, BLOCK_ELEMS]
@@ -211,7 +211,7 @@ class MXFP8ReshardTransform(ReshardTransform):
             held.scale[_beside(held.scale, _swizzled(rows, cols, width))] = scale
 
     def take_over(self, param_name: str, dst_slice: Slices, other: MXFP8ReshardTransform) -> None:
-        """Copy the codes and scales of a slice from another one's buffers."""
+        """Copy the codes and scales of a slice from another transform's buffers."""
         held, theirs = self._held(param_name), other._held(param_name)
         box = self._box(held, dst_slice)
         (r0, r1), (k0, k1) = box
@@ -226,11 +226,11 @@ class MXFP8ReshardTransform(ReshardTransform):
     # ---- a run
 
     def begin(self) -> None:
-        """Forget blocks that an earlier reshard left incomplete."""
+        """Drop blocks that an earlier reshard left incomplete."""
         self._edges.clear()
 
     def end(self) -> None:
-        """Raise PlanError if a block did not become complete."""
+        """Raise PlanError if a block is incomplete."""
         for (name, block), (_, filled) in self._edges.items():
             if bool(filled.any()):
                 rows = int(filled.any(axis=1).sum())
@@ -241,7 +241,7 @@ class MXFP8ReshardTransform(ReshardTransform):
         self._edges.clear()
 
     def refit_weights(self) -> dict[str, Any]:
-        """Return the persistent buffers of the tensors that are quantised, by the tensors' names."""
+        """Return the persistent buffers of the quantised tensors, by name."""
         prefix = self.buffer_key_prefix
         held = self.persistent_buffers
         return {n: held[prefix + n] for n in sorted(self.convertible_params) if prefix + n in held}
@@ -256,19 +256,19 @@ class MXFP8ReshardTransform(ReshardTransform):
         )  # fmt: skip
 
     def send_format(self, param_name: str, src_box: Box, dtype: str) -> list[tuple[str, tuple[int, ...]]]:
-        """Return dtype and shape of what `prepare_send` gives."""
+        """Return dtype and shape of the arrays from `prepare_send`."""
         return self._format(src_box, dtype)
 
     def recv_format(self, param_name: str, dst_box: Box, dtype: str) -> list[tuple[str, tuple[int, ...]]]:
-        """Return dtype and shape of what arrives."""
+        """Return dtype and shape of the received arrays."""
         return self._format(dst_box, dtype)
 
     def travels_plain(self, param_name: str, dst_box: Box) -> bool:
-        """Say whether a box is cut within a block."""
+        """Return whether a box begins or ends within a block."""
         return any(end % BLOCK_ELEMS for end in dst_box[-1])
 
     def check_refuses(self, param_name: str, dst_box: Box) -> str | None:
-        """Return why a box cannot be taken, or None."""
+        """Return why a box cannot be received, or None."""
         if len(dst_box) != 2:
             return f"{param_name}: MXFP8 takes matrices [rows, K], got {len(dst_box)} dims"
         if self.misaligned == "refuse" and self.travels_plain(param_name, dst_box):
@@ -328,7 +328,7 @@ class MXFP8ReshardTransform(ReshardTransform):
     def _fill_edge(
         self, name: str, held: Any, block: int, rows: tuple[int, int], span: tuple[int, int], values: Array
     ) -> None:
-        """Put elements of a block that several boxes make up; quantise the rows that are complete."""
+        """Store elements of a block that several boxes make up; quantise the rows that are complete."""
         key = (name, block)
         if key not in self._edges:
             shape = (held.data.shape[0], BLOCK_ELEMS)
@@ -364,7 +364,7 @@ class MXFP8ReshardTransform(ReshardTransform):
 
 
 def swizzled_places(rows: range, cols: range, width: int) -> np.ndarray:
-    """Return where scales lie in the 128x4 layout, int64 [rows, cols].
+    """Return the positions of scales in the 128x4 layout, int64 [rows, cols].
 
     Source: cuBLAS documentation, "1D block scaling factors layout".
     """
@@ -375,13 +375,13 @@ def swizzled_places(rows: range, cols: range, width: int) -> np.ndarray:
 
 
 def _swizzled(r: Array, c: Array, width: int) -> Array:
-    """Return where the scales of rows and columns lie."""
+    """Return the positions of the scales of given rows and columns."""
     tile = (r // TILE_ROWS) * (-(-width // TILE_COLS)) + c // TILE_COLS
     return tile * TILE_BYTES + (r % 32) * 16 + (r % TILE_ROWS) // 32 * 4 + c % TILE_COLS
 
 
 def ensure_sendable(tensor: Any, dtype: object = "bfloat16") -> Array:
-    """Return an array that can be sliced and sent: what is quantised as a new bf16 array, an array as it is.
+    """Return an array that can be sliced and sent: a quantised tensor dequantised to bf16, an array as it is.
 
     Raises:
         DTypeError: `dtype` is none.
@@ -404,7 +404,7 @@ def ensure_sendable(tensor: Any, dtype: object = "bfloat16") -> Array:
 
 
 class _Seen:
-    """A persistent buffer over arrays of another library, as NumPy's or CuPy's."""
+    """A persistent buffer whose arrays, of any library, are viewed as NumPy's or CuPy's."""
 
     def __init__(self, held: Any) -> None:
         self.data, self.scale = view_of(held.data, "data"), view_of(held.scale, "scale")
@@ -470,7 +470,7 @@ def _bf16(values: Array) -> Array:
 
 
 def _beside(array: Array, index: Array) -> Array:
-    """Return an index where the array is."""
+    """Return an index on the array's device."""
     if is_gpu(array):
         import cupy
 

@@ -1,4 +1,4 @@
-"""Megatron's way to say what a rank holds: one record for each parameter of each rank, and the tables made of them.
+"""Megatron's metadata: one record for each parameter of each rank, and the layout tables made from them.
 
 The fields are those of `megatron/core/resharding/utils.py` (Megatron-LM d98e8a64). What its planner refuses is
 taken here where the records say enough: see `tensor_layouts`.
@@ -17,8 +17,8 @@ from lowshard import dtypes
 from lowshard.argument import brief, instance, mapping, truth, whole, wholes
 from lowshard.box import split_interval
 from lowshard.errors import PlanError
-from lowshard.reshard.cut import Cut
-from lowshard.reshard.partition import Cuts
+from lowshard.reshard.dim_sharding import DimSharding
+from lowshard.reshard.partition import GridPartition
 from lowshard.reshard.rank_grid import Roster
 from lowshard.reshard.tensor_layout import TensorLayout
 
@@ -132,7 +132,7 @@ class ParameterMetadata:
 
     @property
     def key(self) -> str:
-        """The name that is equal wherever the parameter is the same one."""
+        """The name that is equal on all ranks for the same parameter."""
         return self.name if self.resolved_name is None else self.resolved_name
 
     def resolved(self, layer_prefixes: Mapping[str, str] | None = None) -> ParameterMetadata:
@@ -201,14 +201,14 @@ def resolve_name(
 
 @dataclass(frozen=True)
 class Held:
-    """One side of one parameter: its layout, and what it is called on each rank (by default its own name)."""
+    """One side of one parameter: its layout, and its name on each rank where that differs."""
 
     layout: TensorLayout
     names: tuple[tuple[int, str], ...] = ()
 
 
 def tensor_layouts(records: Iterable[ParameterMetadata]) -> dict[str, Held]:
-    """Return a table of layouts from the records of all ranks, in the order in which names first come."""
+    """Return a table of layouts from the records of all ranks, in order of first appearance."""
     groups: dict[str, list[ParameterMetadata]] = {}
     for record in _resolve_experts(list(records)):
         groups.setdefault(record.key, []).append(record)
@@ -216,7 +216,7 @@ def tensor_layouts(records: Iterable[ParameterMetadata]) -> dict[str, Held]:
 
 
 def _resolve_experts(records: list[ParameterMetadata]) -> list[ParameterMetadata]:
-    """Resolve the names of experts that carry their local number still."""
+    """Resolve names of experts that still carry their local number."""
     counted: dict[tuple[int, str], set[int]] = {}
     for record in records:
         at = _in_list(record.name)
@@ -271,7 +271,7 @@ def _held(key: str, records: Sequence[ParameterMetadata]) -> Held:
                 f"partition_stride and partition_sizes {_dealing(first)}, rank {record.owner_rank} {_dealing(record)}"
             )
         place = [0] * ndim
-        for dim, group, copies in _cutting(record):
+        for dim, group, copies in _sharded_dims(record):
             size = len(group) // copies
             if counts[dim] not in (1, size):
                 raise PlanError(f"{key}: dim {dim} is cut into {counts[dim]} parts and into {size}")
@@ -288,8 +288,8 @@ def _held(key: str, records: Sequence[ParameterMetadata]) -> Held:
         if record.name != key:
             names.append((record.owner_rank, record.name))
     _fill_in(key, records, parts, shapes, counts)
-    cuts = [_cut(key, dim, counts[dim], first, shapes) for dim in range(ndim)]
-    partition = Cuts(tuple(cuts))
+    shardings = [_sharding(key, dim, counts[dim], first, shapes) for dim in range(ndim)]
+    partition = GridPartition(tuple(shardings))
     for at, shape in shapes.items():
         expected = partition.local_shape(partition.cell(at))
         if expected != shape:
@@ -302,15 +302,15 @@ def _held(key: str, records: Sequence[ParameterMetadata]) -> Held:
 
 
 def _dealing(record: ParameterMetadata) -> tuple[bool, int, int, tuple[int, ...] | None]:
-    """Return how a record says that its tensor is dealt; sizes come without a stride."""
+    """Return how a record's tensor is sharded; partition sizes come without a stride."""
     if not record.is_tp or not record.shape:
         return False, 0, 1, None
     stride = record.partition_stride if record.partition_sizes is None else 1
     return True, record.partition_dim % len(record.shape), stride, record.partition_sizes
 
 
-def _cutting(record: ParameterMetadata) -> list[tuple[int, tuple[int, ...], int]]:
-    """Return the dims that a record's tensor is cut along: dim, ranks in the order of parts, copies of each."""
+def _sharded_dims(record: ParameterMetadata) -> list[tuple[int, tuple[int, ...], int]]:
+    """Return the sharded dims of a record's tensor: dim, ranks in order of parts, replicas of each."""
     found = []
     dims = len(record.shape)
     if record.is_tp and dims:
@@ -347,10 +347,10 @@ def _fill_in(
     shapes: dict[tuple[int, ...], tuple[int, ...]],
     counts: Sequence[int],
 ) -> None:
-    """Give the ranks of a group that have no record the equal parts that the records say they hold."""
+    """Give ranks of a group that have no record the equal parts that the other records imply."""
     speak = {record.owner_rank for record in records}
     for record in records:
-        cutting = _cutting(record)
+        cutting = _sharded_dims(record)
         if len(cutting) != 1:
             continue
         dim, group, copies = cutting[0]
@@ -367,13 +367,13 @@ def _fill_in(
         )
 
 
-def _cut(
+def _sharding(
     key: str,
     dim: int,
     count: int,
     record: ParameterMetadata,
     shapes: Mapping[tuple[int, ...], tuple[int, ...]],
-) -> Cut:
+) -> DimSharding:
     widths = [0] * count
     for at, shape in shapes.items():
         place = at[dim] if count > 1 else 0
@@ -382,7 +382,7 @@ def _cut(
         widths[place] = shape[dim]
     length = sum(widths)
     if count == 1:
-        return Cut.whole(length)
+        return DimSharding.whole(length)
     is_tp_dim = record.is_tp and record.partition_dim % len(record.shape) == dim
     if is_tp_dim and record.partition_sizes is not None:
         if sum(record.partition_sizes) != record.shape[dim] or len(set(widths)) > 1:
@@ -390,14 +390,14 @@ def _cut(
                 f"{key}: partition_sizes {record.partition_sizes} add up to a rank's extent in dim {dim}, the same on "
                 f"all, got {sorted(set(widths))}"
             )
-        return Cut(length, count, blocks=tuple(n * count for n in record.partition_sizes))
+        return DimSharding(length, count, blocks=tuple(n * count for n in record.partition_sizes))
     if is_tp_dim and record.partition_stride > 1:
-        return Cut(length, count, chunks=record.partition_stride)
-    return Cut(length, count) if len(set(widths)) == 1 else Cut.sizes(widths)
+        return DimSharding(length, count, chunks=record.partition_stride)
+    return DimSharding(length, count) if len(set(widths)) == 1 else DimSharding.sizes(widths)
 
 
 def with_tied_output(src: Mapping[str, Held], dst: Iterable[str]) -> dict[str, str]:
-    """Return for each destination name the source name that feeds it."""
+    """Return for each destination name the source name it is filled from."""
     found = {}
     lacking = []
     for name in dst:
@@ -418,7 +418,7 @@ def with_tied_output(src: Mapping[str, Held], dst: Iterable[str]) -> dict[str, s
 
 
 def may_be_tied(name: str, other: str) -> bool:
-    """Say whether there are sources of which one feeds both names."""
+    """Return whether some source could fill both names."""
     return name.endswith(_OUTPUT_LAYER) or other.endswith(_OUTPUT_LAYER)
 
 

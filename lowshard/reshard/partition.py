@@ -1,7 +1,6 @@
-"""How an array is dealt to cells, and what two cells of two partitions have in common.
+"""Partitions of an array into cells, and the overlaps of the cells of two partitions.
 
-Partitions compare by value, so a plan works out the boxes that two cells have in common once for all tensors that are
-cut alike.
+Partitions compare by value, so a plan computes the overlaps of two cells once for all tensors partitioned alike.
 """
 
 from __future__ import annotations
@@ -14,52 +13,52 @@ from typing import Any
 
 from lowshard.bounded import keeps_hash, kept_in_self
 from lowshard.box import Box, intersect, moved, subtract, volume
-from lowshard.reshard.cut import Cut, Overlap, overlaps_into, parts_met
+from lowshard.reshard.dim_sharding import DimSharding, Overlap, overlaps_into, parts_met
 from lowshard.tiling import Tile
 
 Pair = tuple[Box, Box]
-"""A box of the source's local array and the box of the destination's that gets it; one shape."""
+"""A box of the source's local array and the equally shaped box of the destination's that receives it."""
 
 
 @keeps_hash
 @dataclass(frozen=True)
-class Cuts:
-    """A partition by a cut in each dim: cells are row-major over the parts of all dims."""
+class GridPartition:
+    """A partition by a sharding of each dim: cells are row-major over the parts of all dims."""
 
-    cuts: tuple[Cut, ...]
+    shardings: tuple[DimSharding, ...]
     cells: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "cuts", tuple(self.cuts))
-        object.__setattr__(self, "cells", prod(c.parts for c in self.cuts))
+        object.__setattr__(self, "shardings", tuple(self.shardings))
+        object.__setattr__(self, "cells", prod(c.parts for c in self.shardings))
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the whole array."""
-        return tuple(c.length for c in self.cuts)
+        return tuple(c.length for c in self.shardings)
 
     def parts(self, cell: int) -> tuple[int, ...]:
-        """Return the part of each dim that a cell is."""
+        """Return a cell's part in each dim."""
         found = []
-        for cut in reversed(self.cuts):
-            cell, part = divmod(cell, cut.parts)
+        for sharding in reversed(self.shardings):
+            cell, part = divmod(cell, sharding.parts)
             found.append(part)
         return tuple(reversed(found))
 
     def cell(self, parts: Sequence[int]) -> int:
         """Return the cell of these parts."""
         at = 0
-        for cut, part in zip(self.cuts, parts, strict=True):
-            at = at * cut.parts + part
+        for sharding, part in zip(self.shardings, parts, strict=True):
+            at = at * sharding.parts + part
         return at
 
     def local_shape(self, cell: int) -> tuple[int, ...]:
-        """Return the shape of a cell's own array."""
-        return tuple(c.extent(p) for c, p in zip(self.cuts, self.parts(cell), strict=True))
+        """Return the shape of a cell's local array."""
+        return tuple(c.extent(p) for c, p in zip(self.shardings, self.parts(cell), strict=True))
 
     def tiles(self, cell: int) -> tuple[Tile, ...]:
-        """Return the boxes of the whole array that a cell is made of, and where they lie in its own."""
-        spans = [c.segments(p) for c, p in zip(self.cuts, self.parts(cell), strict=True)]
+        """Return a cell's boxes, in the whole array and in its local array."""
+        spans = [c.segments(p) for c, p in zip(self.shardings, self.parts(cell), strict=True)]
         return tuple(
             Tile(
                 tuple((s.start, s.stop) for s in row),
@@ -70,13 +69,13 @@ class Cuts:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data."""
-        return {"cuts": [c.to_json() for c in self.cuts]}
+        return {"shardings": [c.to_json() for c in self.shardings]}
 
 
 @keeps_hash
 @dataclass(frozen=True)
-class Tiles:
-    """A partition by a list: the tiles of each cell. Cells may overlap where they are not the same."""
+class TilePartition:
+    """A partition by a list of each cell's tiles. Cells may overlap unless they are the same."""
 
     shape: tuple[int, ...]
     cell_tiles: tuple[tuple[Tile, ...], ...]
@@ -88,11 +87,11 @@ class Tiles:
         return len(self.cell_tiles)
 
     def local_shape(self, cell: int) -> tuple[int, ...]:
-        """Return the shape of a cell's own array."""
+        """Return the shape of a cell's local array."""
         return self.local_shapes[cell]
 
     def tiles(self, cell: int) -> tuple[Tile, ...]:
-        """Return the boxes of the whole array that a cell is made of, and where they lie in its own."""
+        """Return a cell's boxes, in the whole array and in its local array."""
         return self.cell_tiles[cell]
 
     def to_json(self) -> dict[str, Any]:
@@ -104,22 +103,22 @@ class Tiles:
         }
 
 
-Partition = Cuts | Tiles
+Partition = GridPartition | TilePartition
 
 
 # ---- what two cells have in common
 
 
-class Pairing:
-    """What the cells of a source and a destination partition have in common."""
+class CellOverlaps:
+    """The overlaps of the cells of a source and a destination partition."""
 
     def __init__(self, src: Partition, dst: Partition) -> None:
         self.src, self.dst = src, dst
 
     @kept_in_self
     def sources(self, dst_cell: int) -> tuple[int, ...]:
-        """Return the source cells that a destination cell takes something from, ascending."""
-        if isinstance(self.src, Cuts) and isinstance(self.dst, Cuts):
+        """Return the source cells that overlap a destination cell, ascending."""
+        if isinstance(self.src, GridPartition) and isinstance(self.dst, GridPartition):
             met = [
                 sorted({o.src_part for o in self._overlaps_into(dim, part)})
                 for dim, part in enumerate(self.dst.parts(dst_cell))
@@ -129,16 +128,16 @@ class Pairing:
 
     @kept_in_self
     def targets(self, src_cell: int) -> tuple[int, ...]:
-        """Return the destination cells that take something from a source cell, ascending."""
-        if isinstance(self.src, Cuts) and isinstance(self.dst, Cuts):
+        """Return the destination cells that overlap a source cell, ascending."""
+        if isinstance(self.src, GridPartition) and isinstance(self.dst, GridPartition):
             met = [self._parts_met(dim, part) for dim, part in enumerate(self.src.parts(src_cell))]
             return tuple(self.dst.cell(row) for row in product(*met))
         return tuple(e for e in range(self.dst.cells) if src_cell in self._covered(e))
 
     @kept_in_self
     def moves(self, src_cell: int, dst_cell: int) -> tuple[Pair, ...]:
-        """Return what a destination cell takes from one source cell, ordered by where it goes."""
-        if isinstance(self.src, Cuts) and isinstance(self.dst, Cuts):
+        """Return what a destination cell receives from one source cell, ordered by destination."""
+        if isinstance(self.src, GridPartition) and isinstance(self.dst, GridPartition):
             parts = zip(self.src.parts(src_cell), self.dst.parts(dst_cell), strict=True)
             rows = [self._common(dim, *both) for dim, both in enumerate(parts)]
             return tuple(
@@ -152,18 +151,18 @@ class Pairing:
 
     @kept_in_self
     def moved_elems(self, src_cell: int, dst_cell: int) -> int:
-        """Return how many elements a destination cell takes from a source cell."""
+        """Return how many elements a destination cell receives from a source cell."""
         return sum(volume(box) for box, _ in self.moves(src_cell, dst_cell))
 
     @kept_in_self
     def missing(self, dst_cell: int) -> int:
-        """Return how many elements of a destination cell no source cell has: 0 where the sources cover it."""
+        """Return how many elements of a destination cell are in no source cell."""
         got = sum(self.moved_elems(c, dst_cell) for c in self.sources(dst_cell))
         # boxes of one cell are disjoint by construction, so equal sums prove that each element is written once
         return prod(self.dst.local_shape(dst_cell)) - got
 
     def first_tile(self, src_cell: int, dst_cell: int) -> int:
-        """Return how many boxes a destination cell gets from source cells before this one."""
+        """Return how many boxes a destination cell receives from the source cells before this one."""
         total = 0
         for cell in self.sources(dst_cell):
             if cell == src_cell:
@@ -171,18 +170,18 @@ class Pairing:
             total += len(self.moves(cell, dst_cell))
         return total
 
-    def _cuts(self, dim: int) -> tuple[Cut, Cut]:
-        assert isinstance(self.src, Cuts)
-        assert isinstance(self.dst, Cuts)
-        return self.src.cuts[dim], self.dst.cuts[dim]
+    def _shardings(self, dim: int) -> tuple[DimSharding, DimSharding]:
+        assert isinstance(self.src, GridPartition)
+        assert isinstance(self.dst, GridPartition)
+        return self.src.shardings[dim], self.dst.shardings[dim]
 
     @kept_in_self
     def _overlaps_into(self, dim: int, dst_part: int) -> tuple[Overlap, ...]:
-        return overlaps_into(*self._cuts(dim), dst_part)
+        return overlaps_into(*self._shardings(dim), dst_part)
 
     @kept_in_self
     def _parts_met(self, dim: int, src_part: int) -> tuple[int, ...]:
-        src, dst = self._cuts(dim)
+        src, dst = self._shardings(dim)
         return parts_met(src, src_part, dst)
 
     @kept_in_self
@@ -195,7 +194,7 @@ class Pairing:
 
 
 def _cover(src: Partition, dst: Partition, dst_cell: int) -> dict[int, tuple[Pair, ...]]:
-    """Deal a destination cell to source cells where either side is a list of tiles: each element to the first."""
+    """Split a destination cell over source cells where either side is a list of tiles: each element from the first."""
     found: dict[int, list[Pair]] = {}
     for tile in dst.tiles(dst_cell):
         left = [tile.box]

@@ -1,4 +1,4 @@
-"""From what users say of both sides to a plan: tables of layouts, or Megatron's records of all ranks."""
+"""Builds a reshard plan from tables of layouts, or from Megatron's records of all ranks."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 from lowshard.argument import items, truth
 from lowshard.errors import PlanError
 from lowshard.layout import Layout
-from lowshard.reshard.cut import Cut
+from lowshard.reshard.dim_sharding import DimSharding
 from lowshard.reshard.parameter_record import Held, ParameterMetadata, tensor_layouts, with_tied_output
-from lowshard.reshard.partition import Cuts
+from lowshard.reshard.partition import GridPartition
 from lowshard.reshard.reshard_move import Entry
 from lowshard.reshard.reshard_plan import ReshardPlan
 from lowshard.reshard.tensor_layout import TensorLayout, as_tensor_layout
@@ -85,11 +85,13 @@ def _entry(name: str, src_name: str, src: Held, dst: Held, from_records: bool) -
 
 
 def _with_blocks(name: str, src: Held, dst: Held) -> tuple[TensorLayout, TensorLayout]:
-    """Give packed blocks that one side's records name to the other side, if that is cut plainly."""
+    """Add one side's packed blocks to the other side, if that is sharded without any."""
     a, b = src.layout, dst.layout
-    if a.shape != b.shape or not (isinstance(a.partition, Cuts) and isinstance(b.partition, Cuts)):
+    if a.shape != b.shape or not (
+        isinstance(a.partition, GridPartition) and isinstance(b.partition, GridPartition)
+    ):
         return a, b
-    for dim, (s, d) in enumerate(zip(a.partition.cuts, b.partition.cuts, strict=True)):
+    for dim, (s, d) in enumerate(zip(a.partition.shardings, b.partition.shardings, strict=True)):
         if s.blocks is not None and d.blocks is not None and s.blocks != d.blocks:
             raise PlanError(
                 f"{name}: both sides pack the same blocks on a dim, but by partition_sizes dim {dim} is "
@@ -99,23 +101,23 @@ def _with_blocks(name: str, src: Held, dst: Held) -> tuple[TensorLayout, TensorL
 
 
 def _blocks_of(name: str, giver: TensorLayout, taker: TensorLayout, which: str) -> TensorLayout:
-    assert isinstance(giver.partition, Cuts)
-    assert isinstance(taker.partition, Cuts)
-    cuts = tuple(
-        Cut(t.length, t.parts, blocks=g.blocks, split=t.split)
+    assert isinstance(giver.partition, GridPartition)
+    assert isinstance(taker.partition, GridPartition)
+    shardings = tuple(
+        DimSharding(t.length, t.parts, blocks=g.blocks, split=t.split)
         if g.blocks is not None and t.parts > 1 and t.blocks is None
         else t
-        for g, t in zip(giver.partition.cuts, taker.partition.cuts, strict=True)
+        for g, t in zip(giver.partition.shardings, taker.partition.shardings, strict=True)
     )
-    if cuts == taker.partition.cuts:
+    if shardings == taker.partition.shardings:
         return taker
-    found = TensorLayout(taker.dtype, Cuts(cuts), taker.seats)
+    found = TensorLayout(taker.dtype, GridPartition(shardings), taker.rank_map)
     for cell in range(taker.partition.cells):
         said, planned = taker.partition.local_shape(cell), found.partition.local_shape(cell)
         if said != planned:
             raise PlanError(
-                f"{name}: the blocks {[list(c.blocks) for c in cuts if c.blocks is not None]} that one side packs on a "
-                f"dim are each cut by themselves, which gives rank {taker.seats.ranks(cell)[0]} of the {which} shape "
+                f"{name}: one side packs the blocks {[list(c.blocks) for c in shardings if c.blocks is not None]} on a "
+                f"dim, each sharded by itself: that gives rank {taker.rank_map.ranks(cell)[0]} of the {which} shape "
                 f"{list(planned)}, but its record says {list(said)}; hold parts of that shape and name "
                 "partition_sizes, or use a number of ranks that divides every block"
             )
@@ -126,8 +128,8 @@ def _require_apart(pools: Sequence[Mapping[str, Held]]) -> None:
     seen: dict[str, set[int]] = {}
     for pool in pools:
         for name, held in pool.items():
-            seats = held.layout.seats
-            mine = {r for cell in range(seats.cells) for r in seats.ranks(cell)}
+            rank_map = held.layout.rank_map
+            mine = {r for cell in range(rank_map.cells) for r in rank_map.ranks(cell)}
             both = mine & seen.setdefault(name, set())
             if both:
                 raise PlanError(f"{name}: rank {min(both)} is in two destination pools; a rank is in one")

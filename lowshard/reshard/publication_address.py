@@ -1,11 +1,10 @@
-"""Where publishers and subscribers meet: an address, and a token that only they know.
+"""The address of a publisher, and the token that its subscribers authenticate with.
 
-`unix:/folder`: one host; the folder is its user's alone, holds the doors' sockets, the token and a lock, and is
-made where it is missing. `tcp://host:port`: any hosts; port 0 is one that is free. The token is in a file
-of mode 0600: in the folder, or for TCP below the cache folder, from where it is brought to other hosts.
+`unix:/folder`: one host; the folder belongs to one user, holds the listeners' sockets, the token and a lock, and is
+created if missing. `tcp://host:port`: any hosts; port 0 picks a free one. The token is in a file of mode 0600: in the
+folder, or for TCP below the cache folder, from where the user copies it to other hosts.
 
-A publisher removes what it has made, and what one that was killed has left. It asks each time whether it is that: the
-folder may have been made anew meanwhile, for another publisher.
+A publisher removes its own files and those of a killed one, never files that another publisher has made since.
 """
 
 from __future__ import annotations
@@ -37,10 +36,10 @@ _MOST_TOKEN_BYTES = 4096
 _BACKLOG = 1024
 _LOCK = "lock"
 _NAMES = re.compile("lock|door|token|rank-[0-9]+")
-"""What publishers make in their folders; anything else is left alone."""
+"""Names of a publisher's files; others in the folder are never touched."""
 _MOST_PORT_DIGITS = 5
 _TRIES = 100
-"""How often a folder is made anew that who closes at this moment has removed."""
+"""How often a folder is created again because a closing publisher has removed it."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ class Address:
 
     @classmethod
     def parse(cls, text: object) -> Address:
-        """Return what an address says."""
+        """Return the parsed address."""
         text = instance(text, str, _RULE, CommError)
         scheme, _, rest = text.partition(":")
         if scheme == "unix" and rest.startswith("/") and _is_path(rest):
@@ -70,27 +69,26 @@ class Address:
         return f"tcp://[{self.host}]:{self.port}" if ":" in self.host else f"tcp://{self.host}:{self.port}"
 
     @property
-    def door(self) -> str:
-        """Where the door of rank 0 is."""
+    def listener(self) -> str:
+        """Address of rank 0's listener."""
         return f"{self}/door" if self.folder is not None else str(self)
 
     @property
     def token_file(self) -> Path:
-        """Where the token is kept, if the publisher made it."""
+        """Path of the token, if the publisher made it."""
         if self.folder is not None:
             return self.folder / "token"
         return cache_root() / "publishers" / f"{self.host.replace(':', '_')}_{self.port}.token"
 
     @property
     def no_token(self) -> str:
-        """What a subscriber does where no token is in `token_file`."""
+        """What a subscriber should do if there is no token in `token_file`."""
         if self.folder is not None:
             return "start the publisher, which makes it, or correct the address"
         return f"start the publisher; on another host than its own {_BRING_TOKEN}"
 
 
 def _is_path(text: str) -> bool:
-    """Say whether a text can be a path."""
     try:
         return b"\0" not in text.encode()
     except UnicodeEncodeError:
@@ -98,7 +96,6 @@ def _is_path(text: str) -> bool:
 
 
 def _is_host(text: str) -> bool:
-    """Say whether a text can be looked up as a host."""
     try:
         return bool(text) and b"\0" not in text.encode("idna")
     except UnicodeError:
@@ -110,8 +107,8 @@ def _is_port(text: str) -> bool:
     return is_number and int(text) < 1 << 16
 
 
-class PublishedDoor(Door):
-    """A door that takes away nothing of others: no socket that lies where its own was, nothing of a parent process."""
+class PublisherListener(Door):
+    """A listener that removes only its own socket file, and nothing in a forked child."""
 
     def __init__(
         self, listening: Sequence[socket.socket], addresses: Sequence[str], path: Path | None
@@ -121,7 +118,7 @@ class PublishedDoor(Door):
         self._own = None if path is None else _about(path)
 
     def close(self) -> None:
-        """Let nobody in any more, and remove the socket where it is this door's."""
+        """Stop listening; remove the socket file if it is this listener's."""
         if os.getpid() != self._pid:  # a forked child has copies of what its parent still uses
             self._selector.close()
             for one in self._listening:
@@ -134,8 +131,8 @@ class PublishedDoor(Door):
         super().close()
 
 
-def tcp_door(hosts: tuple[str, ...], port: int, token: bytes) -> Door:
-    """Return a door at addresses of this host."""
+def tcp_listener(hosts: tuple[str, ...], port: int, token: bytes) -> Door:
+    """Return a listener on addresses of this host."""
     made: list[socket.socket] = []
     try:
         for host in hosts:
@@ -146,24 +143,24 @@ def tcp_door(hosts: tuple[str, ...], port: int, token: bytes) -> Door:
         for one in made:
             one.close()
         raise
-    door = PublishedDoor(made, [str(Address(host=host, port=port)) for host in hosts], None)
-    door.token = token
-    return door
+    listener = PublisherListener(made, [str(Address(host=host, port=port)) for host in hosts], None)
+    listener.token = token
+    return listener
 
 
-def folder_door(folder: Path, token: bytes) -> Door:
-    """Return a door in a folder, which is made where it is missing."""
+def folder_listener(folder: Path, token: bytes) -> Door:
+    """Return a listener in a folder, which is created if missing."""
     folder.mkdir(mode=0o700, exist_ok=True)
-    door = PublishedDoor.in_folder(folder)
-    door.token = token
-    return door
+    listener = PublisherListener.in_folder(folder)
+    listener.token = token
+    return listener
 
 
 class FolderLock:
-    """Holds a publisher's folder for this process, and what lies in it; `release` removes it."""
+    """Locks a publisher's folder for this process; `release` removes what is in it."""
 
     def __init__(self, folder: Path) -> None:
-        """Take the folder over, without what a publisher that was killed has left there."""
+        """Lock the folder and remove what a killed publisher has left."""
         self._folder, self._pid = folder, os.getpid()
         self._fd = -1
         try:
@@ -175,7 +172,7 @@ class FolderLock:
             raise CommError(f"no publisher can be at unix:{folder}: {error.strerror or error}") from error
 
     def release(self) -> None:
-        """Let go of the folder and remove what is in it; the folder too, where nothing else is in it."""
+        """Remove the publisher's files, and the folder if it is empty then; unlock it."""
         try:
             if self._fd >= 0 and os.getpid() == self._pid and _is_lock_of(self._folder, self._fd):
                 with contextlib.suppress(OSError):
@@ -191,7 +188,7 @@ class FolderLock:
             os.close(fd)
 
     def _refuse_others(self) -> None:
-        """Raise OSError where something has a name that publishers use, and is not what they make."""
+        """Raise OSError if a file that no publisher made has a publisher's file name."""
         ours = (path for path in self._folder.iterdir() if _NAMES.fullmatch(path.name))
         other = next((path for path in ours if not _is_made_here(path)), None)
         if other is None:
@@ -205,7 +202,7 @@ class FolderLock:
         )
 
     def _sweep(self) -> None:
-        """Remove what publishers make, but for the lock."""
+        """Remove publishers' files, except the lock."""
         for path in list(self._folder.iterdir()):
             if path.name == _LOCK or not _is_made_here(path):
                 continue
@@ -217,7 +214,7 @@ class FolderLock:
 
 
 def _locked(folder: Path) -> int:
-    """Return the descriptor of a folder's lock, taken; both are made where they are missing."""
+    """Return the locked descriptor of a folder's lock file; both are created if missing."""
     for left in reversed(range(_TRIES)):  # who closes at this moment removes both, at any step of this
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -246,12 +243,12 @@ def _locked(folder: Path) -> int:
 
 
 def _is_lock_of(folder: Path, fd: int) -> bool:
-    """Say whether a descriptor is that of the lock that lies in a folder now."""
+    """Return whether a descriptor is that of the lock file now in a folder."""
     return _is_same(os.fstat(fd), _about(folder / _LOCK))
 
 
 def _is_made_here(path: Path) -> bool:
-    """Say whether what lies in a publisher's folder is what publishers make, or has gone meanwhile."""
+    """Return whether a path is a publisher's file, or does not exist any more."""
     about = _about(path)
     if about is None:
         return True
@@ -272,7 +269,7 @@ def _listed(folder: Path) -> Iterator[Path]:
 
 
 def _is_hex(path: Path, size_bytes: int) -> bool:
-    """Say whether a file holds a token as publishers write it, or the beginning of one."""
+    """Return whether a file holds a token as publishers write it, or the beginning of one."""
     try:
         return size_bytes <= 2 * _MOST_TOKEN_BYTES and set(path.read_bytes()) <= set(b"0123456789abcdef")
     except FileNotFoundError:
@@ -280,7 +277,7 @@ def _is_hex(path: Path, size_bytes: int) -> bool:
 
 
 def _about(path: Path) -> os.stat_result | None:
-    """Return what the system knows of what lies at a path; None where nothing does."""
+    """Return the status of a path, None if it does not exist."""
     try:
         return path.stat(follow_symlinks=False)
     except OSError:
@@ -288,12 +285,12 @@ def _about(path: Path) -> os.stat_result | None:
 
 
 def _is_same(own: os.stat_result | None, found: os.stat_result | None) -> bool:
-    """Say whether two are the same file, of which the first is open: its number is not given out again."""
+    """Return whether two are the same file; the first is open, so its inode is not reused."""
     return own is not None and found is not None and os.path.samestat(own, found)
 
 
 def checked_token(token: object) -> bytes:
-    """Return a token given by the user, or raise CommError."""
+    """Return a user's token, or raise CommError."""
     token = instance(token, bytes, "a token is bytes", CommError)
     if not _LEAST_TOKEN_BYTES <= len(token) <= _MOST_TOKEN_BYTES:
         raise CommError(f"a token has {_LEAST_TOKEN_BYTES} to {_MOST_TOKEN_BYTES} bytes, got {len(token)}")
@@ -301,12 +298,12 @@ def checked_token(token: object) -> bytes:
 
 
 def new_token() -> bytes:
-    """Return a token that nobody knows yet."""
+    """Return a new random token."""
     return secrets.token_bytes(TOKEN_BYTES)
 
 
 def write_token(path: Path, token: bytes) -> None:
-    """Write a token where this user alone may read it."""
+    """Write a token to a file that only this user may read."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         path.unlink(missing_ok=True)
@@ -324,7 +321,7 @@ def write_token(path: Path, token: bytes) -> None:
 
 
 def remove_token(path: Path, token: bytes) -> None:
-    """Remove the file that a token was written to, while it holds that token: another may have come after."""
+    """Remove a token file if it still holds this token."""
     with contextlib.suppress(LowshardError, OSError):
         if read_token(path) == token:
             path.unlink()

@@ -1,4 +1,4 @@
-"""What a job says of tensors that it publishes or subscribes to: layouts and arrays, checked."""
+"""Checks of the layouts and arrays given to a Publisher or Subscriber."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Array = Any
 
 
 def same_again(version: object) -> PlanError:
-    """Return the error for a further version of arrays that never change."""
+    """Return the error for a second version of immutable arrays."""
     return PlanError(
         f"all arrays that this rank gives are JAX's, which never change, so version {brief(version)} would be the last "
         "one again; give NumPy's arrays as buffers, buffer = numpy.array(x), and before each version write "
@@ -25,14 +25,14 @@ def same_again(version: object) -> PlanError:
 
 
 def tensor_layouts(given: object, size: int) -> dict[str, TensorLayout]:
-    """Return layouts by name, each over ranks that the job has."""
+    """Return layouts by name, each within the job's ranks."""
     found = {}
     rule = "layouts are a mapping of names to layouts"
     for name, layout in mapping(given, rule, PlanError).items():
         if not isinstance(name, str) or not is_text(name):
             raise PlanError(f"{rule}; a name is text that UTF-8 can write, got {brief(name)}")
         found[name] = as_tensor_layout(layout)
-        if found[name].seats.span[1] > size:
+        if found[name].rank_map.span[1] > size:
             raise PlanError(
                 f"{name}: {found[name]} names ranks that this communicator of {size} does not have"
             )
@@ -44,7 +44,7 @@ def tensor_layouts(given: object, size: int) -> dict[str, TensorLayout]:
 def local_arrays(
     layouts: Mapping[str, TensorLayout], given: object, rank: int, writes: bool = False
 ) -> dict[str, Array]:
-    """Return this rank's arrays by name, each the one that its layout says."""
+    """Return this rank's arrays by name, checked against their layouts."""
     arrays = dict(mapping(given, "arrays are a mapping of names to this rank's arrays", PlanError))
     found = {}
     for name, layout in layouts.items():
@@ -67,7 +67,7 @@ def local_arrays(
 
 
 def array_of(layout: TensorLayout, shape: tuple[int, ...], given: object, rank: int, name: str) -> Array:
-    """Return a rank's array of a tensor, of that local shape and the layout's dtype."""
+    """Return a rank's array of a tensor, checked against local shape and dtype."""
     array, dtype = require_array(given, name), dtypes.get(layout.dtype)
     is_other = array.dtype.itemsize != dtype.itemsize_bytes if is_gpu(array) else array.dtype != dtype.numpy
     if array.shape != shape or is_other:

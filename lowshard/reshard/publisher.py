@@ -1,12 +1,12 @@
-"""`Publisher`: a job offers its tensors, version by version, to jobs that come and go.
+"""`Publisher`: a job offers versions of its tensors to jobs that come and go.
 
 ```
 publish(v)    every rank: agree on v -> copy the sources into a snapshot -> agree that all have
-              rank 0:     offer v                      <- from here on v is published; before, nobody has heard of it
+              rank 0:     offer v                      <- v is published from here on
 subscriber    want -> offer, and the snapshot is kept for it -> copies what it needs -> votes, switches -> done
 ```
 
-Subscribers fetch; `publish` waits for none of them. What each rank does for them: `version_server`.
+Subscribers fetch; `publish` waits for none of them. `version_server` has what each rank does for them.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ from lowshard.reshard.publication_address import (
     Address,
     FolderLock,
     checked_token,
-    folder_door,
+    folder_listener,
     new_token,
     remove_token,
-    tcp_door,
+    tcp_listener,
     write_token,
 )
 from lowshard.reshard.published_tensors import local_arrays, same_again, tensor_layouts
 from lowshard.reshard.tensor_layout import TensorLayout
 from lowshard.reshard.version_server import Member, Newest, VersionServer
-from lowshard.reshard.version_store import MARK_BYTES, VersionStore
-from lowshard.reshard.version_wire import Station, Table
+from lowshard.reshard.version_store import ID_BYTES, VersionStore
+from lowshard.reshard.version_wire import Endpoint, Table
 from lowshard.reshard.vote import version_number
 from lowshard.tiling import Tiling
 from lowshard.transfer.device_copies import DeviceCopies
@@ -58,9 +58,9 @@ from lowshard.transfer.device_copies import DeviceCopies
 Array = Any
 _ANY = ("0.0.0.0", "::")
 _Opened = tuple[int, FolderLock | None, tuple[Door, ...], Newest | None, VersionServer | None, Path | None]
-"""What `_give_back` takes."""
+"""Arguments of `_release_resources`."""
 _ROUND_S = 1.0
-"""How long rank 0 waits for members at most, before the other ranks hear that it still does."""
+"""Longest time that rank 0 waits for members before it tells the other ranks that it still does."""
 
 
 class Publisher:
@@ -121,7 +121,7 @@ class Publisher:
         self._server: VersionServer | None = None
         self.token_file: Path | None = None
         self._lock: FolderLock | None = None
-        self._doors: list[Door] = []
+        self._listeners: list[Door] = []
         self._when_lost: weakref.finalize[..., Publisher] | None = None
         asked, words, error = b"", "", None
         try:
@@ -151,7 +151,7 @@ class Publisher:
             raise
 
     def _open(self, where: Address, given: bytes | None) -> None:
-        """Open the doors: those of rank 0 first, then those of the others, who hear of token and address from it."""
+        """Open rank 0's listeners, share token and address, then open those of the other ranks."""
         comm, error, facts = self._comm, None, ["", "", "", ""]
         if comm.rank == 0:
             try:
@@ -161,10 +161,10 @@ class Publisher:
         agree(comm, b"", error, "Publisher")
         facts = json.loads(share_text(comm, json.dumps(facts))[0])
         self.address, self.token_file = facts[0], Path(facts[3]) if facts[3] else None
-        where, token, mark = Address.parse(facts[0]), bytes.fromhex(facts[1]), facts[2]
+        where, token, publisher_id = Address.parse(facts[0]), bytes.fromhex(facts[1]), facts[2]
         if comm.rank:
             try:
-                self._doors = [_door_of(where, comm.rank, token)]
+                self._listeners = [_listener_of(where, comm.rank, token)]
             except OSError as found:
                 error = CommError(f"rank {comm.rank} cannot be reached by subscribers: {found}")
         networks = share_text(comm, network_name())
@@ -173,33 +173,35 @@ class Publisher:
                 f"{self.address} leads to one host, and ranks are on several; publish at tcp://host:port"
             )
         agree(comm, b"", error, "Publisher")
-        station = Station(
-            tuple(a for door in self._doors for a in door.addresses), networks[comm.rank], os.getpid()
+        endpoint = Endpoint(
+            tuple(a for listener in self._listeners for a in listener.addresses),
+            networks[comm.rank],
+            os.getpid(),
         )
-        rows = share_text(comm, json.dumps(station.__dict__))
+        rows = share_text(comm, json.dumps(endpoint.__dict__))
         table = Table(
-            mark,
+            publisher_id,
             {name: layout.to_json() for name, layout in self._layouts.items()},
-            tuple(Station(**json.loads(row)) for row in rows),
+            tuple(Endpoint(**json.loads(row)) for row in rows),
         )
         self._store = VersionStore(
-            self._layouts, comm.rank, bytes.fromhex(mark), self._copies, sums=where.folder is None
+            self._layouts, comm.rank, bytes.fromhex(publisher_id), self._copies, sums=where.folder is None
         )
-        self._server = VersionServer(self._doors, self._store, mark, self._newest, table)
-        self._when_lost = weakref.finalize(self, _give_back, *self._opened())
+        self._server = VersionServer(self._listeners, self._store, publisher_id, self._newest, table)
+        self._when_lost = weakref.finalize(self, _release_resources, *self._opened())
 
     def _open_first(self, where: Address, given: bytes | None) -> list[str]:
-        """Open rank 0's door and keep the token; return address, token, mark and token file as text."""
+        """Open rank 0's listener and keep the token; return address, token, publisher id and token file as text."""
         token = new_token() if given is None else given
         if where.folder is not None:
             self._lock = FolderLock(where.folder)
         try:
             if where.folder is not None:
-                self._doors = [folder_door(where.folder, token)]
+                self._listeners = [folder_listener(where.folder, token)]
             else:
                 hosts = (where.host,) if where.host not in _ANY else addresses_towards(())
-                self._doors = [tcp_door(hosts, where.port, token)]
-                where = Address.parse(self._doors[0].addresses[0])
+                self._listeners = [tcp_listener(hosts, where.port, token)]
+                where = Address.parse(self._listeners[0].addresses[0])
         except OSError as error:
             is_taken = where.folder is None and error.errno == errno.EADDRINUSE
             advice = "; give another port, or 0 for a free one" if is_taken else ""
@@ -207,7 +209,7 @@ class Publisher:
         if given is None:
             self.token_file = where.token_file
             write_token(self.token_file, token)
-        return [str(where), token.hex(), secrets.token_bytes(MARK_BYTES).hex(), str(self.token_file or "")]
+        return [str(where), token.hex(), secrets.token_bytes(ID_BYTES).hex(), str(self.token_file or "")]
 
     def __repr__(self) -> str:
         offered = "no version" if self.version is None else f"version {self.version}"
@@ -222,7 +224,7 @@ class Publisher:
         return self._version
 
     def members(self) -> tuple[Member, ...]:
-        """Return the subscribers that are in touch, with what they serve. On rank 0; elsewhere nothing."""
+        """Return the connected subscribers, on rank 0; an empty tuple elsewhere."""
         return self._newest.members() if self._newest is not None else ()
 
     @overload
@@ -242,11 +244,10 @@ class Publisher:
 
         Args:
             version: an integer from 0 to 2^63 - 1, above the last one.
-            wait: False returns a `Work` at once, and the arrays may change when its `wait()` has returned. One at a
-                time: the next call of this publisher waits for it. What went wrong in it, and was told to nobody on
-                some rank, that call raises, on every rank alike.
-            stream: on GPUs, behind whose work the arrays are read, of CuPy or torch; by default the current one of the
-                caller, also in the background.
+            wait: False returns a `Work` at once, and the arrays may change when its `wait()` has returned. The next
+                call of this publisher waits for it, and raises, on every rank, an error of it that no call has raised.
+            stream: on GPUs, the CuPy or torch stream after whose work the arrays are read; by default the caller's
+                current one, also in the background.
 
         Every rank raises the same error.
 
@@ -280,7 +281,7 @@ class Publisher:
         return self._background.start(lambda: self._publish(version, error), f"publish({version})")
 
     def _publish(self, version: int, error: Exception | None) -> None:
-        """Publish a version, unless a rank is to tell what went wrong with the last one."""
+        """Publish a version, or raise a pending error on all ranks."""
         with self._dropping:
             self._publishes = True
         try:
@@ -322,9 +323,9 @@ class Publisher:
     # ---- life
 
     def close(self, timeout_s: float = 30.0) -> None:
-        """Let the members that are in touch have the newest version, then end. Closing twice is safe.
+        """Give connected subscribers time to get the newest version, then close. Closing twice is safe.
 
-        It has ended afterwards, also where this raises: the address is free, and the memory of versions is given back.
+        It is closed afterwards, also if this raises: the address is free, and the memory of versions is freed.
 
         Collective: all ranks of the communicator call this.
 
@@ -336,7 +337,7 @@ class Publisher:
         Raises:
             CommError: timeout_s is not a number of seconds; nobody is waited for.
             MismatchError: another rank does not close it.
-            LowshardError: what went wrong in the background, and was told to nobody.
+            LowshardError: a pending error of a background publish.
         """
         if self._closed:
             return
@@ -352,9 +353,9 @@ class Publisher:
         self._end()
 
     def _close(self, timeout_s: float) -> None:
-        """Wait for members, and raise on all ranks what one of them is to tell."""
+        """Wait for members, and raise any rank's pending error on all ranks."""
         comm, wait_s, has_news = self._comm, 0.0, False
-        untold = self._background.settle()
+        pending_error = self._background.settle()
         error: CommError | None = None
         try:
             wait_s = number(timeout_s, "timeout_s is a number of seconds, 0 or more", CommError, 0)
@@ -362,18 +363,18 @@ class Publisher:
             error = found
         try:
             agree(comm, b"close", error, "close")
-            has_news = self._wait_for_members(wait_s, untold is not None)
+            has_news = self._wait_for_members(wait_s, pending_error is not None)
             if comm.rank:  # ahead of rank 0, which makes room for the next publisher
-                self._let_go()
-            agree(comm, b"", untold, "close")
+                self._release()
+            agree(comm, b"", pending_error, "close")
         except (PeerFailed, TimedOut):  # where a rank has failed nobody is waited for
             if has_news:
                 raise
-            if untold is not None:
-                raise untold from None
+            if pending_error is not None:
+                raise pending_error from None
 
     def _wait_for_members(self, wait_s: float, has_news: bool) -> bool:
-        """Wait until all members have the newest version, or the time of rank 0 is over; all ranks end together."""
+        """Wait until all members have the newest version or time is over; return if any rank has an error."""
         end_s = time.monotonic() + wait_s
         while True:  # in rounds: rank 0 may wait longer than the communicator's deadline
             is_over = True
@@ -386,35 +387,35 @@ class Publisher:
                 return any(row[1] for row in rows)
 
     def _end(self) -> None:
-        """Let go, and give the communicator back, as all ranks do."""
-        self._let_go()
+        """Release everything, and close the communicator with the other ranks."""
+        self._release()
         if os.getpid() == self._pid:
             with contextlib.suppress(CommError):  # where a rank has died the end of the process does it
                 self._background.close()
 
     def _leave(self, error: BaseException) -> None:
-        """Let go without the other ranks: they may not come, and what is under way has a deadline of its own."""
-        self._let_go()
+        """Release everything without the other ranks, which may not come."""
+        self._release()
         if os.getpid() == self._pid:
             self._comm.__exit__(type(error), error, None)
 
-    def _let_go(self) -> None:
-        """Give back what this rank has opened, and drop arrays and snapshots. Again, it does nothing."""
+    def _release(self) -> None:
+        """Release this rank's resources, arrays and snapshots. Repeating it does nothing."""
         if self._when_lost is not None:
             self._when_lost.detach()
         self._closed, is_served = True, self._server is not None
         try:
-            _give_back(*self._opened())
+            _release_resources(*self._opened())
         finally:
             if os.getpid() == self._pid:
-                self._server, self._doors = None, []
+                self._server, self._listeners = None, []
                 with self._dropping:
                     if is_served and not self._publishes:
                         self._drop()
 
     def _opened(self) -> _Opened:
         token_file = self.token_file if self._comm.rank == 0 else None
-        return self._pid, self._lock, tuple(self._doors), self._newest, self._server, token_file
+        return self._pid, self._lock, tuple(self._listeners), self._newest, self._server, token_file
 
     def _drop(self) -> None:
         self._arrays = {}
@@ -430,39 +431,39 @@ class Publisher:
             self._leave(error)
 
 
-def _give_back(
+def _release_resources(
     pid: int,
     lock: FolderLock | None,
-    doors: Sequence[Door],
+    listeners: Sequence[Door],
     newest: Newest | None,
     server: VersionServer | None,
     token_file: Path | None,
 ) -> None:
-    """Give back what a rank has opened, each thing whatever becomes of the others."""
+    """Release what a rank has opened, each resource even if another fails."""
     is_own = os.getpid() == pid
     with contextlib.ExitStack() as stack:  # the last one first
         if lock is not None:
             stack.callback(lock.release)
         if server is None or not is_own:
-            for door in doors:
-                stack.callback(door.close)
+            for listener in listeners:
+                stack.callback(listener.close)
         if is_own and server is not None:
             stack.callback(server.close)
         if is_own and newest is not None:
             with newest.changed:
                 newest.closing = True
                 newest.changed.notify_all()
-        if is_own and token_file is not None and doors:
-            stack.callback(remove_token, token_file, doors[0].token)
+        if is_own and token_file is not None and listeners:
+            stack.callback(remove_token, token_file, listeners[0].token)
 
 
-def _door_of(where: Address, rank: int, token: bytes) -> Door:
-    """Return the door of a rank other than 0."""
+def _listener_of(where: Address, rank: int, token: bytes) -> Door:
+    """Return the listener of a rank other than 0."""
     if where.folder is not None:
-        return folder_door(where.folder / f"rank-{rank}", token)
+        return folder_listener(where.folder / f"rank-{rank}", token)
     own = {address for addresses in interface_addresses().values() for address in addresses}
     if is_loopback(where.host) or where.host in own or where.host in _ANY:
         hosts: tuple[str, ...] = (where.host,)
     else:
         hosts = addresses_towards([where.host])
-    return tcp_door(hosts, 0, token)
+    return tcp_listener(hosts, 0, token)

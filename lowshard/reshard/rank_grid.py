@@ -1,4 +1,4 @@
-"""Which rank holds which cell of a grid, and its replicas: by arithmetic where ranks are regular, else by a list."""
+"""Which ranks hold each cell of a partition: by strides where ranks are regular, else by a list."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from lowshard.bounded import keeps_hash
 from lowshard.errors import MeshError
 from lowshard.mesh import MOST_RANKS
 
-MOST_SEATS = 1 << 20
-"""Ranks that hold parts of one tensor, at most: some questions list them all."""
+MOST_HOLDERS = 1 << 20
+"""Most ranks that hold parts of one tensor: some queries list them all."""
 
 Axis = tuple[int, int]
-"""Places along it, and by how much the rank grows from one to the next."""
+"""Its size, and the stride of ranks along it."""
 
 
 @keeps_hash
 @dataclass(frozen=True)
 class Grid:
-    """Ranks as a sum of strides: `offset + sum(place * stride)` over all axes.
+    """Ranks as a sum of strides: `offset + sum(index * stride)` over all axes.
 
     Cells are row-major over dims, and within a dim over its axes, outer first; replicas over the replica axes.
 
     Args:
-        dims: for each dim of the array the axes that cut it, outer first.
-        copies: the axes along which ranks hold the same.
-        offset: the rank at place 0 of every axis.
+        dims: for each dim of the array the axes that shard it, outer first.
+        copies: the axes along which the array is replicated.
+        offset: the rank at index 0 of every axis.
 
     Raises:
-        MeshError: strides that give one rank to two places, or sizes below 1.
+        MeshError: strides that give one rank to two positions, or sizes below 1.
     """
 
     dims: tuple[tuple[Axis, ...], ...]
@@ -72,9 +72,9 @@ class Grid:
                     "than all that the axes inside it reach"
                 )
             reach += (n - 1) * stride
-        if self.cells * self.replicas > MOST_SEATS or self.offset + reach > MOST_RANKS:
+        if self.cells * self.replicas > MOST_HOLDERS or self.offset + reach > MOST_RANKS:
             raise MeshError(
-                f"a grid has at most {MOST_SEATS} ranks, none above {MOST_RANKS}: got {self.cells} cells with "
+                f"a grid has at most {MOST_HOLDERS} ranks, none above {MOST_RANKS}: got {self.cells} cells with "
                 f"{self.replicas} replicas each, up to rank {self.offset + reach}"
             )
         put(self, "_radix", tuple(radix))
@@ -84,8 +84,8 @@ class Grid:
         """The lowest rank, and one more than the highest."""
         return self.offset, self.offset + 1 + sum((n - 1) * stride for stride, n, _, _ in self._radix)
 
-    def seat(self, rank: int) -> tuple[int, int] | None:
-        """Return the cell that a rank holds and which of its replicas it is, or None outside."""
+    def position(self, rank: int) -> tuple[int, int] | None:
+        """Return (cell, replica) of a rank, or None if it holds nothing."""
         left = _rank(rank) - self.offset
         if left < 0:
             return None
@@ -124,7 +124,7 @@ class Grid:
 
     @cached_property
     def _steps(self) -> npt.NDArray[np.int64]:
-        """What each replica's rank has over that of the first, in the order of replicas."""
+        """The offset of each replica's rank from the first's."""
         steps = np.zeros(1, np.int64)
         for n, stride in self.copies:
             steps = (steps[:, None] + np.arange(n) * stride).reshape(-1)
@@ -139,7 +139,7 @@ class Grid:
 @keeps_hash
 @dataclass(frozen=True)
 class Roster:
-    """Ranks by a list: for each cell those that hold it, in the order of replicas.
+    """Ranks by a list: for each cell its holders, in the order of replicas.
 
     Raises:
         MeshError: a rank with two cells, or a cell nobody holds.
@@ -166,12 +166,12 @@ class Roster:
         every = [rank for ranks in self.holders for rank in ranks]
         return min(every), max(every) + 1
 
-    def seat(self, rank: int) -> tuple[int, int] | None:
-        """Return the cell that a rank holds and which of its replicas it is, or None outside."""
-        return self._seats.get(_rank(rank))
+    def position(self, rank: int) -> tuple[int, int] | None:
+        """Return (cell, replica) of a rank, or None if it holds nothing."""
+        return self._positions.get(_rank(rank))
 
     @cached_property
-    def _seats(self) -> dict[int, tuple[int, int]]:
+    def _positions(self) -> dict[int, tuple[int, int]]:
         return {
             rank: (cell, replica)
             for cell, ranks in enumerate(self.holders)

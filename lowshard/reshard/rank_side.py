@@ -1,4 +1,4 @@
-"""One rank's side of a reshard: its arrays, checked, as the items that the mover takes, agreed on with the others."""
+"""One rank's arrays in a reshard, checked, and the items that the mover moves, agreed on between ranks."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ Array = Any
 
 
 class Side:
-    """What a rank holds of a reshard."""
+    """One rank's arrays and items of a reshard."""
 
-    gives: dict[int, list[Item]]
-    takes: dict[int, list[Item]]
-    keeps: list[Item]
+    sends: dict[int, list[Item]]
+    receives: dict[int, list[Item]]
+    copies: list[Item]
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Side:
         self._src: dict[int, Array] = {}
         self._dst: dict[int, Array] = {}
         self._given: tuple[Mapping[str, Any], ...] = tuple(
-            {name: errors.guard(view_of, a, str(name), writes) for name, a in (arrays or {}).items()}
+            {name: errors.collect_error(view_of, a, str(name), writes) for name, a in (arrays or {}).items()}
             for arrays, writes in ((src, False), (dst, True))
         )
         self.mine = RankPlan(comm.rank, {}, {}, ())
@@ -67,15 +67,15 @@ class Side:
             )
         self.mine = plan.for_rank(comm.rank)
         sends = [m for found in self.mine.sends.values() for m in found]
-        handed = {m.entry for m in sends if self._handed(m)}
-        for number in sorted({m.entry for m in (*self.mine.copies, *sends) if not self._handed(m)}):
+        forwarded = {m.entry for m in sends if self._is_forwarded(m)}
+        for number in sorted({m.entry for m in (*self.mine.copies, *sends) if not self._is_forwarded(m)}):
             self._look_up_source(number)
         for number, entry in enumerate(plan.entries):
             if comm.rank not in entry.dst:
                 continue
             name = entry.dst_local_name(comm.rank)
             if self._transforms(name):
-                if number in handed:
+                if number in forwarded:
                     raise MismatchError(
                         f"{name}: a multicast plan hands arrays on, and a transform stores none"
                     )
@@ -84,7 +84,7 @@ class Side:
         self._require_apart()
 
     def _require_apart(self) -> None:
-        """Refuse destinations that lie over one another, or over sources: others read these while those are written."""
+        """Refuse destinations that overlap one another or sources, which peers read meanwhile."""
         rank, entries = self.comm.rank, self.plan.entries
         by_name = {e.dst_local_name(rank): n for n, e in enumerate(entries) if rank in e.dst}
         results = [(entries[n].dst_local_name(rank), a) for n, a in self._dst.items()]
@@ -113,7 +113,7 @@ class Side:
                 )
 
     def _look_up_source(self, entry: int) -> None:
-        """Look up a source array; one that is quantised is taken anew."""
+        """Look up a source array; a quantised one is dequantised again."""
         e = self.plan.entries[entry]
         name = e.src_local_name(self.comm.rank)
         self._src[entry] = self._array(0, name, e, e.src.local_shape(self.comm.rank))
@@ -150,11 +150,11 @@ class Side:
         return {self.plan.entries[n].name: a for n, a in self._src.items() if n not in self.quantised}
 
     def targets(self) -> Mapping[int, Array]:
-        """Return the destination arrays that are written, by tensor."""
+        """Return the destination arrays, by tensor."""
         return self._dst
 
     def published(self) -> list[Array | None]:
-        """Return this rank's source arrays by tensor; None for those that are not read where they lie."""
+        """Return this rank's source arrays by tensor; None for those that peers do not read in place."""
         rank, found = self.comm.rank, []
         for n, entry in enumerate(self.plan.entries):
             array = self._src.get(n) if rank in entry.src else None
@@ -168,23 +168,23 @@ class Side:
         return found
 
     def refresh(self) -> None:
-        """Take quantised sources anew: what they stand for lies elsewhere each time."""
+        """Dequantise quantised sources again."""
         for entry in self.quantised:
-            self._errors.guard(self._look_up_source, entry)
-        for item in (*self.keeps, *(i for found in self.gives.values() for i in found)):
-            if item.array in self.quantised and not item.hands_on:
+            self._errors.collect_error(self._look_up_source, entry)
+        for item in (*self.copies, *(i for found in self.sends.values() for i in found)):
+            if item.array in self.quantised and not item.is_forwarded:
                 item.source = self._src[item.array]
 
     def close(self) -> None:
-        """Let go of arrays."""
+        """Drop the arrays."""
         self._src, self._dst, self._given = {}, {}, ({}, {})
-        self.gives, self.takes, self.keeps = {}, {}, []
+        self.sends, self.receives, self.copies = {}, {}, []
 
     def _transforms(self, name: str) -> bool:
         return self._transform is not None and self._transform.should_transform(name)
 
-    def _handed(self, move: Move) -> bool:
-        """Say whether a move's source is a destination array: multicast hands on."""
+    def _is_forwarded(self, move: Move) -> bool:
+        """Return whether a move's source is a destination array that multicast forwards."""
         if not self.plan.multicast:
             return False
         entry = self.plan.entries[move.entry]
@@ -192,20 +192,20 @@ class Side:
 
     # ---- items: what travels for a move
 
-    def shake_hands(self) -> None:
-        """Make the items, and compare what each pair of ranks will move: how many arrays, of what dtypes and shapes."""
+    def agree_on_items(self) -> None:
+        """Make the items, and compare for each pair of ranks how many arrays of which dtypes and shapes they move."""
         comm, errors = self.comm, self._errors
         size = comm.size
-        self.gives = {p: [self._item(m) for m in found] for p, found in self.mine.sends.items()}
-        self.takes = {p: [self._item(m) for m in found] for p, found in self.mine.receives.items()}
-        self.keeps = [self._item(m) for m in self.mine.copies]
+        self.sends = {p: [self._item(m) for m in found] for p, found in self.mine.sends.items()}
+        self.receives = {p: [self._item(m) for m in found] for p, found in self.mine.receives.items()}
+        self.copies = [self._item(m) for m in self.mine.copies]
         if self.conversion is not None:
-            for item in (*(i for found in self.gives.values() for i in found), *self.keeps):
+            for item in (*(i for found in self.sends.values() for i in found), *self.copies):
                 self.conversion.expect(item)
         mine, theirs = np.zeros((2, size, 3), np.int64)
-        for table, side, gives in ((mine, self.gives, True), (theirs, self.takes, False)):
+        for table, side, sends in ((mine, self.sends, True), (theirs, self.receives, False)):
             for peer, items in side.items():
-                table[peer] = errors.guard(self._summary, items, gives) or 0
+                table[peer] = errors.collect_error(self._summary, items, sends) or 0
         said = trade(comm, mine, [3] * size, [3] * size).reshape(size, 3)
         for peer in range(size):
             if errors.error is None and (said[peer] != theirs[peer]).any():
@@ -215,9 +215,9 @@ class Side:
                     "prepare_recv give the same number of arrays of the same dtypes and shapes; use one kind of "
                     "transform on both sides, or none on the sender for a receiver that takes what is sent as it is"
                 ))  # fmt: skip
-        for item in self.keeps:
+        for item in self.copies:
             if errors.error is None:
-                errors.guard(self._check_kept, item)
+                errors.collect_error(self._check_kept, item)
         agree(comm, b"", errors.take(), "reshard")
 
     def _item(self, move: Move) -> Item:
@@ -225,18 +225,18 @@ class Side:
         src_name, dst_name = entry.src_local_name(move.src_rank), entry.dst_local_name(move.dst_rank)
         item = Item(
             move.id, entry.name, move.src_box, move.dst_box, entry.src.dtype, src_name=src_name, dst_name=dst_name,
-            array=move.entry, hands_on=self._handed(move),
+            array=move.entry, is_forwarded=self._is_forwarded(move),
         )  # fmt: skip
-        if item.hands_on:
-            seat = entry.dst.seats.seat(move.dst_rank)
-            item.turn = 0 if seat is None else seat[1].bit_length()
+        if item.is_forwarded:
+            position = entry.dst.rank_map.position(move.dst_rank)
+            item.turn = 0 if position is None else position[1].bit_length()
         if move.src_rank == rank:
-            item.source = (self._dst if item.hands_on else self._src).get(move.entry)
-            item.makes = self._transforms(src_name) and not item.hands_on
-        elif not item.hands_on:
+            item.source = (self._dst if item.is_forwarded else self._src).get(move.entry)
+            item.makes = self._transforms(src_name) and not item.is_forwarded
+        elif not item.is_forwarded:
             shape = entry.src.local_shape(move.src_rank)
             assert shape is not None
-            item.there = box_span(slices_of(move.src_box), shape, entry.src.itemsize_bytes)
+            item.remote_span = box_span(slices_of(move.src_box), shape, entry.src.itemsize_bytes)
         if move.dst_rank == rank:
             item.target = self._dst.get(move.entry)
             item.stores = self._transforms(dst_name)
@@ -275,11 +275,11 @@ class Side:
                 f"{list(item.got)} to receive; prepare_send and prepare_recv give the same"
             )
 
-    def _summary(self, items: Sequence[Item], gives: bool) -> tuple[int, int, int]:
+    def _summary(self, items: Sequence[Item], sends: bool) -> tuple[int, int, int]:
         digest, arrays = hashlib.blake2b(digest_size=7), 0
         for item in items:
-            forms = self._send_format(item) if gives else self._recv_format(item)
-            if gives:
+            forms = self._send_format(item) if sends else self._recv_format(item)
+            if sends:
                 item.sent = tuple(forms)
             else:
                 item.got = tuple(forms)

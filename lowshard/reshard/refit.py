@@ -1,4 +1,4 @@
-"""Refit: serving weights that follow training weights, version by version, each whole or not at all."""
+"""Refit: keeps serving weights in step with training weights, each version whole or not at all."""
 
 from __future__ import annotations
 
@@ -33,7 +33,6 @@ from lowshard.kernels.buffer import is_gpu, twins_of
 from lowshard.reshard.published_tensors import same_again
 from lowshard.reshard.reshard_plan import ReshardPlan
 from lowshard.reshard.reshard_run import RefitCost, Report, Reshard, Settings, argument_error
-from lowshard.reshard.source_sample import sample
 from lowshard.reshard.version_changes import VersionChanges
 from lowshard.reshard.vote import Vote, version_number
 from lowshard.transfer.transform_contract import ReshardTransform
@@ -42,10 +41,11 @@ Array = Any
 Buffering = Literal["double", "in_place"]
 Delta = Literal["off", "auto", "always"]
 _NONE = -1
+_LINE_BYTES, _FEW_LINES, _STEP_BYTES = 64, 64, 64 << 10
 
 
 class _Served(NamedTuple):
-    """What is served: which of the sets, the version in it, whether it is a mix. Swapped as one."""
+    """The set that is served, its version, and whether it is a mix. Replaced as one."""
 
     at: int
     version: int | None
@@ -318,7 +318,7 @@ class Refit:
         if wait:
             with self.comm.meeting(what, stream) as wrong:
                 return self._refit(version, pushes, error or wrong, None)
-        before = sample(self._movers[0].sources()) if pushes else {}
+        before = _sample(self._movers[0].sources()) if pushes else {}
         if stream is None and self.comm.xp is not np:
             stream = self.comm.xp.cuda.get_current_stream()
 
@@ -331,7 +331,7 @@ class Refit:
     def _refit(
         self, version: int | None, pushes: bool, wrong: Exception | None, before: Mapping[str, bytes] | None
     ) -> Report:
-        """Move a version; `before` is what the sources were in the caller's thread, where this is another one."""
+        """Move a version; `before` has samples of the sources if this runs in the background."""
         cost = RefitCost()
         target = 0 if self.buffering == "in_place" else 1 - self._now.at
         with cost.phase("readers"):
@@ -368,24 +368,24 @@ class Refit:
         return report
 
     def _move(self, target: int, number: int, follows: bool, cost: RefitCost) -> Report:
-        """Bring a version to all ranks, all of it or what differs from the one before."""
+        """Move a version to all ranks, all of it or only the delta."""
         self._torn_s = None
         cost.changed_elems = self._given_elems
         if self._changes is not None:
-            return self._changes.run(target, number, follows, cost, self._tear)
-        self._tear()
+            return self._changes.run(target, number, follows, cost, self._mark_torn)
+        self._mark_torn()
         with cost.phase("move"):
             report = self._movers[target].run(number)
         cost.dense_bytes = cost.sent_bytes = report.sent_bytes
         return report
 
-    def _tear(self) -> None:
-        """Note that from now on bytes are written into what is served, if so they are."""
+    def _mark_torn(self) -> None:
+        """Record that the served arrays are being overwritten, with buffering="in_place"."""
         if self.buffering == "in_place" and self._torn_s is None:
             self._now, self._torn_s = self._now._replace(torn=True), time.perf_counter()
 
     def _await_readers(self, target: int) -> TimedOut | None:
-        """Wait until nobody reads a set of arrays any more; return what is wrong where somebody still does."""
+        """Wait until no thread reads a set of arrays; return the error if that takes too long."""
         limit_s = self.comm.timeout_s / 2
         with self._reading:
             if self._reading.wait_for(lambda: not self._readers[target], limit_s):
@@ -397,10 +397,10 @@ class Refit:
         )
 
     def _changed(self, before: Mapping[str, bytes] | None) -> VerificationError | None:
-        """Return what is wrong where a source is not what it was."""
+        """Return the error if a source changed during a background push."""
         if not before:
             return None
-        after = sample(self._movers[0].sources())
+        after = _sample(self._movers[0].sources())
         changed = [name for name, lines in before.items() if after.get(name) != lines]
         if not changed:
             return None
@@ -412,16 +412,16 @@ class Refit:
     def _agreed(
         self, version: int | None, pushes: bool, error: Exception | None, in_background: bool
     ) -> tuple[int, bool, bool]:
-        """Return the version pushed, whether a rank is in the background, and whether all hold the one before."""
+        """Return the version pushed, whether any rank is in the background, and whether all hold the one before."""
         number = _NONE
         try:
             if version is not None or pushes:
                 number = version_number(version)
         except PlanError as caught:
             error = caught
-        gives = pushes and self._serves_sources
+        sends = pushes and self._serves_sources
         held = 0 if self._changes is None else self._changes.follows
-        said = np.array([number, pushes, gives, error is not None, in_background, held], np.int64)
+        said = np.array([number, pushes, sends, error is not None, in_background, held], np.int64)
         rows: list[list[int]] = [row.tolist() for row in share(self.comm.control, said)]
         pushed = {number for number, pushes, *_ in rows if pushes}
         wanted = {number for number, *_ in rows if number != _NONE}
@@ -485,7 +485,7 @@ class Refit:
 
 
 def _twins(comm: Communicator, arrays: Mapping[str, Array]) -> dict[str, Array]:
-    """Return arrays of the same forms and content, where others can write them."""
+    """Return arrays like these with the same content, in memory that peers can write."""
     wrong = next((a for a in arrays.values() if not isinstance(a, np.ndarray) and not is_gpu(a)), None)
     if wrong is not None:
         raise PlanError(
@@ -504,3 +504,15 @@ def _twins(comm: Communicator, arrays: Mapping[str, Array]) -> dict[str, Array]:
         raise CommError(
             f"there is no memory for a second set of destinations ({error}); refit with buffering='in_place'"
         ) from error
+
+
+def _sample(arrays: Mapping[str, Any]) -> dict[str, bytes]:
+    """Return a cache line of each 64 KiB, at least 64 lines, of each array of host memory, by name."""
+    found = {}
+    for name, array in arrays.items():
+        if isinstance(array, np.ndarray) and array.flags.c_contiguous and array.nbytes:
+            data = array.reshape(-1).view(np.uint8)
+            step = max(_LINE_BYTES, min(_STEP_BYTES, data.size // _FEW_LINES))
+            whole = data[: data.size // step * step].reshape(-1, step)
+            found[name] = whole[:, :_LINE_BYTES].tobytes() + data[-_LINE_BYTES:].tobytes()
+    return found

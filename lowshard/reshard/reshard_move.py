@@ -1,4 +1,4 @@
-"""The records a reshard plan is made of: tensors, boxes that go from rank to rank, and one rank's share of them."""
+"""The records of a reshard plan: tensors, moved boxes, and one rank's part of the plan."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ from lowshard.reshard.tensor_layout import TensorLayout
 
 
 class Move(NamedTuple):
-    """One box that one rank gives another, or itself."""
+    """One box that one rank sends to another, or copies locally."""
 
     id: int
-    """The same on both sides. It tells destination rank, tensor and tile, and nothing else: it stays when ranks
-    or tensors are added at the end."""
+    """Equal on both ranks; made of destination rank, tensor and tile, so appending ranks or tensors keeps it."""
     entry: int
-    """Which tensor of the plan."""
+    """The tensor's number in the plan."""
     src_rank: int
     dst_rank: int
     src_box: Box
@@ -35,7 +34,7 @@ class Move(NamedTuple):
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of a plan: where it comes from and where it goes to."""
+    """One tensor of a plan, with its source and destination layouts."""
 
     name: str
     """Its name over all ranks, on the destination side."""
@@ -44,9 +43,9 @@ class Entry:
     src: TensorLayout
     dst: TensorLayout
     src_names: Mapping[int, str] = field(default_factory=dict)
-    """What source ranks call it, where that is not `src_name`."""
+    """Its name on source ranks where that is not `src_name`."""
     dst_names: Mapping[int, str] = field(default_factory=dict)
-    """What destination ranks call it, where that is not `name`."""
+    """Its name on destination ranks where that is not `name`."""
 
     def __post_init__(self) -> None:
         if self.src.shape != self.dst.shape:
@@ -62,17 +61,17 @@ class Entry:
             )
 
     def src_local_name(self, rank: int) -> str:
-        """Return what a source rank calls it."""
+        """Return the tensor's name on a source rank."""
         return self.src_names.get(rank, self.src_name)
 
     def dst_local_name(self, rank: int) -> str:
-        """Return what a destination rank calls it."""
+        """Return the tensor's name on a destination rank."""
         return self.dst_names.get(rank, self.name)
 
 
 @dataclass(frozen=True)
 class RankPlan:
-    """What one rank does: what it sends and receives, by peer in the order of the wire, and what it copies."""
+    """One rank's sends and receives, by peer in the order they are sent, and its local copies."""
 
     rank: int
     sends: Mapping[int, tuple[Move, ...]]
@@ -81,5 +80,5 @@ class RankPlan:
 
     @property
     def incoming(self) -> tuple[Move, ...]:
-        """Everything that is written on this rank, by tensor and place."""
+        """All moves that write on this rank, by tensor and position."""
         return tuple(sorted(chain(self.copies, *self.receives.values()), key=lambda m: (m.entry, m.dst_box)))

@@ -1,7 +1,7 @@
-"""The plan of a reshard: two tables of layouts, and by arithmetic what each rank sends, receives and copies.
+"""The plan of a reshard: two tables of layouts, and from them what each rank sends, receives and copies.
 
-A plan is a value that is equal on all ranks; its digest stands for all of it. What one rank has to do is worked out
-from the layouts of its own tensors alone, in time that does not grow with the number of ranks.
+A plan is equal on all ranks, and its digest stands for it. One rank's part is computed from the layouts of its own
+tensors alone, in time that does not grow with the number of ranks.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class ReshardPlan:
     # ---- what a rank does
 
     def for_rank(self, rank: int) -> RankPlan:
-        """Return what one rank does. Pure: any process may ask for any rank; the result is kept.
+        """Return one rank's part of the plan. Pure: any process may ask for any rank; the result is cached.
 
         Raises:
             PlanError: the sources do not hold all of what the rank needs.
@@ -75,15 +75,15 @@ class ReshardPlan:
         return found
 
     def sends(self, rank: int) -> tuple[Move, ...]:
-        """Return what a rank gives others, by peer in the order of the wire."""
+        """Return a rank's sends, by peer in the order they are sent."""
         return tuple(chain.from_iterable(self.for_rank(rank).sends.values()))
 
     def receives(self, rank: int) -> tuple[Move, ...]:
-        """Return what a rank gets from others, by peer in the order of the wire."""
+        """Return a rank's receives, by peer in the order they are sent."""
         return tuple(chain.from_iterable(self.for_rank(rank).receives.values()))
 
     def copies(self, rank: int) -> tuple[Move, ...]:
-        """Return what stays on a rank."""
+        """Return a rank's local copies."""
         return self.for_rank(rank).copies
 
     @cached_property
@@ -92,7 +92,7 @@ class ReshardPlan:
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
-        """The tensors by kind: those that go from one layout to one other are planned together."""
+        """The tensors grouped by (source layout, destination layout): a group is planned once."""
         return self._schedule.kinds
 
     # ---- bytes
@@ -101,15 +101,15 @@ class ReshardPlan:
     def ranks(self) -> tuple[int, ...]:
         """Every rank that holds something on either side, ascending."""
         found: set[int] = set()
-        for seats in {layout.seats for kind in self.kinds for layout in (kind.src, kind.dst)}:
-            for cell in range(seats.cells):
-                found.update(seats.ranks(cell))
+        for rank_map in {layout.rank_map for kind in self.kinds for layout in (kind.src, kind.dst)}:
+            for cell in range(rank_map.cells):
+                found.update(rank_map.ranks(cell))
         return tuple(sorted(found))
 
     @property
     def world_size(self) -> int:
         """The smallest communicator that holds every rank."""
-        return max(layout.seats.span[1] for kind in self.kinds for layout in (kind.src, kind.dst))
+        return max(layout.rank_map.span[1] for kind in self.kinds for layout in (kind.src, kind.dst))
 
     @property
     def size_bytes(self) -> int:
@@ -139,7 +139,7 @@ class ReshardPlan:
         return move.elems * self.entries[move.entry].src.itemsize_bytes
 
     def egress_bound_bytes(self, rank: int) -> float:
-        """Return what a rank sends at most: for each line it serves, the mean and one request (see `share`)."""
+        """Return the most bytes a rank sends: per request queue, the mean and one request (see `replica_shares`)."""
         return self._schedule.egress_bound_bytes(_rank(rank))
 
     def check_coverage(self, ranks: Iterable[int] | None = None) -> int:
@@ -173,25 +173,25 @@ class ReshardPlan:
         return total
 
     def _verify(self) -> None:
-        """Raise PlanError unless the sources hold all of each destination, and no rank gets two tensors as one."""
+        """Raise PlanError unless the sources hold all of each destination, and names are unique on each rank."""
         taken: set[tuple[int, str]] = set()
         for kind in self.kinds:
             for cell in range(kind.dst.partition.cells):
-                self._schedule.check_sources(kind, cell, kind.dst.seats.rank(cell, 0))
+                self._schedule.check_sources(kind, cell, kind.dst.rank_map.rank(cell, 0))
         for entry in self.entries:
-            for cell in range(entry.dst.seats.cells):
-                for rank in entry.dst.seats.ranks(cell):
+            for cell in range(entry.dst.rank_map.cells):
+                for rank in entry.dst.rank_map.ranks(cell):
                     place = (rank, entry.dst_local_name(rank))
                     if place in taken:
                         raise PlanError(f"{place[1]}: rank {rank} gets two tensors of this name")
                     taken.add(place)
 
     def multicast_groups(self, entry: int) -> list[tuple[int, ...]]:
-        """Return the groups of destination ranks that get the same of a tensor, each in the order of replicas."""
+        """Return the groups of destination ranks that hold the same of a tensor, in the order of replicas."""
         most = len(self.entries) - 1
         number = whole(entry, f"an entry is the number of a tensor, 0 to {most}", PlanError, 0, most)
-        seats = self.entries[number].dst.seats
-        return [seats.ranks(cell) for cell in range(seats.cells) if seats.count(cell) > 1]
+        rank_map = self.entries[number].dst.rank_map
+        return [rank_map.ranks(cell) for cell in range(rank_map.cells) if rank_map.count(cell) > 1]
 
     # ---- text, JSON, digest
 
@@ -299,7 +299,7 @@ class ReshardPlan:
 
 @dataclass(frozen=True)
 class _Row:
-    """An entry of the table, its layouts by number."""
+    """An entry of the JSON table, its layouts by number."""
 
     name: str
     src: int

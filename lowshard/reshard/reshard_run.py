@@ -1,6 +1,6 @@
-"""Runs a reshard plan: checks a rank's arrays, agrees with the others on what travels, and has it moved.
+"""Runs a reshard plan: checks a rank's arrays, agrees with the other ranks, and moves the bytes.
 
-Memory beside the arrays is bounded: two buckets out and, where they come as messages, two in.
+Staging memory is bounded: two buckets to send and, where they arrive as messages, two to receive.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Array = Any
 Way = Literal["auto", "direct", "slots", "messages"]
 
 STAGING_BYTES = 16 << 20
-"""Memory for buckets on each rank, by default."""
+"""Default bound on staging memory of each rank."""
 MOST_STAGING_BYTES = 1 << 60
 _DIRECT, _SLOTS, _MESSAGES = "direct", "slots", "messages"
 
@@ -56,7 +56,7 @@ _DEFAULTS: Settings = {"staging_bytes": STAGING_BYTES, "checksums": False, "way"
 def argument_error(
     plan: object, src: object, dst: object, transform: object, settings: Mapping[str, object]
 ) -> LowshardError | None:
-    """Return what is wrong with the arguments of a `Reshard` on this rank, before any is used, or None."""
+    """Return what is wrong with the arguments of a `Reshard` on this rank, or None."""
     if not isinstance(plan, ReshardPlan):
         return PlanError(f"plan is a ReshardPlan, from build_reshard_plan, got {type(plan).__name__}")
     for name, arrays in (("src", src), ("dst", dst)):
@@ -100,7 +100,7 @@ class Report:
 
     @classmethod
     def of(cls, mover: Mover) -> Report:
-        """Return what a mover moves in a run."""
+        """Return the report of a mover's run."""
         return cls(
             mover.sent_bytes, mover.received_bytes, mover.copied_bytes, mover.buckets, mover.staging_bytes
         )
@@ -108,7 +108,7 @@ class Report:
 
 @dataclass(slots=True)
 class RefitCost:
-    """What a version of a refit costs a rank, filled while it is moved; `Refit.report` says what the fields mean."""
+    """The cost of a version on a rank, filled while it is moved; `Refit.report` explains the fields."""
 
     dense_bytes: int = 0
     sent_bytes: int = 0
@@ -118,7 +118,7 @@ class RefitCost:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count the seconds of a block to a phase; one that comes again adds up."""
+        """Add the seconds of a `with` block to a phase."""
         start_s = time.perf_counter()
         try:
             yield
@@ -191,13 +191,13 @@ class Reshard:
         comm, side, errors = self.comm, self.side, self._errors
         way, checksums = self._settings["way"], self._settings["checksums"]
         by_memory = way != _MESSAGES and comm.xp is np
-        errors.guard(side.prepare)
+        errors.collect_error(side.prepare)
         staging_bytes = self._settings["staging_bytes"]
         said = f"{side.plan.digest()} {bucket_sizes(comm, by_memory, staging_bytes)} {checksums} {way}"
         plan = f"plan {side.plan.digest()[:8]} of {len(side.plan.entries)} tensors"
         words = f"{plan}, staging_bytes {staging_bytes}, checksums {checksums}, way {way}"
         agree(comm, text_digest(said), errors.take(), "reshard", lambda: words)
-        side.shake_hands()
+        side.agree_on_items()
         if way in (_DIRECT, _SLOTS) and not (comm.reach.whole and by_memory):
             errors.keep(
                 MismatchError(
@@ -206,12 +206,14 @@ class Reshard:
             )
         if way in (_DIRECT, _SLOTS):
             agree(comm, b"", errors.take(), "reshard")
-        return self._mover_of(side.gives, side.takes, side.keeps, None if like is None else like._mover)
+        return self._mover_of(side.sends, side.receives, side.copies, None if like is None else like._mover)
 
-    def _mover_of(self, gives: Streams, takes: Streams, keeps: Sequence[Item], like: Mover | None) -> Mover:
+    def _mover_of(
+        self, sends: Streams, receives: Streams, copies: Sequence[Item], like: Mover | None
+    ) -> Mover:
         way, checksums = self._settings["way"], self._settings["checksums"]
         return Mover(
-            self.comm, gives, takes, keeps, self.side.published(), self.side.conversion, self._errors,
+            self.comm, sends, receives, copies, self.side.published(), self.side.conversion, self._errors,
             by_memory=way != _MESSAGES and self.comm.xp is np,
             in_place=way in ("auto", _DIRECT) and not checksums, checksums=checksums,
             staging_bytes=self._settings["staging_bytes"], like=like,
@@ -245,14 +247,14 @@ class Reshard:
         errors.error = error
         if conversion is not None:
             conversion.begin(self._just_made)
-            errors.guard(conversion.transform.begin)
+            errors.collect_error(conversion.transform.begin)
         self._just_made = False
         if self.side.quantised:
             self.side.refresh()
             mover.forget_sources()
         mover.run(version)
         if conversion is not None and errors.error is None:
-            errors.guard(conversion.transform.end)
+            errors.collect_error(conversion.transform.end)
         agree(self.comm, b"", errors.take(), "reshard")
         mover.count()
         return self.report
@@ -260,42 +262,34 @@ class Reshard:
     def run_parts(
         self,
         version: int,
-        gives: Streams,
-        takes: Streams,
-        keeps: Sequence[Item],
+        sends: Streams,
+        receives: Streams,
+        copies: Sequence[Item],
         finish: Callable[[], object],
     ) -> Report:
-        """Move some of the plan's items, and others that take the place of the rest; ends in an agreement. Collective.
-
-        Args:
-            version: as for `run`.
-            gives: what this rank gives, by peer.
-            takes: what it takes.
-            keeps: what stays.
-            finish: called when all of it has come, on all ranks; what it raises is raised on all ranks.
-        """
+        """Move some of the plan's items and others, then call `finish` when all have arrived. Collective."""
         errors, conversion = self._errors, self.side.conversion
         with self.comm.turn("reshard"):
             if conversion is not None:
                 conversion.begin(False)
-                errors.guard(conversion.transform.begin)
-            mover = self._mover_of(gives, takes, keeps, self._parts_mover or self._mover)
+                errors.collect_error(conversion.transform.begin)
+            mover = self._mover_of(sends, receives, copies, self._parts_mover or self._mover)
             self._parts_mover = mover
             mover.run(version)
             agree(self.comm, b"", errors.take(), "reshard")
-            errors.guard(finish)
+            errors.collect_error(finish)
             if conversion is not None and errors.error is None:
-                errors.guard(conversion.transform.end)
+                errors.collect_error(conversion.transform.end)
             agree(self.comm, b"", errors.take(), "reshard")
             mover.count()
         return Report.of(mover)
 
     def sources(self) -> dict[str, Array]:
-        """Return this rank's source arrays that `run` reads, by name; no quantised ones, of which it takes copies."""
+        """Return the source arrays that `run` reads in place, by name."""
         return self.side.sources()
 
     def close(self) -> None:
-        """Let go of arrays and staging. Closing twice is safe."""
+        """Drop arrays and staging memory. Closing twice is safe."""
         self._mover = self._parts_mover = None
         self.side.close()
 

@@ -1,4 +1,4 @@
-"""From a slice of an array to the slice of its block scales."""
+"""The slice of block scales that belongs to a slice of data."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lowshard.errors import PlanError
 
 
 class ScaleSliceError(PlanError, IndexError, AssertionError):
-    """A slice that no slice of block scales belongs to. Also the builtins that Megatron-LM raises here."""
+    """A slice with no matching slice of block scales. Also derives from the builtins that Megatron-LM raises here."""
 
 
 def scale_slice_from_data_slice(

@@ -1,15 +1,15 @@
-"""`Subscriber`: a job, or one process without MPI, that takes the versions that a `Publisher` offers.
+"""`Subscriber`: a job, or one process without MPI, that receives the versions of a `Publisher`.
 
 One `pull`, on every rank:
 
 ```
-rank 0 wants a newer version until one is offered, or the time is over; all ranks hear of it
+rank 0 asks for a newer version until one is offered or the time is over, and tells the other ranks
 each rank fetches its boxes into the arrays that are not served:  mapped memory | connections (`version_fetch`),
-                                  what differs from the version that is served where that is less than all of it
-all agree that they have them -> vote -> switch -> rank 0 says done
+                                  only the delta to the served version where that is smaller
+all agree that they have them -> vote -> switch -> rank 0 reports done
 ```
 
-What fails before the vote leaves the arrays that are served, and the version, as they were.
+A failure before the vote leaves the served arrays and the version unchanged.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ from lowshard.reshard.plan_builder import build_reshard_plan
 from lowshard.reshard.publication_address import Address, checked_token, read_token
 from lowshard.reshard.published_tensors import tensor_layouts
 from lowshard.reshard.tensor_layout import TensorLayout
-from lowshard.reshard.version_fetch import ENTER_S, Fetched, Source, Wanted
+from lowshard.reshard.version_fetch import ENTER_S, Fetched, FetchRequest, Source
 from lowshard.reshard.version_target import two_sets
 from lowshard.reshard.version_wire import (
     CONTROL,
     STALLED_S,
     WANT_S,
     Answer,
+    Connection,
+    ConnectionLost,
+    Endpoint,
     Greeting,
-    Line,
-    Lost,
     Request,
-    Station,
     Table,
     read_answer,
     read_table,
@@ -69,16 +69,16 @@ _TURN_S = 1.0
 
 
 class _Served(NamedTuple):
-    """What is served: which of the sets, and the version in it. Swapped as one."""
+    """The set that is served, and its version. Replaced as one."""
 
     at: int = 0
     version: int | None = None
 
 
 class _Snapshot(NamedTuple):
-    """A publisher's mark and the number of a snapshot of it, whole in a set; by default the set has none."""
+    """The snapshot a set holds: its publisher's id and its number; empty by default."""
 
-    mark: str = ""
+    publisher_id: str = ""
     number: int = 0
 
 
@@ -169,7 +169,9 @@ class Subscriber:
         self._pid = os.getpid()
         self._now = _Served()
         self._holds = [_Snapshot(), _Snapshot()]
-        self._is_misled = False  # what was said to have changed could not be: the next version is taken whole
+        self._delta_invalid = (
+            False  # what was said to have changed could not be: the next version is taken whole
+        )
         """By set. What is served is whole; the other set holds the version before, or nothing."""
         self._delta, self._fetched = delta, Fetched()
         self._attempt, self._closed, self._pulls = 0, False, False
@@ -177,7 +179,7 @@ class Subscriber:
         """Held to say that a pull begins or ends, or that this is closed: one of the two threads lets go, once."""
         self._patience_s = self._comm.timeout_s / 2 if self._comm.size > 1 else STALLED_S
         """How long rank 0 may listen to the publisher, or a rank fetch, before the ranks meet again."""
-        self._control: Line | None = None
+        self._control: Connection | None = None
         self._table_text, self._offers, self._tried, self._proven = "", "", b"", b""
         self._source: Source | None = None
         self._vote = Vote(self._comm)
@@ -202,11 +204,11 @@ class Subscriber:
         return MappingProxyType(self._sets[self._now.at].weights)
 
     def report(self) -> dict[str, int]:
-        """Return what the last version that was switched to has brought this rank. Not collective.
+        """Return what the last version cost this rank. Not collective.
 
-        - `dense_bytes`: what all of its boxes have.
-        - `received_bytes`: what came over connections.
-        - `changed_elems`: elements of what came that differ from the version before; all of what came whole.
+        - `dense_bytes`: bytes of all its boxes.
+        - `received_bytes`: bytes received over connections.
+        - `changed_elems`: elements received that differ from the version before; all of those received whole.
         """
         return asdict(self._fetched)
 
@@ -273,7 +275,7 @@ class Subscriber:
         return self._background.start(lambda: self._pull(limit_s, error), "pull")
 
     def _pull(self, limit_s: float, error: Exception | None) -> int:
-        """Take a version, unless a rank is to tell what went wrong."""
+        """Pull a version, or raise a pending error on all ranks."""
         with self._leaving:
             self._pulls = True
         try:
@@ -285,10 +287,10 @@ class Subscriber:
             with self._leaving:
                 self._pulls = False
                 if self._closed:  # by another thread, which has left this to the one that uses it
-                    self._let_go()
+                    self._release()
 
     def _taken(self, limit_s: float, error: Exception | None) -> int:
-        """Take a version and switch to it; return its number."""
+        """Receive a version and switch to it; return its number."""
         agree(self._comm, b"", error, "pull")
         offer = self._offered(time.monotonic() + limit_s, limit_s)
         self._attempt += 1  # ahead of calls in which all ranks meet: whatever interrupts one, all count alike
@@ -300,14 +302,14 @@ class Subscriber:
             )
         assert self._source is not None
         at = 1 - self._now.at
-        self._holds[at] = _Snapshot(self._source.mark, offer.number)
+        self._holds[at] = _Snapshot(self._source.publisher_id, offer.number)
         self._now = _Served(at, offer.version)
         self._fetched = fetched
         self._tell(Request("done", number=offer.number, version=offer.version))
         return offer.version
 
     def _offered(self, end_s: float, limit_s: float) -> Answer:
-        """Return what is offered, the same on all ranks, with `_source` made ready for it; or raise on all."""
+        """Return the offer, the same on all ranks, with `_source` ready for it; or raise on all."""
         while True:
             said: dict[str, Any] = {}
             if self._comm.rank == 0:
@@ -328,7 +330,7 @@ class Subscriber:
                 raise TimedOut(f"no version{newer} was offered at {self._address} within {limit_s:g} s")
 
     def _asked(self, end_s: float) -> dict[str, Any]:
-        """Ask the publisher once; return what the other ranks are told. On rank 0."""
+        """Ask the publisher once; return what to tell the other ranks. On rank 0."""
         said: dict[str, Any] = {}
         try:
             self._check_open()
@@ -337,16 +339,16 @@ class Subscriber:
                 if why is None:
                     return {"table": [self._table_text, self._proven.hex()]}
                 return {"why": why, "over": time.monotonic() >= end_s}
-            newer = self.version if self._offers == self._holds[self._now.at].mark else None
+            newer = self.version if self._offers == self._holds[self._now.at].publisher_id else None
             wait_s = min(WANT_S, max(0.0, end_s - time.monotonic()))
-            self._control.say(Request("want", self._offers, newer, wait_s))
+            self._control.send_message(Request("want", self._offers, newer, wait_s))
             answer_s = min(WANT_S + _TURN_S + STALLED_S / 3, self._patience_s)
-            answer = self._control.hear(read_answer, time.monotonic() + answer_s)
+            answer = self._control.receive_message(read_answer, time.monotonic() + answer_s)
             if answer.state == "here":
                 said["offer"] = text_of(answer)
             elif answer.state == "closed":
                 raise PeerFailed(f"the publisher at {self._address} has closed")
-        except Lost as lost:
+        except ConnectionLost as lost:
             self._disconnect()
             said["error"] = ["PeerFailed", f"the publisher at {self._address} has gone: {lost}"]
         except LowshardError as found:
@@ -359,32 +361,32 @@ class Subscriber:
         return said
 
     def _connect(self, end_s: float) -> str | None:
-        """Reach the publisher and learn what it has; return why it cannot be reached, after some tries."""
+        """Connect and receive the publisher's table; return why that failed, after some tries."""
         if self._comm.size > 1:
             end_s = min(end_s, time.monotonic() + min(ENTER_S, self._patience_s))
         while True:
             self._check_open()
             left_s = max(0.05, end_s - time.monotonic())
             try:
-                line = Line(enter([self._address.door], self._next_token, CONTROL, 0, min(ENTER_S, left_s)))
+                conn = Connection(
+                    enter([self._address.listener], self._next_token, CONTROL, 0, min(ENTER_S, left_s))
+                )
                 break
             except (ConnectionError, CommError) as error:
                 if time.monotonic() >= end_s:
                     return str(error)
                 time.sleep(min(0.05, left_s))
-        self._control = line
+        self._control = conn
         self._check_open()  # where `close` came before it could see the line
-        line.say(self._greeting)
-        table: Table = line.hear(read_table, time.monotonic() + min(STALLED_S, self._patience_s))
-        self._offers = table.mark
+        conn.send_message(self._greeting)
+        table: Table = conn.receive_message(read_table, time.monotonic() + min(STALLED_S, self._patience_s))
+        self._offers = table.publisher_id
         self._table_text = text_of(table)
         self._proven = self._tried
         return None
 
     def _next_token(self) -> bytes:
-        """Return the token for one try: that of the user, or the one that is in the file by now, as the publisher that
-        left a file may have been killed, and the next one writes its own.
-        """
+        """Return the token for one try: the user's, or the one in the file now."""
         if self._token is not None:
             self._tried = self._token
         elif self._token_file == self._address.token_file:
@@ -394,19 +396,19 @@ class Subscriber:
         return self._tried
 
     def _check_open(self) -> None:
-        """Raise CommError where another thread has left a `with` block by an error meanwhile."""
+        """Raise CommError if another thread has closed this."""
         if self._closed:
             raise CommError("this Subscriber was closed while it waited for a version")
 
     def _take_table(self, text: str, token: str) -> None:
-        """Plan for what a publisher has. All ranks do so from the same text."""
+        """Plan the fetch from a publisher's table; all ranks do so from the same text."""
         self._drop_source()
         error: LowshardError | None = None
         try:
             table = read_table.text(text)
             self._proven = bytes.fromhex(token)
             have = {name: TensorLayout.from_json(layout) for name, layout in table.layouts.items()}
-            self._source = self._planned(table.mark, table.stations, have)
+            self._source = self._planned(table.publisher_id, table.endpoints, have)
         except LowshardError as found:
             error = found
         try:
@@ -421,9 +423,11 @@ class Subscriber:
             self._source.close()
             self._source = None
 
-    def _planned(self, mark: str, stations: Sequence[Station], have: Mapping[str, TensorLayout]) -> Source:
-        """Return a source of what a publisher has."""
-        ranks = len(stations)
+    def _planned(
+        self, publisher_id: str, endpoints: Sequence[Endpoint], have: Mapping[str, TensorLayout]
+    ) -> Source:
+        """Return the source for a publisher's tensors."""
+        ranks = len(endpoints)
         plan = build_reshard_plan(have, {n: x.shifted(ranks) for n, x in self._layouts.items()})
         for move in plan.for_rank(ranks + self._comm.rank).incoming:
             refused = self._sets[0].targets[plan.entries[move.entry].name].refuses(move.dst_box)
@@ -431,22 +435,26 @@ class Subscriber:
                 raise PlanError(refused)
         fed = {entry.name: entry.src_name for entry in plan.entries}
         require_results_apart(self._sets[0].memory, self._comm.rank, lambda a, b: fed[a] == fed[b])
-        return Source(mark, stations, self._proven, have, plan, ranks + self._comm.rank)
+        return Source(publisher_id, endpoints, self._proven, have, plan, ranks + self._comm.rank)
 
     def _number_in(self, at: int) -> int:
-        """Return the snapshot of the present publisher that a set holds; 0 where it holds none of it."""
+        """Return the snapshot of the present publisher that a set holds, or 0."""
         found = self._holds[at]
-        return found.number if self._source is not None and self._source.mark == found.mark else 0
+        return (
+            found.number
+            if self._source is not None and self._source.publisher_id == found.publisher_id
+            else 0
+        )
 
     def _fetch(self, offer: Answer) -> Fetched:
         """Fill the arrays that are not served, or raise on all ranks."""
         source = self._source
         assert source is not None
-        since = self._number_in(self._now.at) if self._delta == "auto" and not self._is_misled else 0
+        since = self._number_in(self._now.at) if self._delta == "auto" and not self._delta_invalid else 0
         at = 1 - self._now.at
         served, target, behind = self._sets[1 - at], self._sets[at], self._number_in(at)
         self._holds[at] = _Snapshot()
-        wanted = Wanted(offer.number, target.targets, since, served.targets, behind)
+        wanted = FetchRequest(offer.number, target.targets, since, served.targets, behind)
 
         def take() -> Fetched:
             target.begin()
@@ -459,16 +467,18 @@ class Subscriber:
         try:
             fetched, found = self._in_turns(take, source.stop)
             error: LowshardError | None = None
-            if isinstance(found, Lost):
+            if isinstance(found, ConnectionLost):
                 error = PeerFailed(
                     f"version {offer.version} did not arrive: {found}; version {self.version} stays"
                 )
             elif found is not None:  # the others hear of it, instead of waiting
                 error = CommError(f"version {offer.version} was not taken: {type(found).__name__}: {found}")
             agree(self._comm, b"", error, "pull")
-            self._is_misled = False
+            self._delta_invalid = False
         except LowshardError as agreed:
-            self._is_misled = since > 0 and type(agreed) is CommError  # not of a rank or link that has failed
+            self._delta_invalid = (
+                since > 0 and type(agreed) is CommError
+            )  # not of a rank or link that has failed
             if not self._vote.decide(self._attempt, False):
                 self._disconnect()
                 raise
@@ -478,7 +488,7 @@ class Subscriber:
     def _in_turns(
         self, take: Callable[[], Fetched], stop: Callable[[], object]
     ) -> tuple[Fetched, Exception | None]:
-        """Fetch, and return what came or what went wrong. The ranks meet again and again until all have ended."""
+        """Fetch in a thread, while the ranks meet until all have ended; return what came or the error."""
         result: tuple[Fetched, Exception | None] = Fetched(), None
 
         def run() -> None:
@@ -505,11 +515,11 @@ class Subscriber:
         return result
 
     def _tell(self, request: Request) -> None:
-        """Have the publisher know; on rank 0."""
+        """Send the publisher a message, on rank 0."""
         if self._control is not None:
             try:
-                self._control.say(request)
-            except Lost:
+                self._control.send_message(request)
+            except ConnectionLost:
                 self._disconnect()
 
     def _disconnect(self) -> None:
@@ -520,12 +530,12 @@ class Subscriber:
     # ---- life
 
     def close(self) -> None:
-        """Wait for a version that is under way, and leave; `weights` stay readable. Closing twice is safe.
+        """Wait for a version that is under way, and disconnect; `weights` stay readable. Closing twice is safe.
 
         Collective: all ranks of the communicator call this.
 
         Raises:
-            LowshardError: what went wrong in the background, and was told to nobody.
+            LowshardError: a pending error of a background pull.
         """
         if self._closed:
             return
@@ -539,11 +549,11 @@ class Subscriber:
             raise error
 
     def _leave(self) -> None:
-        """Let go of everything; a pull in another thread is told to end, and does it then."""
+        """Release everything; a pull in another thread is told to end, and releases it then."""
         with self._leaving:
             self._closed = True
             if not self._pulls:
-                self._let_go()
+                self._release()
                 return
             control, source = self._control, self._source
         if control is not None:
@@ -551,7 +561,7 @@ class Subscriber:
         if source is not None:
             source.stop()
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         self._disconnect()
         self._drop_source()
 

@@ -1,7 +1,4 @@
-"""What each rank holds of one tensor, as a function: a partition of the array into cells, and a seat for each cell.
-
-A partition says what a cell is (any number of boxes), seats say which ranks hold it.
-"""
+"""What each rank holds of one tensor: a partition of the array into cells, and the ranks that hold each cell."""
 
 from __future__ import annotations
 
@@ -18,12 +15,12 @@ from lowshard.box import Box, split_interval
 from lowshard.errors import LayoutError
 from lowshard.layout import Layout
 from lowshard.reading import reader
-from lowshard.reshard.cut import Cut
-from lowshard.reshard.partition import Cuts, Partition, Tiles
+from lowshard.reshard.dim_sharding import DimSharding
+from lowshard.reshard.partition import GridPartition, Partition, TilePartition
 from lowshard.reshard.rank_grid import Grid, Roster
 from lowshard.tiling import Tile, Tiling
 
-_CUTTERS = "a dim is cut by a Cut, by the name of an axis, or by several names, outer first"
+_DIM_RULE = "a dim is cut by a Cut, by the name of an axis, or by several names, outer first"
 
 
 @keeps_hash
@@ -43,25 +40,27 @@ class TensorLayout:
 
     dtype: str
     partition: Partition
-    seats: Grid | Roster
+    rank_map: Grid | Roster
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", dtypes.get(self.dtype).name)
-        if not isinstance(self.partition, (Cuts, Tiles)) or not isinstance(self.seats, (Grid, Roster)):
+        if not isinstance(self.partition, (GridPartition, TilePartition)) or not isinstance(
+            self.rank_map, (Grid, Roster)
+        ):
             raise LayoutError(
                 "a tensor layout has a partition (Cuts, Tiles) and seats (Grid, Roster), got "
-                f"{brief(self.partition)} and {brief(self.seats)}"
+                f"{brief(self.partition)} and {brief(self.rank_map)}"
             )
-        cells, seats = self.partition.cells, self.seats
-        if isinstance(seats, Grid) and isinstance(self.partition, Cuts):
-            per_dim = [prod(n for n, _ in axes) for axes in seats.dims]
-            wanted = [c.parts for c in self.partition.cuts]
+        cells, rank_map = self.partition.cells, self.rank_map
+        if isinstance(rank_map, Grid) and isinstance(self.partition, GridPartition):
+            per_dim = [prod(n for n, _ in axes) for axes in rank_map.dims]
+            wanted = [c.parts for c in self.partition.shardings]
             if per_dim != wanted:
                 raise LayoutError(
                     f"a tensor's grid of ranks has as many places a dim as its cuts have parts {wanted}, got {per_dim}"
                 )
-        if seats.cells != cells:
-            raise LayoutError(f"a partition into {cells} cells has seats for each, got {seats.cells}")
+        if rank_map.cells != cells:
+            raise LayoutError(f"a partition into {cells} cells has seats for each, got {rank_map.cells}")
 
     # ---- makers
 
@@ -71,7 +70,7 @@ class TensorLayout:
         shape: Sequence[int],
         dtype: object,
         axes: Mapping[str, tuple[int, int]],
-        dims: Mapping[int, Cut | str | tuple[str, ...]] | None = None,
+        dims: Mapping[int, DimSharding | str | tuple[str, ...]] | None = None,
         *,
         by: Mapping[int, str | tuple[str, ...]] | None = None,
         offset: int = 0,
@@ -83,7 +82,7 @@ class TensorLayout:
             dtype: any name of the dtype table.
             axes: for each axis its size and the stride of its ranks; axes that cut no dim hold copies.
             dims: for each dim that is cut its cut, or just the axis (or axes, outer first) that cut it evenly.
-            by: the axes that cut a dim, where `dims` gives a `Cut`.
+            by: the axes that cut a dim, where `dims` gives a `DimSharding`.
             offset: the rank at place 0 of every axis.
 
         Raises:
@@ -99,21 +98,21 @@ class TensorLayout:
         axes = {name: (pair[0], pair[1]) for name, pair in pairs.items()}
         dims = _by_dim(dims, len(shape), "dims is a mapping of a dim to its cut, or to the axes that cut it")
         by = _by_dim(by, len(shape), "by is a mapping of a dim to the axes that cut it")
-        uncut = next((dim for dim in by if not isinstance(dims.get(dim), Cut)), None)
-        if uncut is not None:
+        unsharded = next((dim for dim in by if not isinstance(dims.get(dim), DimSharding)), None)
+        if unsharded is not None:
             raise LayoutError(
-                f"by names the axes of a dim for which dims has a Cut, and for dim {uncut} it has none; an even cut is "
-                f"dims={{{uncut}: {brief(by[uncut])}}}"
+                f"by names the axes of a dim for which dims has a DimSharding, and for dim {unsharded} it has none; "
+                f"an even one is dims={{{unsharded}: {brief(by[unsharded])}}}"
             )
-        cuts: list[Cut] = []
+        shardings: list[DimSharding] = []
         places: list[tuple[tuple[int, int], ...]] = []
         used: set[str] = set()
         for dim, length in enumerate(shape):
             given = dims.get(dim)
-            named = by.get(dim, ()) if isinstance(given, Cut) else () if given is None else given
-            names = (named,) if isinstance(named, str) else items(named, _CUTTERS, LayoutError)
+            named = by.get(dim, ()) if isinstance(given, DimSharding) else () if given is None else given
+            names = (named,) if isinstance(named, str) else items(named, _DIM_RULE, LayoutError)
             for name in names:
-                instance(name, str, _CUTTERS, LayoutError)
+                instance(name, str, _DIM_RULE, LayoutError)
             wrong = [n for n in names if n not in axes or n in used]
             if wrong:
                 raise LayoutError(
@@ -121,21 +120,27 @@ class TensorLayout:
                 )
             used.update(names)
             parts = prod(axes[n][0] for n in names)
-            cut = given if isinstance(given, Cut) else Cut(length, parts)
-            if cut.length != length or cut.parts != parts:
+            sharding = given if isinstance(given, DimSharding) else DimSharding(length, parts)
+            if sharding.length != length or sharding.parts != parts:
                 raise LayoutError(
                     f"dim {dim} of {tuple(shape)} cut by {list(names)} has a cut of length {length} into {parts} "
-                    f"parts, got {cut}"
-                    + ("" if names or cut.parts == 1 else f"; name the axes that cut it: by={{{dim}: ...}}")
+                    f"parts, got {sharding}"
+                    + (
+                        ""
+                        if names or sharding.parts == 1
+                        else f"; name the axes that cut it: by={{{dim}: ...}}"
+                    )
                 )
-            cuts.append(cut)
+            shardings.append(sharding)
             places.append(tuple(axes[n] for n in names))
         copies = tuple(axis for name, axis in axes.items() if name not in used and axis[0] > 1)
-        return cls(dtypes.get(dtype).name, Cuts(tuple(cuts)), Grid(tuple(places), copies, offset))
+        return cls(
+            dtypes.get(dtype).name, GridPartition(tuple(shardings)), Grid(tuple(places), copies, offset)
+        )
 
     @classmethod
     def from_layout(cls, layout: Layout) -> TensorLayout:
-        """Return the same layout as a function for resharding.
+        """Return the same layout as a TensorLayout.
 
         Raises:
             LayoutError: a partial layout: its ranks hold terms, not elements.
@@ -144,23 +149,23 @@ class TensorLayout:
         if any(layout.partials):
             raise LayoutError(f"the layout {layout} is partial: its ranks hold terms. Reduce it first")
         mesh = layout.mesh
-        cuts = []
+        shardings = []
         for dim, cutters in enumerate(layout.cutters):
             sizes = [mesh.shape[a] for a in cutters]
-            cuts.append(_nested(layout.shape[dim], sizes, [layout.splits[a] for a in cutters]))
+            shardings.append(_nested(layout.shape[dim], sizes, [layout.splits[a] for a in cutters]))
         cutting = {a for axes in layout.cutters for a in axes}
-        seats: Grid | Roster
+        rank_map: Grid | Roster
         ranks = mesh.ranks
         first = ranks[0]
         if all(r == first + i for i, r in enumerate(ranks)):
             strides = [prod(mesh.shape[i + 1 :]) for i in range(mesh.ndim)]
-            seats = Grid(
+            rank_map = Grid(
                 tuple(tuple((mesh.shape[a], strides[a]) for a in axes) for axes in layout.cutters),
                 tuple((mesh.shape[a], strides[a]) for a in range(mesh.ndim) if a not in cutting),
                 first,
             )
         else:
-            partition = Cuts(tuple(cuts))
+            partition = GridPartition(tuple(shardings))
             held: dict[int, list[int]] = {}
             for rank in ranks:
                 coord = mesh.coord(rank)
@@ -171,28 +176,28 @@ class TensorLayout:
                         part = part * mesh.shape[a] + coord[a]
                     parts.append(part)
                 held.setdefault(partition.cell(parts), []).append(rank)
-            seats = Roster(tuple(tuple(held[c]) for c in range(partition.cells)))
-        return cls(layout.dtype, Cuts(tuple(cuts)), seats)
+            rank_map = Roster(tuple(tuple(held[c]) for c in range(partition.cells)))
+        return cls(layout.dtype, GridPartition(tuple(shardings)), rank_map)
 
     @classmethod
     def from_tiling(cls, tiling: Tiling) -> TensorLayout:
-        """Return the same tiling as a function for resharding: ranks with the same tiles share a cell."""
+        """Return the same tiling as a TensorLayout: ranks with the same tiles share a cell."""
         instance(tiling, Tiling, "from_tiling takes a Tiling", LayoutError)
         cells: dict[tuple[tuple[Tile, ...], tuple[int, ...]], list[int]] = {}
         for rank in tiling.ranks:
             cells.setdefault((tiling.tiles(rank), tiling.local_shape(rank)), []).append(rank)
         if not cells:
             raise LayoutError("a tiling that no rank takes part in holds nothing to move")
-        partition = Tiles(tiling.shape, tuple(t for t, _ in cells), tuple(s for _, s in cells))
+        partition = TilePartition(tiling.shape, tuple(t for t, _ in cells), tuple(s for _, s in cells))
         return cls(tiling.dtype, partition, Roster(tuple(map(tuple, cells.values()))))
 
     def shifted(self, ranks: int) -> TensorLayout:
         """Return the layout with every rank's number larger by `ranks`."""
-        seats = self.seats
-        if isinstance(seats, Grid):
-            return replace(self, seats=replace(seats, offset=seats.offset + ranks))
-        moved = tuple(tuple(rank + ranks for rank in cell) for cell in seats.holders)
-        return replace(self, seats=Roster(moved))
+        rank_map = self.rank_map
+        if isinstance(rank_map, Grid):
+            return replace(self, rank_map=replace(rank_map, offset=rank_map.offset + ranks))
+        moved = tuple(tuple(rank + ranks for rank in cell) for cell in rank_map.holders)
+        return replace(self, rank_map=Roster(moved))
 
     # ---- what a rank holds
 
@@ -208,23 +213,23 @@ class TensorLayout:
 
     def __contains__(self, rank: int) -> bool:
         """Return True for a rank that holds a part."""
-        return self.seats.seat(rank) is not None
+        return self.rank_map.position(rank) is not None
 
     def local_shape(self, rank: int) -> tuple[int, ...] | None:
         """Return the shape of a rank's local array, or None where it holds no part."""
-        seat = self.seats.seat(rank)
-        return None if seat is None else self.partition.local_shape(seat[0])
+        position = self.rank_map.position(rank)
+        return None if position is None else self.partition.local_shape(position[0])
 
     def tiles(self, rank: int) -> tuple[Tile, ...]:
         """Return the boxes that a rank holds, globally and in its local array."""
-        seat = self.seats.seat(rank)
-        return () if seat is None else self.partition.tiles(seat[0])
+        position = self.rank_map.position(rank)
+        return () if position is None else self.partition.tiles(position[0])
 
     # ---- JSON
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data that `from_json` reads back."""
-        return {"dtype": self.dtype, **self.partition.to_json(), "seats": self.seats.to_json()}
+        return {"dtype": self.dtype, **self.partition.to_json(), "rank_map": self.rank_map.to_json()}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> TensorLayout:
@@ -233,12 +238,12 @@ class TensorLayout:
 
     def __str__(self) -> str:
         body = (
-            ",".join(map(str, self.partition.cuts))
-            if isinstance(self.partition, Cuts)
+            ",".join(map(str, self.partition.shardings))
+            if isinstance(self.partition, GridPartition)
             else f"{','.join(map(str, self.shape))} in {self.partition.cells} tiled cells"
         )
-        low, high = self.seats.span
-        copies = self.seats.replicas
+        low, high = self.rank_map.span
+        copies = self.rank_map.replicas
         return (
             f"{self.dtype}[{body}] on ranks {low}..{high - 1}, {copies} {'copy' if copies == 1 else 'copies'}"
         )
@@ -265,34 +270,34 @@ def _by_dim(given: Mapping[int, Any] | None, ndim: int, rule: str) -> dict[int, 
     return {whole(dim, rule, LayoutError, 0, ndim - 1): value for dim, value in found.items()}
 
 
-def _nested(length: int, sizes: Sequence[int], splits: Sequence[Any]) -> Cut:
-    """Return the cut by several axes, each dealing the parts of the one before by its own rule."""
+def _nested(length: int, sizes: Sequence[int], splits: Sequence[Any]) -> DimSharding:
+    """Return the sharding by several axes, each sharding the parts of the one before by its own rule."""
     if not sizes:
-        return Cut.whole(length)
+        return DimSharding.whole(length)
     if len(sizes) == 1:
-        return Cut(length, sizes[0], split=splits[0])
+        return DimSharding(length, sizes[0], split=splits[0])
     points = []
     for place in product(*(range(n) for n in sizes)):
         interval = (0, length)
         for n, index, split in zip(sizes, place, splits, strict=True):
             interval = split_interval(interval, n, index, split)
         points.append(interval[0])
-    return Cut(length, prod(sizes), points=(*points, length))
+    return DimSharding(length, prod(sizes), points=(*points, length))
 
 
 @reader("tensor layout", LayoutError)
 def _read(
     dtype: str,
-    seats: Grid | Roster,
-    cuts: tuple[Cut, ...] | None = None,
+    rank_map: Grid | Roster,
+    shardings: tuple[DimSharding, ...] | None = None,
     shape: tuple[int, ...] = (),
     tiles: tuple[tuple[tuple[Box, Box], ...], ...] = (),
     local_shapes: tuple[tuple[int, ...], ...] = (),
 ) -> TensorLayout:
-    if cuts is not None:
+    if shardings is not None:
         if shape or tiles or local_shapes:
             raise LayoutError("a tensor layout has cuts, or shape, tiles and local_shapes, not both")
-        return TensorLayout(dtype, Cuts(cuts), seats)
+        return TensorLayout(dtype, GridPartition(shardings), rank_map)
     cells = tuple(tuple(Tile(*pair) for pair in cell) for cell in tiles)
     listed = Tiling(shape, dtype, cells, local_shapes)  # checks that the tiles fill the cells
-    return TensorLayout(dtype, Tiles(listed.shape, listed.rank_tiles, local_shapes), seats)
+    return TensorLayout(dtype, TilePartition(listed.shape, listed.rank_tiles, local_shapes), rank_map)

@@ -1,9 +1,9 @@
-"""What a refit sends of a version where its receivers hold the one before: the elements that differ.
+"""What a refit sends where all receivers hold the version before: the elements that differ.
 
-A group is what one rank gives another of one tensor. Its changes go as a text (`kernels.change_text`), or all of it as
-ever, whichever is less. Who gives keeps a copy of what it gave last, which moves on only when the version has
-been switched to. Who takes into two sets of arrays keeps the texts of the last version: the set that the next one goes
-to is a version behind, and is brought up with them while givers search.
+A group is what one rank sends another of one tensor: an encoded delta (`kernels.change_encoding`), or all of it where
+that is smaller. A sender keeps a copy of what it sent last (the baseline), updated only when the version has been
+switched to. A receiver with two sets of arrays keeps the last version's delta: the set written next is one version
+behind, and the delta is applied to it while senders search.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from lowshard.comm.agreement import agree, trade
 from lowshard.comm.communicator import Communicator
 from lowshard.errors import CommError
 from lowshard.kernels.buffer import address, address_range
-from lowshard.kernels.change_search import Room
-from lowshard.kernels.change_text import Changes, values_of
+from lowshard.kernels.change_encoding import Changes, values_of
+from lowshard.kernels.change_search import ScratchBuffer
 from lowshard.kernels.changes import ChangeBoxes
 from lowshard.reshard.reshard_run import RefitCost, Report, Reshard
 from lowshard.transfer.changed_blocks import store_changed_blocks
@@ -35,21 +35,20 @@ from lowshard.transfer.spans import BoxCopy
 Array = Any
 
 _ROW = 5
-"""Numbers that go ahead of a group: units of its text or _WHOLE, bytes of its gaps and lengths, elements that differ,
-bytes of its steps."""
+"""Header of a group: units of its encoding or _WHOLE, bytes of gaps and lengths, changed elements, bytes of steps."""
 _WHOLE = -1
 ROW_BYTES = 8 * _ROW
 Units = tuple[int, int, int]
-"""What texts are made of: elements of a block, bytes that travel for one, and whether they may be of steps."""
+"""The unit of an encoding: elements of a block, bytes sent for one, and whether steps are allowed."""
 _UNITS = 3
 _LINE_BYTES = 64
 _NO_UNITS: Units = 0, 0, 0
 Decided = dict[int, npt.NDArray[np.int64]]
-"""By peer, a row for each group."""
+"""By peer, a header row for each group."""
 
 
 class _Group:
-    """One tensor's items between this rank and a peer, in the order of the wire."""
+    """One tensor's items between this rank and a peer, in the order they are sent."""
 
     def __init__(self, items: Sequence[Sequence[Item]]) -> None:
         self.items = items
@@ -57,15 +56,15 @@ class _Group:
         self.entry, self.name = first.array, first.name
         self.itemsize = dtypes.get(first.dtype).itemsize_bytes
         self.block_elems, self.unit_bytes = 0, 0
-        self.by_steps = self.is_up = False
+        self.by_steps = self.is_caught_up = False
         self.size_bytes = self.itemsize * sum(int(np.prod(shape_of(item.dst_box))) for item in items[0])
         self.given: ChangeBoxes | None = None
         self.taken: ChangeBoxes | None = None
         # raw: sent, before a transform made something of it; kept: what came of the version before
         self.sent = self.raw = self.came = self.kept = Changes(0, 0, 0, None, 0)
 
-    def lay_out(self, block_elems: int, unit_bytes: int, by_steps: int) -> None:
-        """Say what its texts are made of."""
+    def set_units(self, block_elems: int, unit_bytes: int, by_steps: int) -> None:
+        """Set the unit of its encodings."""
         self.block_elems, self.unit_bytes, self.by_steps = block_elems, unit_bytes, bool(by_steps)
         if block_elems:
             items = self.items[0]
@@ -74,22 +73,22 @@ class _Group:
 
 
 class VersionChanges:
-    """One rank's texts of changes, version after version."""
+    """One rank's deltas, version after version."""
 
     def __init__(self, comm: Communicator, movers: Sequence[Reshard], always: bool) -> None:
         self._comm, self._movers, self._always = comm, movers, always
-        self._room = Room()
+        self._scratch = ScratchBuffer()
         self._given_last: dict[int, Array] = {}
         """A copy of each tensor. What goes whole is copied, and goes out of the copy: that is what the takers have."""
         self._ahead: set[int] = set()
         """Tensors whose copy is of a version that has not been switched to: they go whole."""
         self._errors = FirstError()
         sides = [mover.side for mover in movers]
-        self._out = _groups([side.gives for side in sides])
-        self._in = _groups([side.takes for side in sides])
-        self._own = list(_groups([{comm.rank: side.keeps} for side in sides]).get(comm.rank, ()))
+        self._out = _groups([side.sends for side in sides])
+        self._in = _groups([side.receives for side in sides])
+        self._own = list(_groups([{comm.rank: side.copies} for side in sides]).get(comm.rank, ()))
         self._agree_on_units()
-        self._errors.guard(self._remember)
+        self._errors.collect_error(self._remember)
         agree(comm, b"", self._errors.take(), "Refit")
         self.follows = 0
         """The attempt that brought what this rank holds and has kept; 0 where the next version must come whole."""
@@ -100,7 +99,7 @@ class VersionChanges:
     # ---- what texts are made of
 
     def _agree_on_units(self) -> None:
-        """Ask takers what they can take by parts, and tell them what they get."""
+        """Agree with each peer on the units of the encodings."""
         comm, size = self._comm, self._comm.size
         self._shared = _shared([mover.side.targets() for mover in self._movers])
         needs = {
@@ -118,18 +117,18 @@ class VersionChanges:
         for groups_by, rows_by in ((self._out, told), (self._in, said)):
             for peer, groups in groups_by.items():
                 for group, row in zip(groups, rows_by[peer].tolist(), strict=True):
-                    group.lay_out(*row)
+                    group.set_units(*row)
         for group in self._own:
-            group.lay_out(*self._asked(self._offer, group, *self._asked(self._need, group)))
+            group.set_units(*self._asked(self._offer, group, *self._asked(self._need, group)))
 
     def _asked(self, what: Callable[..., Units], *args: object) -> Units:
-        found: Units | None = self._errors.guard(what, *args)
+        found: Units | None = self._errors.collect_error(what, *args)
         return found or _NO_UNITS
 
     def _need(self, group: _Group) -> Units:
-        """Return what this rank takes by itself."""
+        """Return the unit in which this rank can receive a group."""
         first = group.items[0][0]
-        if any(item.hands_on or item.turn for item in group.items[0]):
+        if any(item.is_forwarded or item.turn for item in group.items[0]):
             return _NO_UNITS
         if not first.stores:
             return 1, group.itemsize, group.entry not in self._shared
@@ -141,9 +140,9 @@ class VersionChanges:
         return block, conversion.transform.change_block_bytes(first.dst_name, first.dtype), 0
 
     def _offer(self, group: _Group, block_elems: int, unit_bytes: int, by_steps: int) -> Units:
-        """Return what this rank gives where the taker takes such blocks."""
+        """Return the unit in which this rank can send a group to such a receiver."""
         first, size = group.items[0][0], block_elems * group.itemsize
-        if not block_elems or any(item.hands_on or item.turn for item in group.items[0]):
+        if not block_elems or any(item.is_forwarded or item.turn for item in group.items[0]):
             return _NO_UNITS
         if block_elems > 1 and first.source.strides[-1:] != (group.itemsize,):
             return _NO_UNITS
@@ -184,17 +183,17 @@ class VersionChanges:
             ) from error
 
     def _empty_like(self, source: Array) -> Array:
-        """Return an array of the same form; it begins where the source does in a cache line, so lines are compared."""
+        """Return an array like the source, with the same offset in a cache line, so that lines are compared."""
         if self._comm.xp is not np:
             return self._comm.xp.empty(source.shape, source.dtype)
-        room = np.empty(source.nbytes + _LINE_BYTES, np.uint8)
-        begin = (address(source) - address(room)) % _LINE_BYTES
-        return room[begin : begin + source.nbytes].view(source.dtype).reshape(source.shape)
+        scratch = np.empty(source.nbytes + _LINE_BYTES, np.uint8)
+        begin = (address(source) - address(scratch)) % _LINE_BYTES
+        return scratch[begin : begin + source.nbytes].view(source.dtype).reshape(source.shape)
 
     # ---- a version
 
     def run(
-        self, target: int, version: int, follows: bool, cost: RefitCost, tear: Callable[[], object]
+        self, target: int, version: int, follows: bool, cost: RefitCost, mark_torn: Callable[[], object]
     ) -> Report:
         """Move a version; ends in an agreement that all have it."""
         comm, errors, mover = self._comm, self._errors, self._movers[target]
@@ -203,27 +202,27 @@ class VersionChanges:
             self._holds[target] = 0
             if len(self._movers) == 1:
                 self.follows = 0
-            tear()
+            mark_torn()
 
         def finish() -> None:
             begin_to_write()
             with cost.phase("apply"):
-                self._copy_up(target)
+                self._copy_missing(target)
                 self._apply(target)
 
         with cost.phase("find"):
             mover.side.refresh()
-            errors.guard(self._bring_up, target, follows)
-            errors.guard(self._find, target, follows)
+            errors.collect_error(self._catch_up, target, follows)
+            errors.collect_error(self._find, target, follows)
             agree(comm, b"", errors.take(), "Refit")
         with cost.phase("tell"):
-            decided = self._tell()
-            gives, takes, keeps = errors.guard(self._streams, target) or ({}, {}, [])
+            decided = self._exchange_sizes()
+            sends, receives, copies = errors.collect_error(self._streams, target) or ({}, {}, [])
             agree(comm, b"", errors.take(), "Refit")
-        if any(group.came.text is None for group in self._taken()):
+        if any(group.came.encoded is None for group in self._taken()):
             begin_to_write()
         with cost.phase("move"):
-            report = mover.run_parts(version, gives, takes, keeps, finish)
+            report = mover.run_parts(version, sends, receives, copies, finish)
         cost.dense_bytes = mover.report.sent_bytes
         cost.sent_bytes = report.sent_bytes
         if follows:
@@ -232,7 +231,7 @@ class VersionChanges:
         return report
 
     def _find(self, target: int, follows: bool) -> None:
-        """Find what differs from what was sent last; what several ranks get is looked for once."""
+        """Find what differs from the baseline, once for all peers that receive the same."""
         found: dict[object, tuple[Changes, Changes]] = {}
         for group in self._given():
             items, boxes = group.items[target], group.given
@@ -245,29 +244,29 @@ class VersionChanges:
                 raw = Changes(0, 0, 0, None, boxes.elems)
                 if follows and group.entry not in self._ahead:
                     last = self._given_last[group.entry]
-                    raw = boxes.find(items[0].source, last, self._room, not self._always, group.by_steps)
-                found[key] = raw, raw if raw.text is None else self._made(group, items[0], raw)
+                    raw = boxes.find(items[0].source, last, self._scratch, not self._always, group.by_steps)
+                found[key] = raw, raw if raw.encoded is None else self._made(group, items[0], raw)
             group.raw, group.sent = found[key]
         for group in self._given():
-            if group.sent.text is None and group.given is not None:
+            if group.sent.encoded is None and group.given is not None:
                 self._ahead.add(group.entry)
                 for box in group.given.boxes:
                     where = (*slices_of(box), ...)
                     self._given_last[group.entry][where] = group.items[target][0].source[where]
 
     def _made(self, group: _Group, item: Item, raw: Changes) -> Changes:
-        """Return changes as they travel: a copy is written over and over, so it is not moved by steps."""
+        """Return changes as they are sent: transformed, or with steps instead of values where those are shorter."""
         assert group.given is not None
-        if not item.makes or not raw.units or raw.text is None:
+        if not item.makes or not raw.units or raw.encoded is None:
             return raw.shorter(group.given.unit_bytes)
         values = values_of(raw, group.given.unit_bytes)
         blocks = values.view(dtypes.get(item.dtype).numpy).reshape(raw.units, group.block_elems)
         made = self._conversion(0).transform.make_blocks(item.src_name, blocks)
         xp = self._comm.xp
-        return raw._replace(text=xp.concatenate([made.reshape(-1), raw.text[values.size :]]))
+        return raw._replace(encoded=xp.concatenate([made.reshape(-1), raw.encoded[values.size :]]))
 
-    def _tell(self) -> Decided:
-        """Tell takers what is to come; return what this rank gives."""
+    def _exchange_sizes(self) -> Decided:
+        """Send receivers the headers of what is to come; return those that this rank sends."""
         size = self._comm.size
         mine = {
             peer: np.array([_row(g.sent) for g in groups], np.int64) for peer, groups in self._out.items()
@@ -280,63 +279,67 @@ class VersionChanges:
                 units, gaps, lengths, changed, steps = row
                 group.came = Changes(max(0, units), gaps, lengths, None, changed, steps)
                 if units != _WHOLE:  # its room is made when all have agreed
-                    group.came = group.came._replace(text=np.empty(0, np.uint8))
+                    group.came = group.came._replace(encoded=np.empty(0, np.uint8))
         for group in self._own:
             group.came = group.sent
         return mine
 
     def _streams(self, target: int) -> tuple[dict[int, list[Item]], dict[int, list[Item]], list[Item]]:
-        """Return what travels: the items of groups that go whole, and the texts of the others."""
-        gives: dict[int, list[Item]] = {}
-        takes: dict[int, list[Item]] = {}
+        """Return the items to move: of groups that go whole, and the encodings of the others."""
+        sends: dict[int, list[Item]] = {}
+        receives: dict[int, list[Item]] = {}
         for peer, groups in self._out.items():
             for group in groups:
-                text = group.sent.text
-                gives.setdefault(peer, []).extend(
-                    self._whole_items(group, target) if text is None else _text_item(group, text, None)
+                encoded = group.sent.encoded
+                sends.setdefault(peer, []).extend(
+                    self._whole_items(group, target)
+                    if encoded is None
+                    else _encoded_item(group, encoded, None)
                 )
         for peer, groups in self._in.items():
             for group in groups:
-                if group.came.text is None:
-                    takes.setdefault(peer, []).extend(self._whole_items(group, target))
+                if group.came.encoded is None:
+                    receives.setdefault(peer, []).extend(self._whole_items(group, target))
                     continue
-                text = self._comm.xp.empty(group.came.text_bytes(group.unit_bytes), np.uint8)
-                group.came = group.came._replace(text=text)
-                takes.setdefault(peer, []).extend(_text_item(group, None, text))
-        own = [group for group in self._own if group.sent.text is None]
-        return gives, takes, [item for group in own for item in self._whole_items(group, target)]
+                encoded = self._comm.xp.empty(group.came.encoded_bytes(group.unit_bytes), np.uint8)
+                group.came = group.came._replace(encoded=encoded)
+                receives.setdefault(peer, []).extend(_encoded_item(group, None, encoded))
+        own = [group for group in self._own if group.sent.encoded is None]
+        return sends, receives, [item for group in own for item in self._whole_items(group, target)]
 
     def _whole_items(self, group: _Group, target: int) -> list[Item]:
-        """Return the items of a group that goes whole, with what it goes out of."""
+        """Return the items of a group that goes whole; they are sent from the baseline."""
         items = group.items[target]
         if group.given is None:
             return list(items)
         last = None if items[0].source is None else self._given_last[group.entry]
-        return [replace(item, source=last, there=None) for item in items]
+        return [replace(item, source=last, remote_span=None) for item in items]
 
     # ---- taking it in
 
-    def _bring_up(self, target: int, follows: bool) -> None:
-        """Write the texts of the version before into the set that is a version behind, while others still search."""
+    def _catch_up(self, target: int, follows: bool) -> None:
+        """Apply the last version's delta to the set that is a version behind, while others still search."""
         if len(self._movers) == 1:
             return
         behind, self._holds[target] = self._holds[target], 0  # whatever becomes of it: steps are taken once
         for group in self._taken():
-            group.is_up = follows and behind > 0 and behind == self._before and group.kept.text is not None
-            if group.is_up and group.kept.cost_in_copied_bytes < group.size_bytes:
+            group.is_caught_up = (
+                follows and behind > 0 and behind == self._before and group.kept.encoded is not None
+            )
+            if group.is_caught_up and group.kept.cost_in_copied_bytes < group.size_bytes:
                 self._write(group, target, group.kept)
-            elif group.is_up:
-                self._copy_over(group, target)
+            elif group.is_caught_up:
+                self._copy_from_served(group, target)
 
-    def _copy_up(self, target: int) -> None:
-        """Copy out of the set that is served what else a text is written over."""
+    def _copy_missing(self, target: int) -> None:
+        """Copy the served set where the set to be written was not caught up."""
         if len(self._movers) == 1:
             return
         for group in self._taken():
-            if group.came.text is not None and not group.is_up:
-                self._copy_over(group, target)
+            if group.came.encoded is not None and not group.is_caught_up:
+                self._copy_from_served(group, target)
 
-    def _copy_over(self, group: _Group, target: int) -> None:
+    def _copy_from_served(self, group: _Group, target: int) -> None:
         other = 1 - target
         items, theirs = group.items[target], group.items[other]
         if items[0].stores:
@@ -356,7 +359,7 @@ class VersionChanges:
 
     def _apply(self, target: int) -> None:
         for group in self._taken():
-            if group.came.text is not None:
+            if group.came.encoded is not None:
                 self._write(group, target, group.came)
 
     def _write(self, group: _Group, target: int, changes: Changes) -> None:
@@ -372,22 +375,22 @@ class VersionChanges:
     # ---- when it is switched to
 
     def commit(self, target: int, attempt: int) -> None:
-        """Move on what was kept: the version is switched to."""
+        """Update the baselines and kept deltas: the version has been switched to."""
         self._before, self._holds[target] = self._served, attempt
         self.follows = 0
         nothing = Changes(0, 0, 0, None, 0)
         for group in self._taken():
             group.kept, group.came = group.came if len(self._movers) > 1 else nothing, nothing
         for group in self._given():
-            if group.given is not None and group.raw.text is not None:
+            if group.given is not None and group.raw.encoded is not None:
                 group.given.write(self._given_last[group.entry], group.raw)
             group.sent = group.raw = nothing
         self._ahead.clear()
-        self._room = Room()
+        self._scratch = ScratchBuffer()
         self.follows = self._served = attempt
 
     def close(self) -> None:
-        """Let go of what is kept."""
+        """Drop what is kept."""
         self._out, self._in, self._own, self.follows, self._given_last = {}, {}, [], 0, {}
 
 
@@ -406,7 +409,7 @@ def _groups(streams: Sequence[Mapping[int, Sequence[Item]]]) -> dict[int, list[_
 
 
 def _shared(sets: Sequence[Mapping[int, Array]]) -> set[int]:
-    """Return the tensors of a set that lie over another one's memory: what comes for them is written twice."""
+    """Return the tensors whose memory overlaps another's: they are written twice."""
     found: set[int] = set()
     for arrays in sets:
         last, most = -1, 0
@@ -418,12 +421,12 @@ def _shared(sets: Sequence[Mapping[int, Array]]) -> set[int]:
     return found
 
 
-def _text_item(group: _Group, source: Array | None, target: Array | None) -> list[Item]:
-    """Return what travels for a text; nothing where it is empty."""
-    text = source if target is None else target
-    if text is None or not text.size:
+def _encoded_item(group: _Group, source: Array | None, target: Array | None) -> list[Item]:
+    """Return the item of an encoding; none where it is empty."""
+    encoded = source if target is None else target
+    if encoded is None or not encoded.size:
         return []
-    box, form = ((0, int(text.size)),), (("uint8", (int(text.size),)),)
+    box, form = ((0, int(encoded.size)),), (("uint8", (int(encoded.size),)),)
     number = group.items[0][0].number
     return [Item(number, group.name, box, box, "uint8", source, target, sent=form, got=form)]
 
@@ -434,7 +437,7 @@ def _whole(items: Sequence[Item]) -> Changes:
 
 
 def _row(changes: Changes) -> list[int]:
-    if changes.text is None:
+    if changes.encoded is None:
         return [_WHOLE, 0, 0, changes.changed_elems, 0]
     numbers = changes.units, changes.gaps_bytes, changes.lengths_bytes, changes.changed_elems
     return [*numbers, changes.steps_bytes]

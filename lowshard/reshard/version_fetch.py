@@ -1,12 +1,12 @@
-"""How a rank of a subscriber gets its boxes from the ranks of a publisher: out of mapped memory, or over connections.
+"""Fetches a subscriber rank's boxes from a publisher's ranks: from mapped memory, or over connections.
 
 ```
 rank of the publisher on this host     its snapshot is mapped; boxes are copied out of it
 on another host                        the boxes come over the connection to it
 ```
 
-All ranks' boxes are fetched at the same time, a rank's in a thread that lives as long as the fetch. Where one fails,
-all connections are ended, so that no other goes on, and what failed first is raised.
+All ranks of the publisher are fetched from at the same time, each in a thread. If one fails, all connections are shut
+down, and the first error is raised.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from lowshard.checkpoint.crc import crc32
 from lowshard.comm.door import enter
 from lowshard.comm.interface import network_name
 from lowshard.errors import VerificationError
-from lowshard.kernels.change_text import Changes
+from lowshard.kernels.change_encoding import Changes
 from lowshard.kernels.changes import ChangeBoxes
 from lowshard.reshard.reshard_move import Move
 from lowshard.reshard.reshard_plan import ReshardPlan
@@ -38,38 +38,38 @@ from lowshard.reshard.version_wire import (
     STALLED_S,
     WHOLE,
     Answer,
-    Line,
-    Lost,
+    Connection,
+    ConnectionLost,
+    Endpoint,
     Request,
-    Station,
     read_answer,
 )
 from lowshard.settings import CROSS_MEMORY
 
 _KEPT_PART = 4
-"""Texts are kept of less than so small a part of what the boxes have."""
+"""Encodings are kept that are smaller than this part of the boxes."""
 ENTER_S = 5.0
-"""How long a door of a publisher may take to let this rank in."""
+"""Time limit of connecting to a publisher's rank."""
 
 
 @dataclass
 class Fetched:
-    """What a version has brought: see `Subscriber.report`."""
+    """The bytes and elements of a fetch: see `Subscriber.report`."""
 
     dense_bytes: int = 0
     received_bytes: int = 0
     changed_elems: int = 0
 
     def add(self, other: Fetched) -> None:
-        """Count what another part of the version has brought."""
+        """Add another part's counts."""
         self.dense_bytes += other.dense_bytes
         self.received_bytes += other.received_bytes
         self.changed_elems += other.changed_elems
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """A version that is to be fetched."""
+class FetchRequest:
+    """A version to be fetched."""
 
     number: int
     target: Mapping[str, Target]
@@ -80,7 +80,7 @@ class Wanted:
 
 @dataclass(frozen=True)
 class _TensorBoxes:
-    """Boxes of one tensor, in the order in which they come."""
+    """Boxes of one tensor, in the order in which they are sent."""
 
     name: str  # of the tensor, in this job
     src_name: str  # the publisher's name of it
@@ -89,7 +89,7 @@ class _TensorBoxes:
 
 
 def _by_tensor(plan: ReshardPlan, moves: Iterable[Move]) -> tuple[_TensorBoxes, ...]:
-    """Return the boxes that moves from one rank to another bring; those without elements do not come."""
+    """Return the non-empty boxes that moves from one rank to another bring, by tensor."""
     found: dict[int, list[Move]] = {}
     for move in moves:
         if move.elems:
@@ -109,110 +109,112 @@ Job = Callable[[], Fetched]
 
 
 class Source:
-    """The ranks of one publisher that have something for this rank."""
+    """The ranks of one publisher that this rank fetches from."""
 
     def __init__(
         self,
-        mark: str,
-        stations: Sequence[Station],
+        publisher_id: str,
+        endpoints: Sequence[Endpoint],
         token: bytes,
         have: Mapping[str, TensorLayout],
         plan: ReshardPlan,
         rank: int,
     ) -> None:
         """Plan for a publisher; nothing is connected yet."""
-        self.mark = mark
+        self.publisher_id = publisher_id
         self._peers = [
-            _Peer(peer, stations[peer], (mark, token), places_of(have, peer)[0], boxes)
+            _Peer(peer, endpoints[peer], (publisher_id, token), places_of(have, peer)[0], boxes)
             for peer, moves in plan.for_rank(rank).receives.items()
             if (boxes := _by_tensor(plan, moves))
         ]
 
-    def fetch(self, wanted: Wanted) -> Fetched:
-        """Write a version's boxes into this rank's arrays; where that fails, connections are closed."""
+    def fetch(self, wanted: FetchRequest) -> Fetched:
+        """Write a version's boxes into this rank's arrays; if that fails, close the connections."""
         try:
-            return _together([peer.job(wanted) for peer in self._peers], self.stop)
+            return _run_concurrently([peer.job(wanted) for peer in self._peers], self.stop)
         except BaseException:
             self.close()
             raise
 
     def stop(self) -> None:
-        """Have a fetch that is under way fail soon. Any thread may call this."""
+        """Make a running fetch fail soon. Any thread may call this."""
         for peer in self._peers:
-            if peer.line is not None:
-                peer.line.stop()
+            if peer.conn is not None:
+                peer.conn.stop()
 
     def close(self) -> None:
-        """Let go of connections and memory."""
+        """Close connections and unmap memory."""
         for peer in self._peers:
             peer.close()
 
 
 class _Peer:
-    """A rank of the publisher, and what this rank gets from it."""
+    """A rank of the publisher, and what this rank fetches from it."""
 
     def __init__(
         self,
         rank: int,
-        station: Station,
+        endpoint: Endpoint,
         secrets: tuple[str, bytes],
         places: Mapping[str, Place],
         boxes: Sequence[_TensorBoxes],
     ) -> None:
-        self._rank, self._station, self._places, self._boxes = rank, station, places, boxes
-        self._mark, self._token = secrets
+        self._rank, self._endpoint, self._places, self._boxes = rank, endpoint, places, boxes
+        self._publisher_id, self._token = secrets
         self._maps = False
         self._mapped: dict[tuple[int, int], Memory] = {}
         self._stream: _Stream | None = None
-        self.line: Line | None = None
+        self.conn: Connection | None = None
 
-    def job(self, wanted: Wanted) -> Job:
-        """Connect where that is not so yet; return what is to be done to get a version's boxes."""
+    def job(self, wanted: FetchRequest) -> Job:
+        """Connect if needed; return a function that fetches a version's boxes."""
         try:
-            if self.line is None:
-                self._maps = self._station.network == network_name() and CROSS_MEMORY.choice() != "off"
-                self.line = self._connected()
+            if self.conn is None:
+                self._maps = self._endpoint.network == network_name() and CROSS_MEMORY.choice() != "off"
+                self.conn = self._connected()
             if self._maps:
-                memory = self._memory(self.line, wanted.number)
+                memory = self._memory(self.conn, wanted.number)
                 if memory is not None:
                     return partial(self._of_this_rank, partial(self._copy, wanted, memory))
                 self._maps = False
             if self._stream is None:
-                self._stream = _Stream(self.line, self._mark, self._boxes, self._places, wanted.target)
+                self._stream = _Stream(
+                    self.conn, self._publisher_id, self._boxes, self._places, wanted.target
+                )
             return partial(self._of_this_rank, partial(self._stream.fetch, wanted))
-        except Lost as lost:
+        except ConnectionLost as lost:
             raise self._named(lost) from lost
 
     def _of_this_rank(self, job: Job) -> Fetched:
         try:
             return job()
-        except Lost as lost:
+        except ConnectionLost as lost:
             raise self._named(lost) from lost
 
-    def _named(self, lost: Lost) -> Lost:
-        return Lost(f"rank {self._rank} of the publisher: {lost}")
+    def _named(self, lost: ConnectionLost) -> ConnectionLost:
+        return ConnectionLost(f"rank {self._rank} of the publisher: {lost}")
 
-    def _connected(self) -> Line:
+    def _connected(self) -> Connection:
         try:
-            return Line(enter(self._station.addresses, self._token, DATA, 0, ENTER_S))
+            return Connection(enter(self._endpoint.addresses, self._token, DATA, 0, ENTER_S))
         except ConnectionError as error:
-            raise Lost(str(error)) from error
+            raise ConnectionLost(str(error)) from error
 
-    def _memory(self, line: Line, number: int) -> Memory | None:
-        """Return a snapshot mapped here, or None where it cannot be."""
-        line.say(Request("map", self._mark, number=number))
-        answer = _here(line)
+    def _memory(self, conn: Connection, number: int) -> Memory | None:
+        """Return a snapshot mapped here, or None if that is impossible."""
+        conn.send_message(Request("map", self._publisher_id, number=number))
+        answer = _expect_snapshot(conn)
         key = answer.pid, answer.fd
         self._mapped = {at: memory for at, memory in self._mapped.items() if memory.is_at(*at)}
         if key not in self._mapped:
             try:
-                mark = bytes.fromhex(self._mark)
-                self._mapped[key] = Memory.of_process(answer.pid, answer.fd, answer.size_bytes, mark)
+                publisher_id = bytes.fromhex(self._publisher_id)
+                self._mapped[key] = Memory.of_process(answer.pid, answer.fd, answer.size_bytes, publisher_id)
             except (OSError, ValueError):
                 return None
         return self._mapped[key]
 
-    def _copy(self, wanted: Wanted, memory: Memory) -> Fetched:
+    def _copy(self, wanted: FetchRequest, memory: Memory) -> Fetched:
         """Copy the boxes out of mapped memory."""
         fetched = Fetched()
         for boxes in self._boxes:
@@ -222,66 +224,68 @@ class _Peer:
                 into.put(dst_box, values)
                 fetched.dense_bytes += values.nbytes
         if memory.number != wanted.number:
-            raise Lost("it took its snapshot back while it was read")
+            raise ConnectionLost("it took its snapshot back while it was read")
         return fetched
 
     def close(self) -> None:
-        """Let go of connections and memory."""
-        if self.line is not None:
-            self.line.close()
-        self.line, self._stream, self._mapped = None, None, {}
+        """Close the connection and unmap memory."""
+        if self.conn is not None:
+            self.conn.close()
+        self.conn, self._stream, self._mapped = None, None, {}
 
 
 class _Stream:
-    """A connection to a rank of the publisher, and the boxes that come over it."""
+    """A connection to a rank of the publisher, and the boxes fetched over it."""
 
     def __init__(
         self,
-        line: Line,
-        mark: str,
+        conn: Connection,
+        publisher_id: str,
         boxes: Sequence[_TensorBoxes],
         places: Mapping[str, Place],
         target: Mapping[str, Target],
     ) -> None:
-        """Say which boxes are meant, and how their changes are to be told."""
-        self._line, self._mark, self._boxes = line, mark, boxes
+        """Send the request for the boxes and the units of their encodings."""
+        self._connection, self._publisher_id, self._boxes = conn, publisher_id, boxes
         blocks = tuple(target[one.name].block_elems(one.dst_boxes) for one in boxes)
         self._changes = tuple(
             ChangeBoxes(one.dst_boxes, dtypes.get(places[one.src_name].dtype).itemsize_bytes, max(1, block))
             for one, block in zip(boxes, blocks, strict=True)
         )
         """By tensor, the boxes in this rank's array."""
-        self._last = _Brought()
+        self._last = _LastDelta()
         asked = tuple((one.src_name, one.src_boxes) for one in boxes)
-        line.say(Request("boxes", boxes=asked, blocks=blocks))
+        conn.send_message(Request("boxes", boxes=asked, blocks=blocks))
 
-    def fetch(self, wanted: Wanted) -> Fetched:
-        """Receive the boxes of a version, or what differs in them from the version before."""
+    def fetch(self, wanted: FetchRequest) -> Fetched:
+        """Receive the boxes of a version, or only the delta."""
         fetched = Fetched(dense_bytes=sum(kept.size_bytes for kept in self._changes))
         if not (wanted.since and self._take_changes(wanted, fetched)):
             self._take_whole(wanted, fetched)
         return fetched
 
-    def _take_whole(self, wanted: Wanted, fetched: Fetched) -> None:
+    def _take_whole(self, wanted: FetchRequest, fetched: Fetched) -> None:
         """Receive all boxes."""
-        self._line.say(Request("read", self._mark, number=wanted.number))
-        _here(self._line)
-        incoming = _Incoming(self._line)
+        self._connection.send_message(Request("read", self._publisher_id, number=wanted.number))
+        _expect_snapshot(self._connection)
+        incoming = _Incoming(self._connection)
         for boxes, kept in zip(self._boxes, self._changes, strict=True):
             incoming.fill(wanted.target[boxes.name], kept, fetched)
         incoming.end()
 
-    def _take_changes(self, wanted: Wanted, fetched: Fetched) -> bool:
-        """Receive what differs, and write it over what is served; return whether the publisher can tell."""
-        self._line.say(Request("changes", self._mark, number=wanted.number, since=wanted.since))
-        up = self._last.texts if self._last.leads(wanted.behind, wanted.since) else {}
-        self._last = _Brought(wanted.since, wanted.number)
+    def _take_changes(self, wanted: FetchRequest, fetched: Fetched) -> bool:
+        """Receive the delta and apply it; return whether the publisher has the base version."""
+        self._connection.send_message(
+            Request("changes", self._publisher_id, number=wanted.number, since=wanted.since)
+        )
+        up = self._last.encoded if self._last.spans(wanted.behind, wanted.since) else {}
+        self._last = _LastDelta(wanted.since, wanted.number)
         for boxes, kept in zip(self._boxes, self._changes, strict=True):
             if boxes.name in up:
                 wanted.target[boxes.name].write(kept, up[boxes.name])
-        if self._line.hear(read_answer, time.monotonic() + STALLED_S).state != "here":
+        if self._connection.receive_message(read_answer, time.monotonic() + STALLED_S).state != "here":
             return False
-        incoming = _Incoming(self._line)
+        incoming = _Incoming(self._connection)
         for boxes, kept in zip(self._boxes, self._changes, strict=True):
             units, gaps, lengths, changed = CHANGES_HEAD.unpack(incoming.take(CHANGES_HEAD.size))
             into = wanted.target[boxes.name]
@@ -293,37 +297,37 @@ class _Stream:
                 raise VerificationError(
                     f"{sum(sizes)} bytes were said to be what has changed of {kept.size_bytes}"
                 )
-            text = np.frombuffer(incoming.take(sum(sizes)), np.uint8)
-            changes = Changes(units, gaps, lengths, text, changed)
+            encoded = np.frombuffer(incoming.take(sum(sizes)), np.uint8)
+            changes = Changes(units, gaps, lengths, encoded, changed)
             if boxes.name not in up:
                 into.copy(wanted.served[boxes.name], kept)
             into.write(kept, changes)
-            if max(changes.cost_in_copied_bytes, _KEPT_PART * text.size) < kept.size_bytes:
-                self._last.texts[boxes.name] = changes
-            fetched.received_bytes += text.size
+            if max(changes.cost_in_copied_bytes, _KEPT_PART * encoded.size) < kept.size_bytes:
+                self._last.encoded[boxes.name] = changes
+            fetched.received_bytes += encoded.size
             fetched.changed_elems += changed
         incoming.end()
         return True
 
 
 @dataclass(frozen=True)
-class _Brought:
-    """What differs between two snapshots, by tensor, where a text of it is kept."""
+class _LastDelta:
+    """The encodings kept of the last delta, by tensor."""
 
     since: int = 0
     number: int = 0
-    texts: dict[str, Changes] = field(default_factory=dict)
+    encoded: dict[str, Changes] = field(default_factory=dict)
 
-    def leads(self, since: int, number: int) -> bool:
-        """Say whether that is from one snapshot to another; 0 is none."""
+    def spans(self, since: int, number: int) -> bool:
+        """Return whether it leads from one snapshot to another; 0 is none."""
         return since > 0 and (since, number) == (self.since, self.number)
 
 
 class _Incoming:
-    """Bytes that come over a line, with their checksum."""
+    """Bytes received over a connection, with their checksum."""
 
-    def __init__(self, line: Line) -> None:
-        self._line, self._crc = line, 0
+    def __init__(self, conn: Connection) -> None:
+        self._connection, self._crc = conn, 0
 
     def take(self, size_bytes: int) -> bytearray:
         """Return the next bytes."""
@@ -332,34 +336,34 @@ class _Incoming:
         return raw
 
     def fill(self, target: Target, boxes: ChangeBoxes, fetched: Fetched) -> None:
-        """Put boxes that come one behind the other, each row-major, in their place."""
+        """Receive boxes into a target, one after the other, each row-major."""
         for box in boxes.boxes:
             target.receive(box, self._receive)
         fetched.received_bytes += boxes.size_bytes
         fetched.changed_elems += boxes.elems
 
     def _receive(self, raw: memoryview) -> None:
-        self._line.receive(raw)
+        self._connection.receive(raw)
         self._crc = crc32(raw, self._crc)
 
     def end(self) -> None:
         """Compare the checksum."""
         said = bytearray(4)
-        self._line.receive(memoryview(said))
-        _here(self._line)
+        self._connection.receive(memoryview(said))
+        _expect_snapshot(self._connection)
         if int.from_bytes(said, "little") != self._crc:
-            raise Lost("what came has another checksum than what was sent")
+            raise ConnectionLost("what came has another checksum than what was sent")
 
 
-def _here(line: Line) -> Answer:
-    answer: Answer = line.hear(read_answer, time.monotonic() + STALLED_S)
+def _expect_snapshot(conn: Connection) -> Answer:
+    answer: Answer = conn.receive_message(read_answer, time.monotonic() + STALLED_S)
     if answer.state != "here":
-        raise Lost("the snapshot is there no more")
+        raise ConnectionLost("the snapshot is there no more")
     return answer
 
 
-def _together(jobs: Sequence[Job], stop: Callable[[], None]) -> Fetched:
-    """Do jobs at the same time, one of them in this thread; return what they have brought when all have ended."""
+def _run_concurrently(jobs: Sequence[Job], stop: Callable[[], None]) -> Fetched:
+    """Run jobs concurrently, one of them in this thread; return the sum of their counts."""
     fetched, failed = Fetched(), list[BaseException]()
     lock = threading.Lock()
 

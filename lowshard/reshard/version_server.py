@@ -1,6 +1,6 @@
-"""The side of a publisher that answers: a thread at the doors, and one for each connection that was let in.
+"""The server of a publisher: a thread at the listeners, and one for each connection.
 
-Nothing here waits for a subscriber but the thread that answers it; `publish` never does.
+Only a connection's own thread ever waits for a subscriber; `publish` does not.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from lowshard import dtypes
-from lowshard.box import is_within
+from lowshard.box import Box, is_within
 from lowshard.checkpoint.crc import crc32
 from lowshard.comm.door import Door, Guest
 from lowshard.errors import KernelError
-from lowshard.kernels.change_search import Room
+from lowshard.kernels.change_encoding import Changes
+from lowshard.kernels.change_search import ScratchBuffer
 from lowshard.kernels.changes import ChangeBoxes
-from lowshard.reshard.shared_search import NOT_TOLD, SharedSearch
 from lowshard.reshard.version_store import Memory, Place, VersionStore
 from lowshard.reshard.version_wire import (
     CHANGES_HEAD,
@@ -29,25 +29,29 @@ from lowshard.reshard.version_wire import (
     WANT_S,
     WHOLE,
     Answer,
+    Connection,
+    ConnectionLost,
     Greeting,
-    Line,
-    Lost,
     Request,
     Table,
     read_greeting,
     read_request,
 )
 
+NO_DELTA = Changes(0, 0, 0, None, 0)
+_KEPT_PART = 8
+"""Encodings are cached up to this part of a snapshot's bytes."""
+_Key = tuple[int, str, tuple[Box, ...], int]
 _GREETING_S = 10.0
 _TURN_S = 0.5
 
 
 @dataclass(frozen=True)
 class Member:
-    """A subscriber that is in touch.
+    """A connected subscriber.
 
     Attributes:
-        name: what it calls itself.
+        name: its name.
         host: its host.
         pid: process of its rank 0.
         ranks: how many ranks it has.
@@ -70,8 +74,8 @@ class _Lease:
 
 
 @dataclass(frozen=True)
-class _Wanted:
-    """What a subscriber wants of a tensor."""
+class _TensorRequest:
+    """The boxes of a tensor that a subscriber requests."""
 
     place: Place
     changes: ChangeBoxes
@@ -80,7 +84,7 @@ class _Wanted:
 
 @dataclass
 class Newest:
-    """What is offered, and to whom; on rank 0. All of it is read and written under `changed`."""
+    """The offered version and the members, on rank 0. Guarded by `changed`."""
 
     changed: threading.Condition = field(default_factory=threading.Condition)
     version: int | None = None
@@ -89,23 +93,23 @@ class Newest:
     leases: dict[int, _Lease] = field(default_factory=dict)
 
     def held(self) -> set[int]:
-        """Return the snapshots that may not be written over."""
+        """Return the snapshots that must not be overwritten."""
         with self.changed:
             return {self.number, *(lease.number for lease in self.leases.values())} - {0}
 
     def announce(self, version: int, number: int) -> None:
-        """Offer a version from now on."""
+        """Offer a version."""
         with self.changed:
             self.version, self.number = version, number
             self.changed.notify_all()
 
     def members(self) -> tuple[Member, ...]:
-        """Return who is in touch."""
+        """Return the members."""
         with self.changed:
             return tuple(lease.member for lease in self.leases.values())
 
     def wait_until_all_have_it(self, timeout_s: float) -> bool:
-        """Wait until every member has the newest version, or the time is over; return whether they have."""
+        """Wait until every member has the newest version; return whether that was within the time limit."""
         with self.changed:
             return self.changed.wait_for(
                 lambda: all(lease.member.version == self.version for lease in self.leases.values()),
@@ -113,32 +117,102 @@ class Newest:
             )
 
 
+@dataclass
+class _Search:
+    """One search; later callers with the same key wait for it."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    is_over: bool = False
+    found: Changes | None = None
+
+
+class SharedSearch:
+    """Finds changes between snapshots once for all members with the same layout; those of the newest are cached."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._number = self._left_bytes = 0
+        self._searches: dict[_Key, _Search] = {}
+
+    def find(
+        self,
+        new: Memory,
+        number: int,
+        old: Memory,
+        since: int,
+        place: Place,
+        boxes: ChangeBoxes,
+        scratch: ScratchBuffer,
+    ) -> Changes:
+        """Return what differs in a tensor's boxes; not encoded if sending them whole is shorter."""
+        search = self._search(new, number, (since, place.name, boxes.boxes, boxes.block_elems))
+        with search.lock:
+            if not search.is_over:
+                found = _find(new, number, old, since, place, boxes, scratch)
+                if self._keeps(number, found):
+                    search.found = found
+                search.is_over = True
+                return found
+        return _find(new, number, old, since, place, boxes, scratch) if search.found is None else search.found
+
+    def _search(self, new: Memory, number: int, key: _Key) -> _Search:
+        with self._lock:
+            if number > self._number:
+                self._number, self._searches = number, {}
+                self._left_bytes = new.size_bytes // _KEPT_PART
+            return self._searches.setdefault(key, _Search()) if number == self._number else _Search()
+
+    def _keeps(self, number: int, found: Changes) -> bool:
+        """Return whether to cache an encoding: for the newest snapshot, within the memory limit."""
+        if found is NO_DELTA:
+            return False
+        size_bytes = 0 if found.encoded is None else int(found.encoded.size)
+        with self._lock:
+            if number != self._number or size_bytes > self._left_bytes:
+                return False
+            self._left_bytes -= size_bytes
+            return True
+
+
+def _find(
+    new: Memory,
+    number: int,
+    old: Memory,
+    since: int,
+    place: Place,
+    boxes: ChangeBoxes,
+    scratch: ScratchBuffer,
+) -> Changes:
+    found = boxes.find(place.view(new.bytes), place.view(old.bytes), scratch, may_stop=True)
+    return found if (new.number, old.number) == (number, since) else NO_DELTA
+
+
 class VersionServer:
-    """Answers the subscribers of one rank of a publisher, until it is closed."""
+    """Serves the subscribers of one rank of a publisher, until it is closed."""
 
     def __init__(
         self,
-        doors: Sequence[Door],
+        listeners: Sequence[Door],
         store: VersionStore,
-        mark: str,
+        publisher_id: str,
         newest: Newest | None = None,
         table: Table | None = None,
     ) -> None:
-        """Begin to answer."""
-        self._doors, self._store, self._mark = tuple(doors), store, mark
+        """Start the server's thread."""
+        self._listeners, self._store, self._publisher_id = tuple(listeners), store, publisher_id
         self._newest, self._table = newest, table
         self._search = SharedSearch()
         self._closing = threading.Event()
         self._pid = os.getpid()
         self._lock = threading.RLock()  # the garbage collector may close this within
-        self._lines: set[Line] = set()
+        self._conns: set[Connection] = set()
         self._wake, wakes = os.pipe()
         self._wakes = wakes
         self._thread = threading.Thread(target=self._attend, name="lowshard-publisher", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Let nobody in any more and end all connections. In a forked child they are left to the parent."""
+        """Stop listening and end all connections. In a forked child it does nothing."""
         if self._closing.is_set() or os.getpid() != self._pid:
             return
         self._closing.set()
@@ -146,83 +220,83 @@ class VersionServer:
         if threading.current_thread() is not self._thread:  # where the garbage collector runs there
             self._thread.join()
         with self._lock:
-            lines = list(self._lines)
-        for line in lines:
-            line.stop()  # its thread closes it
+            conns = list(self._conns)
+        for conn in conns:
+            conn.stop()  # its thread closes it
         os.close(self._wake)
         os.close(self._wakes)
 
     def _attend(self) -> None:
         with selectors.DefaultSelector() as selector:
             selector.register(self._wake, selectors.EVENT_READ)
-            for door in self._doors:
-                selector.register(door, selectors.EVENT_READ)
+            for listener in self._listeners:
+                selector.register(listener, selectors.EVENT_READ)
             while not self._closing.is_set():
                 selector.select(_TURN_S)
-                for door in self._doors:
-                    for guest in door.admit():
-                        self._let_in(guest)
-        for door in self._doors:
-            door.close()
+                for listener in self._listeners:
+                    for client in listener.admit():
+                        self._let_in(client)
+        for listener in self._listeners:
+            listener.close()
 
-    def _let_in(self, guest: Guest) -> None:
-        serves: dict[int, Callable[[Line], None]] = {DATA: self._serve_data}
+    def _let_in(self, client: Guest) -> None:
+        serves: dict[int, Callable[[Connection], None]] = {DATA: self._serve_data}
         if self._newest is not None and self._table is not None:
             serves[CONTROL] = self._serve_control
-        serve = serves.get(guest.purpose)
+        serve = serves.get(client.purpose)
         if serve is None:
-            guest.connection.close()
+            client.connection.close()
             return
         try:
-            line = Line(guest.connection)
+            conn = Connection(client.connection)
             with self._lock:
-                self._lines.add(line)
+                self._conns.add(conn)
             threading.Thread(
-                target=self._serve, args=(line, serve), name="lowshard-subscriber", daemon=True
+                target=self._serve, args=(conn, serve), name="lowshard-subscriber", daemon=True
             ).start()
         except (OSError, RuntimeError, MemoryError):  # gone already, or no thread: others are let in still
             with self._lock:
-                self._lines = {line for line in self._lines if line.connection is not guest.connection}
-            guest.connection.close()
+                self._conns = {conn for conn in self._conns if conn.socket is not client.connection}
+            client.connection.close()
 
-    def _serve(self, line: Line, serve: Callable[[Line], None]) -> None:
+    def _serve(self, conn: Connection, serve: Callable[[Connection], None]) -> None:
         try:
-            with contextlib.suppress(Lost):
-                serve(line)
+            with contextlib.suppress(ConnectionLost):
+                serve(conn)
         finally:
             with self._lock:
-                self._lines.discard(line)
-            line.close()
+                self._conns.discard(conn)
+            conn.close()
 
     # ---- control
 
-    def _serve_control(self, line: Line) -> None:
+    def _serve_control(self, conn: Connection) -> None:
         newest = self._newest
         assert newest is not None
-        greeting: Greeting = line.hear(read_greeting, time.monotonic() + _GREETING_S)
-        line.say(self._table)
+        greeting: Greeting = conn.receive_message(read_greeting, time.monotonic() + _GREETING_S)
+        conn.send_message(self._table)
         lease = _Lease(Member(greeting.name, greeting.host, greeting.pid, greeting.ranks))
         with newest.changed:
             newest.leases[id(lease)] = lease
         try:
             while True:
-                request: Request = line.hear(read_request)
+                request: Request = conn.receive_message(read_request)
                 if request.ask == "want":
-                    line.say(self._offer(line, lease, request))
+                    conn.send_message(self._offer(conn, lease, request))
                 elif request.ask == "done":
                     with newest.changed:
                         lease.number = 0
                         lease.member = replace(lease.member, version=request.version)
                         newest.changed.notify_all()
                 else:
-                    raise Lost(f"asked for {request.ask!r} over a control connection")
+                    raise ConnectionLost(f"asked for {request.ask!r} over a control connection")
         finally:
             with newest.changed:
                 del newest.leases[id(lease)]
                 newest.changed.notify_all()
 
-    def _offer(self, line: Line, lease: _Lease, request: Request) -> Answer:
-        """Return an offer of the newest version, kept from now on; or that there is none, after a while."""
+    def _offer(self, conn: Connection, lease: _Lease, request: Request) -> Answer:
+        """Return an offer of the newest version and hold it; or, after a while, that there is none."""
         newest, end_s = self._newest, time.monotonic() + min(WANT_S, request.wait_s)
         assert newest is not None
         with newest.changed:
@@ -236,88 +310,98 @@ class VersionServer:
                     return Answer("here", newest.version, newest.number)
                 if newest.closing:
                     return Answer("closed")
-                if left_s <= 0 or not line.is_quiet():
+                if left_s <= 0 or not conn.is_quiet():
                     return Answer("none")
                 newest.changed.wait(left_s)
 
     # ---- data
 
-    def _serve_data(self, line: Line) -> None:
-        boxes: tuple[_Wanted, ...] = ()
+    def _serve_data(self, conn: Connection) -> None:
+        boxes: tuple[_TensorRequest, ...] = ()
         while True:
-            request: Request = line.hear(read_request)
+            request: Request = conn.receive_message(read_request)
             if request.ask == "boxes":
                 boxes = self._wanted(request)
                 continue
-            found = self._store.find(request.number) if request.mark == self._mark else None
+            found = self._store.find(request.number) if request.publisher_id == self._publisher_id else None
             if found is None:
-                line.say(Answer("gone"))
+                conn.send_message(Answer("gone"))
             elif request.ask == "map":
-                line.say(Answer("here", pid=os.getpid(), fd=found.fd, size_bytes=found.size_bytes))
+                conn.send_message(Answer("here", pid=os.getpid(), fd=found.fd, size_bytes=found.size_bytes))
             elif request.ask == "read":
-                line.say(Answer("here"))
+                conn.send_message(Answer("here"))
                 crc = 0
                 for wanted in boxes:
-                    crc = self._send_whole(line, found, wanted, crc)
-                self._end(line, found, request.number, crc)
+                    crc = self._send_whole(conn, found, wanted, crc)
+                self._end(conn, found, request.number, crc)
             elif request.ask == "changes":
                 base = self._store.find(request.since)
                 if base is None:
-                    line.say(Answer("none"))
+                    conn.send_message(Answer("none"))
                     continue
-                line.say(Answer("here"))
-                crc = self._send_changes(line, found, request.number, base, request.since, boxes)
-                self._end(line, found, request.number, crc)
+                conn.send_message(Answer("here"))
+                crc = self._send_changes(conn, found, request.number, base, request.since, boxes)
+                self._end(conn, found, request.number, crc)
             else:
-                raise Lost(f"asked for {request.ask!r} over a data connection")
+                raise ConnectionLost(f"asked for {request.ask!r} over a data connection")
 
-    def _end(self, line: Line, found: Memory, number: int, crc: int) -> None:
-        """Say the checksum of what was sent, and whether it was that snapshot until now."""
-        line.send(memoryview(crc.to_bytes(4, "little")))
-        line.say(Answer("here" if found.number == number else "gone"))
+    def _end(self, conn: Connection, found: Memory, number: int, crc: int) -> None:
+        """Send the checksum, and whether the snapshot was still there."""
+        conn.send(memoryview(crc.to_bytes(4, "little")))
+        conn.send_message(Answer("here" if found.number == number else "gone"))
 
-    def _wanted(self, request: Request) -> tuple[_Wanted, ...]:
+    def _wanted(self, request: Request) -> tuple[_TensorRequest, ...]:
         """Return the boxes of a request, checked."""
         found = []
         blocks = request.blocks or (1,) * len(request.boxes)
         if len(blocks) != len(request.boxes) or min(blocks, default=0) < 0:
-            raise Lost(f"asked for {len(request.boxes)} tensors by blocks of {blocks}")
+            raise ConnectionLost(f"asked for {len(request.boxes)} tensors by blocks of {blocks}")
         for (name, boxes), block in zip(request.boxes, blocks, strict=True):
             place = self._store.places.get(name)
             if place is None or not boxes or not all(is_within(box, place.shape) for box in boxes):
-                raise Lost(f"asked for {name!r}, which this rank does not have so")
+                raise ConnectionLost(f"asked for {name!r}, which this rank does not have so")
             try:
                 kept = ChangeBoxes(boxes, dtypes.get(place.dtype).itemsize_bytes, max(1, block))
             except KernelError as error:
-                raise Lost(f"asked for {name!r} by blocks of {block}: {error}") from error
-            found.append(_Wanted(place, kept, block > 0))
+                raise ConnectionLost(f"asked for {name!r} by blocks of {block}: {error}") from error
+            found.append(_TensorRequest(place, kept, block > 0))
         return tuple(found)
 
-    def _send_whole(self, line: Line, found: Memory, wanted: _Wanted, crc: int) -> int:
-        """Send a tensor's boxes one behind the other, each row-major; return the CRC-32 of all bytes so far."""
+    def _send_whole(self, conn: Connection, found: Memory, wanted: _TensorRequest, crc: int) -> int:
+        """Send a tensor's boxes one after the other, each row-major; return the CRC-32 so far."""
         for box in wanted.changes.boxes:
             for data, crc_so_far in found.runs(wanted.place, box, crc):
-                line.send(data)
+                conn.send(data)
                 crc = crc_so_far
         return crc
 
     def _send_changes(
-        self, line: Line, found: Memory, number: int, base: Memory, since: int, boxes: Sequence[_Wanted]
+        self,
+        conn: Connection,
+        found: Memory,
+        number: int,
+        base: Memory,
+        since: int,
+        boxes: Sequence[_TensorRequest],
     ) -> int:
-        """Send what differs from another snapshot, tensor by tensor; return the CRC-32 of all bytes."""
-        crc, room = 0, Room()
+        """Send the delta to another snapshot, tensor by tensor; return the CRC-32."""
+        crc, scratch = 0, ScratchBuffer()
         for wanted in boxes:
-            told = NOT_TOLD
+            found_changes = NO_DELTA
             if wanted.by_changes:
-                told = self._search.find(found, number, base, since, wanted.place, wanted.changes, room)
-            text = told.text
-            units = WHOLE if text is None else told.units
-            head = CHANGES_HEAD.pack(units, told.gaps_bytes, told.lengths_bytes, told.changed_elems)
+                found_changes = self._search.find(
+                    found, number, base, since, wanted.place, wanted.changes, scratch
+                )
+            encoded = found_changes.encoded
+            units = WHOLE if encoded is None else found_changes.units
+            head = CHANGES_HEAD.pack(
+                units, found_changes.gaps_bytes, found_changes.lengths_bytes, found_changes.changed_elems
+            )
             crc = crc32(head, crc)
-            line.send(memoryview(head))
-            if text is None:
-                crc = self._send_whole(line, found, wanted, crc)
+            conn.send(memoryview(head))
+            if encoded is None:
+                crc = self._send_whole(conn, found, wanted, crc)
             else:
-                crc = crc32(text.data, crc)
-                line.send(text.data)
+                crc = crc32(encoded.data, crc)
+                conn.send(encoded.data)
         return crc

@@ -1,18 +1,16 @@
-"""Versions of a rank's tensors, kept in memory that processes of other jobs may map and copy out of.
+"""Snapshots of a rank's tensors, in memory that processes of other jobs may map and read.
 
 A snapshot is an anonymous file (memfd): a page of its own, then the tensors, each C-contiguous.
 
 ```
-page 0: mark of the publisher (16 bytes), number of the snapshot (8 bytes; 0 while it is being written)
+page 0: publisher id (16 bytes), number of the snapshot (8 bytes; 0 while it is being written)
 tensor 0 | padding to a page | tensor 1 | ...
 ```
 
-Two snapshots are enough for readers that keep up: the newest, and the one being written. One that somebody still reads
-is not written to; then there is a third. A reader looks at the number before and after it copies: so it finds out even
-where the publisher took it for dead meanwhile.
-
-Where subscribers may be on other hosts, checksums are taken while a snapshot is filled, part by part, each while it is
-in a cache: once a version, and not once for each who asks for it.
+Two snapshots are enough while readers keep up: the newest, and the one being written. One that is still being read is
+not overwritten; then there is a third. A reader checks the number before and after it copies, so it notices when a
+publisher that had lost the connection reused the snapshot. Where subscribers may be on other hosts, checksums are taken
+part by part while a snapshot is filled and in cache: once a version, not once a subscriber.
 """
 
 from __future__ import annotations
@@ -37,12 +35,12 @@ from lowshard.transfer.device_copies import DeviceCopies, read_into
 
 Array = Any
 PAGE_BYTES = 4096
-MARK_BYTES = 16
+ID_BYTES = 16
 PIECE_BYTES = 2 << 20
-"""What is packed or unpacked at a time, to be sent or as it was received."""
+"""Bytes packed or unpacked at a time."""
 PART_BYTES = 2 << 20
-"""Of a tensor in a snapshot: what a checksum is kept of."""
-_NUMBER_AT = MARK_BYTES
+"""Bytes of a tensor that one checksum covers."""
+_NUMBER_AT = ID_BYTES
 
 
 @dataclass(frozen=True)
@@ -71,7 +69,7 @@ class Place:
 
 
 def places_of(layouts: Mapping[str, TensorLayout], rank: int) -> tuple[dict[str, Place], int]:
-    """Return where a rank's tensors lie in its snapshots, and the bytes of a snapshot; the same in every process."""
+    """Return where a rank's tensors lie in its snapshots, and the bytes of a snapshot."""
     places, at = {}, PAGE_BYTES
     for name, layout in layouts.items():
         shape = layout.local_shape(rank)
@@ -97,16 +95,16 @@ class Memory:
 
     @property
     def number(self) -> int:
-        """The number of the snapshot that is whole here, or 0."""
+        """The number of the complete snapshot here, or 0."""
         return int(self._number[0])
 
     @property
-    def mark(self) -> bytes:
-        """The mark of the publisher."""
-        return self.bytes[:MARK_BYTES].tobytes()
+    def publisher_id(self) -> bytes:
+        """The publisher's id."""
+        return self.bytes[:ID_BYTES].tobytes()
 
     def set_number(self, number: int) -> None:
-        """Say which snapshot is whole here."""
+        """Set the number of the complete snapshot."""
         self._number[0] = number
 
     def runs(self, place: Place, box: Box, crc: int) -> Iterator[tuple[memoryview, int]]:
@@ -126,7 +124,7 @@ class Memory:
             at = stop
 
     def is_at(self, pid: int, fd: int) -> bool:
-        """Say whether a process's descriptor is this file's still: a number is given out again."""
+        """Return whether a process's descriptor is still this file: numbers are reused."""
         try:
             return os.path.samestat(os.stat(f"/proc/{pid}/fd/{fd}"), os.fstat(self.fd))
         except OSError:
@@ -138,7 +136,7 @@ class Memory:
             os.close(fd)
 
     @classmethod
-    def of_process(cls, pid: int, fd: int, size_bytes: int, mark: bytes) -> Memory:
+    def of_process(cls, pid: int, fd: int, size_bytes: int, publisher_id: bytes) -> Memory:
         """Map another process's snapshot to read from it."""
         opened = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -148,7 +146,7 @@ class Memory:
         except BaseException:
             os.close(opened)
             raise
-        if made.mark != mark:
+        if made.publisher_id != publisher_id:
             raise OSError("it belongs to another publisher")
         return made
 
@@ -160,14 +158,14 @@ class VersionStore:
         self,
         layouts: Mapping[str, TensorLayout],
         rank: int,
-        mark: bytes,
+        publisher_id: bytes,
         copies: DeviceCopies,
         sums: bool = False,
     ) -> None:
         """Make an empty store."""
         self._copies, self._takes_sums = copies, sums
         self.places, self.size_bytes = places_of(layouts, rank)
-        self._mark = mark
+        self._publisher_id = publisher_id
         self._lock = threading.Lock()
         self._snapshots: list[Memory] = []
 
@@ -186,22 +184,22 @@ class VersionStore:
         memory.set_number(number)
 
     def find(self, number: int) -> Memory | None:
-        """Return a snapshot by number, where it is still there."""
+        """Return a snapshot by number, or None."""
         with self._lock:
             return next((one for one in self._snapshots if one.number == number), None)
 
     def close(self) -> None:
-        """Give all snapshots up. The memory of one goes with the last who reads it."""
+        """Drop all snapshots. The memory of one is freed with its last reader."""
         with self._lock:
             self._snapshots.clear()
 
     @property
     def kept(self) -> int:
-        """How many snapshots there are."""
+        """Number of snapshots."""
         return len(self._snapshots)
 
     def _copied(self, source: Array, target: np.ndarray) -> Iterator[tuple[int, memoryview]]:
-        """Copy an array; yield what has been copied part by part, with the place of its first byte."""
+        """Copy an array; yield the copied parts, each with the offset of its first byte."""
         raw = target.reshape(-1).view(np.uint8)
         by_part = not is_gpu(source) and source.flags.c_contiguous
         if is_gpu(source):
@@ -235,13 +233,13 @@ class VersionStore:
                 raise
         except (OSError, ValueError) as error:
             raise CommError(f"no snapshot of {self.size_bytes} bytes can be made: {error}") from error
-        made.bytes[:MARK_BYTES] = np.frombuffer(self._mark, np.uint8)
+        made.bytes[:ID_BYTES] = np.frombuffer(self._publisher_id, np.uint8)
         self._snapshots.append(made)
         return made
 
 
 def runs_of(part: np.ndarray, crc: int) -> Iterator[tuple[memoryview, int]]:
-    """Yield an array's bytes, row-major, piece by piece, each with the CRC-32 of all bytes up to its end."""
+    """Yield an array's bytes, row-major, piece by piece, each with the CRC-32 up to its end."""
     for piece in pieces_of(part, PIECE_BYTES):
         data = np.ascontiguousarray(piece).reshape(-1).view(np.uint8).data
         crc = crc32(data, crc)
@@ -249,18 +247,18 @@ def runs_of(part: np.ndarray, crc: int) -> Iterator[tuple[memoryview, int]]:
 
 
 def box_of(array: Array, box: Box) -> Array:
-    """Return a view of a box of an array, also of one without dims."""
+    """Return a view of a box of an array, also of a 0-d one."""
     return array[(*slices_of(box), ...)]
 
 
 def copy_bits(source: np.ndarray, target: np.ndarray) -> None:
-    """Copy an array to one of its shape and width, as integers: NumPy copies types it does not know one by one."""
+    """Copy an array as integers: NumPy copies dtypes it does not know element by element."""
     kind = f"u{source.dtype.itemsize}" if source.dtype.itemsize in (1, 2, 4, 8) else source.dtype
     np.copyto(target.view(kind), source.view(kind))
 
 
 def pieces_of(array: np.ndarray, most_bytes: int) -> list[np.ndarray]:
-    """Return an array in parts along its first dims, each of so many bytes at most where that can be; row-major."""
+    """Return an array in parts along its first dims, each of at most so many bytes if possible; row-major."""
     if array.nbytes <= most_bytes or array.ndim == 0:
         return [array] if array.size else []
     rows = max(1, most_bytes * len(array) // array.nbytes)

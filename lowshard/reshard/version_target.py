@@ -1,4 +1,4 @@
-"""Where a rank of a subscriber puts what comes of a tensor: into an array, or through a transform that stores it."""
+"""Destinations of a subscriber's tensors: an array, or a transform that stores it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lowshard.box import Box, full_box, shape_of, slices_of
 from lowshard.errors import PlanError
 from lowshard.foreign_array import like, view_of
 from lowshard.kernels.buffer import allocate, is_gpu, require_results_apart, twins_of
-from lowshard.kernels.change_text import Changes
+from lowshard.kernels.change_encoding import Changes
 from lowshard.kernels.changes import ChangeBoxes
 from lowshard.kernels.staging import assign
 from lowshard.reshard.parameter_record import may_be_tied
@@ -28,28 +28,28 @@ from lowshard.transfer.transform_contract import ReshardTransform, memory_of
 
 Array = Any
 RECEIVE_BYTES = 8 << 20
-"""What is received at a time where it shall lie, before its checksum is taken."""
+"""Bytes received in place before their checksum is taken."""
 Receive = Callable[[memoryview], None]
-"""Fills memory with what comes next."""
+"""Fills memory with the next bytes."""
 
 
 class ArrayTarget:
-    """An array in one of the two sets that versions take turns between. Any thread may call these."""
+    """An array in one of the two sets that versions alternate between. Any thread may call these."""
 
     def __init__(self, array: Array, copies: DeviceCopies) -> None:
-        """Take an array; `copies` bring what comes to the GPU that it may lie on."""
+        """Take an array; `copies` copies to its GPU."""
         self.array, self._copies = array, copies
 
     def refuses(self, box: Box) -> str | None:
-        """Return why a box cannot be taken, or None: any box is."""
+        """Return why a box cannot be received, or None: any box can."""
         return None
 
     def block_elems(self, boxes: Sequence[Box]) -> int:
-        """Return of how many elements a unit of its changes is made: one; 0 where boxes always come whole."""
+        """Return the elements of a delta's unit: one; 0 would mean that boxes always come whole."""
         return 1
 
     def put(self, box: Box, values: np.ndarray) -> None:
-        """Put a box of values in its place."""
+        """Write a box of values."""
         target = box_of(self.array, box)
         if is_gpu(target):
             self._copies.store(target, filled_from(values))
@@ -57,7 +57,7 @@ class ArrayTarget:
             copy_bits(values, target)
 
     def receive(self, box: Box, receive: Receive) -> None:
-        """Put a box that comes row-major in its place: where it shall lie, or by way of other memory."""
+        """Receive a row-major box: in place, or through a buffer where it is not contiguous."""
         target = box_of(self.array, box)
         if is_gpu(target):
             self._copies.store(target, lambda room: receive(room.data))
@@ -69,12 +69,12 @@ class ArrayTarget:
                 copy_bits(data, piece)
 
     def copy(self, served: Any, boxes: ChangeBoxes) -> None:
-        """Put boxes of what is served, the tensor's place in the other set, in their place."""
+        """Copy boxes from the tensor in the served set."""
         with self._copies.current(self.array):
             boxes.copy(served.array, self.array)
 
     def write(self, boxes: ChangeBoxes, changes: Changes) -> None:
-        """Write what differs."""
+        """Apply changes."""
         there = _beside(self.array, changes, self._copies)
         with self._copies.current(self.array):
             boxes.write(self.array, there)
@@ -82,7 +82,7 @@ class ArrayTarget:
 
 @dataclass(frozen=True)
 class _Storing:
-    """A transform that stores tensors, and what brings what comes to the GPU that it stores on."""
+    """A transform that stores tensors, and the copies to its GPU."""
 
     transform: ReshardTransform
     copies: DeviceCopies
@@ -90,18 +90,18 @@ class _Storing:
 
 
 class StoredTarget:
-    """What a transform stores a tensor in, as `ArrayTarget`."""
+    """A tensor that a transform stores, as `ArrayTarget`."""
 
     def __init__(self, name: str, dtype: str, beside: Array, storing: _Storing) -> None:
         self._name, self._dtype, self._beside, self._storing = name, dtype, beside, storing
         self._transform, self._copies = storing.transform, storing.copies
 
     def refuses(self, box: Box) -> str | None:
-        """Return why the transform takes no such box, or None."""
+        """Return why the transform does not take a box, or None."""
         return self._transform.check_refuses(self._name, box)
 
     def block_elems(self, boxes: Sequence[Box]) -> int:
-        """Return the elements of a block that the transform stores by itself, if it is the same in all boxes."""
+        """Return the elements of a block that the transform stores by itself, if equal in all boxes, else 0."""
         found = {self._transform.change_block_elems(self._name, box) for box in boxes}
         return found.pop() if len(found) == 1 else 0
 
@@ -115,14 +115,14 @@ class StoredTarget:
             self._give(part, self._copies.upload(rows, self._beside))
 
     def receive(self, box: Box, receive: Receive) -> None:
-        """Receive some rows at a time, or the box where the transform takes no rows."""
+        """Receive some rows at a time, or the whole box where the transform takes no rows."""
         for _, part in self._parts(box):
             data = np.empty(shape_of(part), dtypes.get(self._dtype).numpy)
             receive(data.reshape(-1).view(np.uint8).data)
             self.put(part, data)
 
     def copy(self, served: Any, boxes: ChangeBoxes) -> None:
-        """Have the transform take over what its twin holds."""
+        """Copy boxes from the twin transform that is served."""
         with self._calls():
             for box in boxes.boxes:
                 self._transform.take_over(self._name, slices_of(box), served._transform)
@@ -144,12 +144,12 @@ class StoredTarget:
 
     @contextmanager
     def _calls(self) -> Iterator[None]:
-        """Let this thread alone call the transform, where what it launches follows the copies."""
+        """Serialise calls of the transform, on the stream of the copies."""
         with self._storing.lock, self._copies.current(self._beside):
             yield
 
     def _parts(self, box: Box) -> Iterator[tuple[int, Box]]:
-        """Yield some rows of a box at a time, after their first; all of it where the transform takes no rows."""
+        """Yield some rows of a box at a time, with their first row; all of it where the transform takes no rows."""
         rows = len(range(*box[0])) if box else 1
         row_bytes = int(np.prod(shape_of(box)[1:])) * dtypes.get(self._dtype).itemsize_bytes
         step = max(1, RECEIVE_BYTES // row_bytes) if self._transform.in_place and row_bytes else max(1, rows)
@@ -162,15 +162,15 @@ Target = ArrayTarget | StoredTarget
 
 
 def _beside(array: Array, changes: Changes, copies: DeviceCopies) -> Changes:
-    """Return changes whose text is where an array is."""
-    if changes.text is None or not is_gpu(array):
+    """Return changes whose encoding is on the array's device."""
+    if changes.encoded is None or not is_gpu(array):
         return changes
-    return changes._replace(text=copies.upload(changes.text, array))
+    return changes._replace(encoded=copies.upload(changes.encoded, array))
 
 
 @dataclass(frozen=True)
 class TargetSet:
-    """One of the two sets of a rank that versions take turns between."""
+    """One of the two sets of a rank that versions alternate between."""
 
     targets: Mapping[str, Target]
     weights: Mapping[str, Any]
@@ -179,7 +179,7 @@ class TargetSet:
 
     @property
     def memory(self) -> list[tuple[str, Array]]:
-        """What is written, with the names of tensors."""
+        """All arrays that are written, with the names of tensors."""
         arrays = [(n, one.array) for n, one in self.targets.items() if isinstance(one, ArrayTarget)]
         return arrays + [(n, array) for n, array in memory_of(self.transform) if n in self.targets]
 
@@ -189,7 +189,7 @@ class TargetSet:
             self.transform.begin()
 
     def end(self) -> None:
-        """Wait until all that came is there; raise PlanError where a part of a transform's block is missing."""
+        """Wait for all copies; raise PlanError if a transform's block is incomplete."""
         self.copies.wait()
         if self.transform is not None:
             self.transform.end()
@@ -202,7 +202,7 @@ def two_sets(
     rank: int,
     timeout_s: float,
 ) -> tuple[TargetSet, TargetSet]:
-    """Return a set over a rank's arrays and its transform, and one beside them."""
+    """Return a set over a rank's arrays and its transform, and a second set like it."""
     if transform is not None and not isinstance(transform, ReshardTransform):
         raise PlanError(f"transform is a ReshardTransform or None, got {type(transform).__name__}")
     stored = {} if transform is None else _stored(layouts, transform, rank)
@@ -236,7 +236,7 @@ def _twin_of(transform: ReshardTransform | None) -> ReshardTransform | None:
 
 
 class _Stored(NamedTuple):
-    """A tensor that a transform stores: its layout, and an array of no elements where the transform takes it."""
+    """A tensor that a transform stores: its layout, and an empty array on the transform's device."""
 
     layout: TensorLayout
     beside: Array
@@ -245,7 +245,7 @@ class _Stored(NamedTuple):
 def _stored(
     layouts: Mapping[str, TensorLayout], transform: ReshardTransform, rank: int
 ) -> Mapping[str, _Stored]:
-    """Return what a transform stores of the tensors that a rank has a part of."""
+    """Return the tensors of a rank that the transform stores."""
     found = {}
     for name, layout in layouts.items():
         shape = layout.local_shape(rank)

@@ -1,9 +1,9 @@
-"""What a publisher and its subscribers say to each other: a length and JSON, over a connection let in by a door.
+"""Messages between a publisher and its subscribers: a length and JSON, over an authenticated connection.
 
 Control, to rank 0 of the publisher: greeting -> table; then, again and again, want -> offer, done.
-Data, to each rank that has something: map -> where a snapshot lies; or boxes, then read, or changes since another
-snapshot -> bytes and their CRC-32. What differs comes tensor by tensor: a head, then a text of changes
-(`kernels.change_text`), or all of the tensor's boxes where that is less.
+Data, to each rank that is fetched from: map -> where a snapshot lies; or boxes, then read, or changes since another
+snapshot -> bytes and their CRC-32. A delta comes tensor by tensor: a header, then encoded changes
+(`kernels.change_encoding`), or all of the tensor's boxes where that is less.
 """
 
 from __future__ import annotations
@@ -26,22 +26,21 @@ from lowshard.reading import Reader, reader
 CONTROL, DATA = 41, 42
 """Purposes of connections."""
 STALLED_S = 30.0
-"""A connection over which nothing moves for so long, amid a message, is given up."""
+"""A connection is given up if a message makes no progress for so long."""
 WAKE_BYTES = 512 << 10
-"""While twice as much or more is to come, a thread that waits for it is woken once so much is there, and not for each
-packet, which costs more."""
+"""A receiving thread is woken once so many bytes have arrived, not for each packet."""
 WANT_S = 1.0
-"""How long a publisher keeps a subscriber that wants a newer version waiting for its answer, at most."""
+"""Longest time that a publisher delays its answer to a subscriber that wants a newer version."""
 _LENGTH = struct.Struct("!Q")
 _MOST_FRAME_BYTES = 64 << 20
 _UNCONFIRMED_S = 10.0
 _MOST_VALUES = 1 << 25
-"""Of a message: a table of tensors in many tiles, or a request for their boxes, has some millions."""
+"""Most values in a message: a table of tensors in many tiles, or a request for their boxes, has some millions."""
 
 
 @dataclass(frozen=True)
 class Greeting:
-    """Who subscribes."""
+    """Identifies a subscriber."""
 
     name: str
     host: str
@@ -50,7 +49,7 @@ class Greeting:
 
 
 @dataclass(frozen=True)
-class Station:
+class Endpoint:
     """Where a rank of a publisher is reached."""
 
     addresses: tuple[str, ...]
@@ -60,19 +59,19 @@ class Station:
 
 @dataclass(frozen=True)
 class Table:
-    """What a publisher has: tensors by name, and its ranks."""
+    """A publisher's tensors by name, and its ranks."""
 
-    mark: str
+    publisher_id: str
     layouts: Mapping[str, Any]
-    stations: tuple[Station, ...]
+    endpoints: tuple[Endpoint, ...]
 
 
 @dataclass(frozen=True)
 class Request:
-    """What a subscriber asks; of the fields those that belong to `ask` count."""
+    """A subscriber's request; the fields that apply depend on `ask`."""
 
     ask: str  # "want", "done", "map", "boxes", "read" or "changes"
-    mark: str = ""  # of the publisher that is meant; its ranks refuse another's
+    publisher_id: str = ""  # of the publisher that is meant; its ranks refuse another's
     newer_than: int | None = None  # want: the version that the subscriber has of this publisher
     wait_s: float = WANT_S  # want: how long to wait for one; WANT_S at most
     number: int = 0  # done, map, read, changes: of the snapshot
@@ -85,7 +84,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a publisher answers."""
+    """A publisher's answer."""
 
     state: str  # "here", "none" (nothing newer yet), "gone" (no such snapshot) or "closed"
     version: int = 0  # here, to want
@@ -104,54 +103,53 @@ read_answer: Reader[Answer] = reader("answer of a publisher", CommError)(Answer)
 
 
 CHANGES_HEAD = struct.Struct("!4q")
-"""Ahead of what differs in a tensor: units of the text, or WHOLE where its boxes come; bytes of the text's two streams
-of places; elements that differ."""
+"""Header of a tensor's delta: units of the encoding or WHOLE, bytes of gaps and of lengths, elements that differ."""
 WHOLE = -1
 
 
-class Lost(Exception):
-    """The other end has gone, or says nothing any more."""
+class ConnectionLost(Exception):
+    """The other end has closed the connection or does not answer."""
 
 
-class Line:
-    """A connection whose ends know each other; one thread at an end uses it."""
+class Connection:
+    """An authenticated connection; one thread at each end uses it."""
 
-    def __init__(self, connection: socket.socket) -> None:
-        self.connection = connection
+    def __init__(self, sock: socket.socket) -> None:
+        self.socket = sock
         self._limits_s: dict[int, float] = {}
         self._pid = os.getpid()
-        connection.setblocking(True)
-        tune(connection, _UNCONFIRMED_S)
+        sock.setblocking(True)
+        tune(sock, _UNCONFIRMED_S)
 
-    def say(self, message: Any) -> None:
+    def send_message(self, message: Any) -> None:
         """Send a message."""
         text = text_of(message).encode()
         self.send(memoryview(_LENGTH.pack(len(text)) + text))
 
-    def hear(self, read: Reader[Any], until_s: float | None = None) -> Any:
-        """Return the next message, by its reader."""
+    def receive_message(self, read: Reader[Any], until_s: float | None = None) -> Any:
+        """Receive the next message, parsed by its reader."""
         head = bytearray(_LENGTH.size)
         self._receive_first(memoryview(head)[:1], until_s)
         self.receive(memoryview(head)[1:])
         (size,) = _LENGTH.unpack(head)
         if size > _MOST_FRAME_BYTES:
-            raise Lost(f"a message has at most {_MOST_FRAME_BYTES} bytes, {size} were announced")
+            raise ConnectionLost(f"a message has at most {_MOST_FRAME_BYTES} bytes, {size} were announced")
         text = bytearray(size)
         self.receive(memoryview(text))
         try:
             return read.text(text.decode(), "what came")
         except (CommError, UnicodeDecodeError) as error:
-            raise Lost(str(error)) from error
+            raise ConnectionLost(str(error)) from error
 
     def send(self, data: memoryview) -> None:
         """Send bytes."""
         self._limit(socket.SO_SNDTIMEO, STALLED_S)
         with _lost():
             while data:  # sendall would count the limit over all of it
-                data = data[self.connection.send(data) :]
+                data = data[self.socket.send(data) :]
 
     def receive(self, data: memoryview) -> None:
-        """Fill memory with what comes next."""
+        """Fill memory with the next bytes."""
         self._limit(socket.SO_RCVTIMEO, STALLED_S)
         end = len(data) - WAKE_BYTES
         if end >= WAKE_BYTES:
@@ -166,36 +164,36 @@ class Line:
             data = data[self._received(data) :]
 
     def _wake_at(self, size_bytes: int) -> None:
-        """Have a thread that waits for bytes woken once so many are there."""
+        """Have a waiting thread woken once so many bytes are there."""
         with _lost():
-            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, size_bytes)
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, size_bytes)
 
     def _receive_first(self, data: memoryview, until_s: float | None) -> None:
-        """Receive a byte that may take its time; `until_s` as `hear` has it."""
+        """Receive a byte; `until_s` as for `receive_message`."""
         limit_s = 0.0 if until_s is None else max(0.001, until_s - time.monotonic())
         self._limit(socket.SO_RCVTIMEO, limit_s)
         self._received(data)
 
     def _received(self, data: memoryview) -> int:
-        """Return how many bytes came: as many as there is room for, or those of the time that they had."""
+        """Return how many bytes came: as many as fit, or those that came in time."""
         with _lost():
-            count = self.connection.recv_into(data, 0, socket.MSG_WAITALL)
+            count = self.socket.recv_into(data, 0, socket.MSG_WAITALL)
         if not count:
-            raise Lost("it has closed the connection")
+            raise ConnectionLost("it has closed the connection")
         return count
 
     def _limit(self, option: int, limit_s: float) -> None:
-        """Limit how long nothing may move, in seconds; 0 for ever."""
+        """Set the socket's time limit in seconds; 0 for none."""
         if self._limits_s.get(option) != limit_s:
             timeval = struct.pack("ll", int(limit_s), int(limit_s % 1 * 1_000_000))
             with _lost():
-                self.connection.setsockopt(socket.SOL_SOCKET, option, timeval)
+                self.socket.setsockopt(socket.SOL_SOCKET, option, timeval)
             self._limits_s[option] = limit_s
 
     def is_quiet(self) -> bool:
-        """Say whether the other end is there and has said nothing."""
+        """Return whether the other end is connected and has sent nothing."""
         try:
-            self.connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+            self.socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except BlockingIOError:
             return True
         except OSError:
@@ -203,24 +201,24 @@ class Line:
         return False
 
     def stop(self) -> None:
-        """End the connection; whoever waits on either end hears of it. Any thread may call this."""
+        """Shut the connection down; both ends notice. Any thread may call this."""
         if os.getpid() == self._pid:
             with contextlib.suppress(OSError):
-                self.connection.shutdown(socket.SHUT_RDWR)
+                self.socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """End the connection, and give its descriptor back; by the thread that uses it."""
+        """Close the connection, by the thread that uses it."""
         self.stop()
-        self.connection.close()
+        self.socket.close()
 
 
 @contextlib.contextmanager
 def _lost() -> Iterator[None]:
-    """Raise Lost for what a connection raises."""
+    """Turn OSError into ConnectionLost."""
     try:
         yield
     except OSError as error:
-        raise Lost(_words(error)) from error
+        raise ConnectionLost(_words(error)) from error
 
 
 def _words(error: OSError) -> str:
@@ -232,7 +230,7 @@ def _words(error: OSError) -> str:
 
 
 def text_of(message: Any) -> str:
-    """Return a message as its reader reads it."""
+    """Return a message as JSON."""
     return json.dumps(message, default=_plain)
 
 

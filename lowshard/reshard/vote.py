@@ -1,9 +1,8 @@
-"""Versions and attempts: what a version's number is, and commit or abort, once for each attempt.
+"""Version numbers, and the commit or abort of each attempt, decided once.
 
-A word that all ranks of a host map says which, so that a death cannot split them.
-
-All ranks have agreed that they are ready before anybody asks for a commit. A rank that hears of a failure instead asks
-for an abort. Whoever asks first decides; the others find the decision. The word outlives the process that made it.
+On one host the ranks decide through a word in shared memory, so a death cannot split them. All ranks have agreed that
+they are ready before any asks for a commit; a rank that notices a failure asks for an abort. The first to ask decides.
+The word outlives the process that made it.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _COMMIT, _ABORT = 1, 2
 
 
 class Vote:
-    """The decisions of a group, attempt after attempt: survivors of one host decide alike, by a word they share."""
+    """Commit or abort decisions of a group: survivors on one host always decide alike."""
 
     def __init__(self, comm: Communicator) -> None:
         control = comm.control
@@ -39,11 +38,11 @@ class Vote:
 
     @property
     def shared(self) -> bool:
-        """Whether the ranks of a host look at one word."""
+        """Whether the ranks of a host share one word."""
         return self._word is not None
 
     def decide(self, attempt: int, commit: bool) -> bool:
-        """Ask for a commit or an abort of an attempt (1, 2, ...), and return whether it is committed."""
+        """Ask for a commit or an abort of an attempt (1, 2, ...); return whether it is committed."""
         mine = _COMMIT if commit else _ABORT
         if self._word is None:
             return commit

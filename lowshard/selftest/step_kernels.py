@@ -13,8 +13,8 @@ import numpy as np
 from lowshard import dtypes, kernels
 from lowshard.box import Box
 from lowshard.kernels import MXFP8Tensor, reference
-from lowshard.kernels.change_search import Room
-from lowshard.kernels.change_text import values_of
+from lowshard.kernels.change_encoding import values_of
+from lowshard.kernels.change_search import ScratchBuffer
 from lowshard.kernels.changes import ChangeBoxes
 from lowshard.kernels.plain import PlainEngine
 from lowshard.kernels.reference import Elem, Mode
@@ -199,7 +199,7 @@ def _changes(xp: ModuleType, tally: Tally) -> None:
             made = ChangeBoxes(boxes, old.itemsize, block)
             before, after = (_units(array, boxes, made.unit_bytes) for array in (old, new))
             places = np.flatnonzero((before != after).any(axis=1))
-            found = made.find(put(xp, new), put(xp, old), Room(), False)
+            found = made.find(put(xp, new), put(xp, old), ScratchBuffer(), False)
             tally.same(f"{what}, places", made.places(found, made.unit_bytes), places)
             tally.same(f"{what}, values", values_of(found, made.unit_bytes), after[places])
             out, wanted = put(xp, old), old.copy()

@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from lowshard.box import Box, shape_of, volume
 from lowshard.kernels.change_boxes import BoxUnits
-from lowshard.kernels.change_text import Changes, values_of
+from lowshard.kernels.change_encoding import Changes, values_of
 from lowshard.transfer.transform_contract import ReshardTransform
 
 

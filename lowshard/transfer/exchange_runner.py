@@ -42,7 +42,7 @@ READ_FROM_BYTES = 64 << 10
 """Smaller arrays are packed and sent: one meeting of the ranks where reading takes two."""
 
 _KERNEL_FROM_BYTES = 16 << 10  # below, NumPy's own copy is over before a kernel is called
-_MAPPED, _OPEN, _LAID_OUT = 1, 2, 3
+_MAPPED, _OPEN, _STAGED = 1, 2, 3
 """How peers get at a rank's array: by loads; by a system call; in its stage. With it goes the length of a half."""
 _NOTES = 4
 
@@ -74,21 +74,21 @@ def run(program: Program, local: Array | None, out: Array | None, comm: Communic
 def _by_memory(program: Program, local: Array | None, out: Array | None, comm: Communicator) -> None:
     of, reach = -(-program.largest_bytes // STAGE_BYTES), comm.reach
     note = 0
-    if local is not None and program.gives_near:
-        note = _LAID_OUT
+    if local is not None and program.sends_near:
+        note = _STAGED
         if local.flags.c_contiguous and reach.maps(local):
             note = _MAPPED
         elif local.flags.c_contiguous and reach.crosses and program.is_worth_reading:
             note = _OPEN
-    way = STAGED if note == _LAID_OUT else IN_PLACE
+    way = STAGED if note == _STAGED else IN_PLACE
     half = 0
-    if local is not None and (note == _LAID_OUT or program.leaves_nodes):
+    if local is not None and (note == _STAGED or program.leaves_nodes):
         half = max(program.round(number, of, way).stage.elems for number in range(of))
     stage = comm.empty(2 * half, program.dtype) if half else None
     if stage is not None and local is not None:
-        lay_out(program, program.round(0, of, way).stage, (0, of, way), local, stage)
-    published = reach.publish([stage if note == _LAID_OUT else local if note else None], note + _NOTES * half)
-    if not program.leaves_nodes and not any(said % _NOTES == _LAID_OUT for said in published.notes.values()):
+        pack_stage(program, program.round(0, of, way).stage, (0, of, way), local, stage)
+    published = reach.publish([stage if note == _STAGED else local if note else None], note + _NOTES * half)
+    if not program.leaves_nodes and not any(said % _NOTES == _STAGED for said in published.notes.values()):
         of = 1
     job = _Run(program, local, out, comm, of, way)
     job.published = published
@@ -96,7 +96,7 @@ def _by_memory(program: Program, local: Array | None, out: Array | None, comm: C
     def fill(number: int) -> None:
         if number and stage is not None and local is not None:
             key = (number, of, way)
-            lay_out(program, program.round(*key).stage, key, local, stage[(number & 1) * half :])
+            pack_stage(program, program.round(*key).stage, key, local, stage[(number & 1) * half :])
 
     def meet(number: int) -> None:
         if number:
@@ -135,11 +135,11 @@ class _Run:
 
     def carry(self, number: int, stage: Array | None) -> None:
         """Move what ranks out of reach take in a round, packed in a stage."""
-        takes, gives, dtype = self.round(number).takes, self.round(number).gives, self._program.dtype
-        if self.received is None or self.received.size < takes.elems:
-            self.received = np.empty(takes.elems, dtype)
+        receives, sends, dtype = self.round(number).receives, self.round(number).sends, self._program.dtype
+        if self.received is None or self.received.size < receives.elems:
+            self.received = np.empty(receives.elems, dtype)
         send = np.empty(0, dtype) if stage is None else stage
-        self._comm.carry(send, gives.counts, gives.displs, self.received, takes.counts, takes.displs)
+        self._comm.carry(send, sends.counts, sends.displs, self.received, receives.counts, receives.displs)
 
     def take(self, number: int, received_is_placed: bool = False) -> None:
         """Put the boxes of a round in their places."""
@@ -188,7 +188,7 @@ class _Run:
         half, note = divmod(self.published.notes[rank], _NOTES)
         view = self.published.view(rank)
         assert view is not None
-        return view.view(self._program.dtype), half if note == _LAID_OUT else None
+        return view.view(self._program.dtype), half if note == _STAGED else None
 
     def _place(self, number: int, rank: int, chunks: Sequence[Chunk]) -> None:
         """Put the boxes of one source in their places: a rank's, or -1 for what was received."""
@@ -239,7 +239,7 @@ class _Run:
         return found
 
 
-def lay_out(program: Program, stage: Stage, key: tuple[int, int, str], local: Array, into: Array) -> None:
+def pack_stage(program: Program, stage: Stage, key: tuple[int, int, str], local: Array, into: Array) -> None:
     """Pack what this rank gives in a round."""
     small = not is_gpu(local) and stage.elems * local.itemsize < _KERNEL_FROM_BYTES
     if small or not local.flags.c_contiguous:
@@ -265,21 +265,23 @@ def _by_messages(program: Program, local: Array | None, out: Array | None, comm:
     job = _Run(program, local, out, comm, of, SENT)
     nothing = comm.xp.empty(0, _dtype_of(program, local, out))
     for number in range(of):
-        _, stage, gives, takes = job.round(number)
-        send, displs = nothing, gives.displs
+        _, stage, sends, receives = job.round(number)
+        send, displs = nothing, sends.displs
         direct, into = _direct(program, of)
         if local is not None and stage.elems:
             if direct is not None and local.flags.c_contiguous:
                 send, displs = local.reshape(-1), direct
             else:
                 send = comm.xp.empty(stage.elems, local.dtype)
-                lay_out(program, stage, (number, of, SENT), local, send)
+                pack_stage(program, stage, (number, of, SENT), local, send)
         if into is not None and out is not None:
-            comm.all_to_all_v(send, gives.counts, displs, out.reshape(-1), takes.counts, into)
+            comm.all_to_all_v(send, sends.counts, displs, out.reshape(-1), receives.counts, into)
             job.take(number, received_is_placed=True)
             continue
-        job.received = nothing if out is None or not takes.elems else comm.xp.empty(takes.elems, out.dtype)
-        comm.all_to_all_v(send, gives.counts, displs, job.received, takes.counts, takes.displs)
+        job.received = (
+            nothing if out is None or not receives.elems else comm.xp.empty(receives.elems, out.dtype)
+        )
+        comm.all_to_all_v(send, sends.counts, displs, job.received, receives.counts, receives.displs)
         job.take(number)
 
 
@@ -290,17 +292,17 @@ def _direct(program: Program, of: int) -> tuple[list[int] | None, list[int] | No
     found: tuple[list[int] | None, list[int] | None] | None = program.kept.get("direct")
     if found is None:
         only = program.round(0, 1, SENT)
-        gives = takes = None
+        sends = receives = None
         if program.rank in program.exchange.src.mesh:
             shape = program.exchange.src.local_shape(program.rank)
             runs = {part.start: _run_of(part.index, shape) for part in only.stage.laid}
             if None not in runs.values():
-                gives = [runs.get(at) or 0 for at in only.gives.displs]
+                sends = [runs.get(at) or 0 for at in only.sends.displs]
         if program.shape is not None and program.op is None:
             into = {c.sources[0].rank: _run_of(c.index, program.shape) for c in only.chunks}
             if None not in into.values():
-                takes = [into.get(rank) or 0 for rank in range(program.size)]
-        found = program.kept["direct"] = gives, takes
+                receives = [into.get(rank) or 0 for rank in range(program.size)]
+        found = program.kept["direct"] = sends, receives
     return found
 
 

@@ -31,10 +31,10 @@ class Item:
     makes: bool = False  # whether this rank's transform makes what travels
     stores: bool = False  # whether it stores what comes
     is_plain: bool = False  # whether the transform lets the box travel as it is
-    hands_on: bool = False  # whether the giver has got it itself, in this run
+    is_forwarded: bool = False  # whether the giver has got it itself, in this run
     turn: int = 0  # items of a later turn are given when those of the earlier ones have come
     array: int = 0  # which of the giver's published arrays has it
-    there: Span | None = None  # where it lies in that; None where it is not to be read in place
+    remote_span: Span | None = None  # where it lies in that; None where it is not to be read in place
     sent: tuple[Format, ...] = ()  # what travels, as the giver says; empty where that is not known here
     got: tuple[Format, ...] = ()  # what travels, as the taker says
 

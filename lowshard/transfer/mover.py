@@ -26,7 +26,7 @@ from lowshard.transfer.conversion import Conversion, together
 from lowshard.transfer.huge_pages import settle
 from lowshard.transfer.item import Item, bytes_of
 from lowshard.transfer.piece_checksum import checksum
-from lowshard.transfer.rounds import FirstError, Letter, Mail, run_rounds
+from lowshard.transfer.rounds import FirstError, Message, RoundMessages, run_rounds
 from lowshard.transfer.spans import (
     BoxCopy,
     Span,
@@ -49,12 +49,12 @@ class Mover:
     """Items made ready to be moved again and again: addresses looked up, buckets laid out, memory set aside."""
 
     def __init__(
-        self, comm: Communicator, gives: Streams, takes: Streams, keeps: Sequence[Item],
+        self, comm: Communicator, sends: Streams, receives: Streams, copies: Sequence[Item],
         published: Sequence[Array | None], conversion: Conversion | None, errors: FirstError, *, by_memory: bool,
         in_place: bool, checksums: bool, staging_bytes: int, like: Mover | None = None,
     ) -> None:  # fmt: skip
         self._comm, self._conversion, self._errors = comm, conversion, errors
-        self._checksums, self._keeps = checksums, keeps
+        self._checksums, self._keeps = checksums, copies
         self._near = frozenset(comm.reach.peers) if by_memory else frozenset((comm.rank,))
         self._near_bucket_bytes, self._far_bucket_bytes = bucket_sizes(comm, by_memory, staging_bytes)
         self._anchor = comm.xp.zeros(64, np.uint8)
@@ -69,16 +69,18 @@ class Mover:
         self._meets = False
         self._slots: dict[tuple[int, int], Array] = {}
         self.version = 0
-        given, taken = _items(gives), _items(takes)
+        given, taken = _items(sends), _items(receives)
         self.sent_bytes = sum(_wire_bytes(i.sent) for i in given)
         self.received_bytes = sum(_wire_bytes(i.got) for i in taken)
-        self.copied_bytes = sum(i.size_bytes for i in keeps)
-        self._near_sent = sum(_wire_bytes(i.sent) for r in gives if r in self._near for i in gives[r])
-        self._near_received = sum(_wire_bytes(i.got) for r in takes if r in self._near for i in takes[r])
+        self.copied_bytes = sum(i.size_bytes for i in copies)
+        self._near_sent = sum(_wire_bytes(i.sent) for r in sends if r in self._near for i in sends[r])
+        self._near_received = sum(
+            _wire_bytes(i.got) for r in receives if r in self._near for i in receives[r]
+        )
         shares = by_memory and len(set(comm.reach.homes)) < comm.size  # the same on all ranks
         if in_place and shares:
-            gives, takes = self._look(gives, takes, published)
-        self._lay_out(gives, takes, shares, like)
+            sends, receives = self._look(sends, receives, published)
+        self._lay_out(sends, receives, shares, like)
         self.find_own()
 
     @property
@@ -99,7 +101,7 @@ class Mover:
     # ---- what is read where it lies
 
     def _look(
-        self, gives: Streams, takes: Streams, published: Sequence[Array | None]
+        self, sends: Streams, receives: Streams, published: Sequence[Array | None]
     ) -> tuple[Streams, Streams]:
         """Find what is read where it lies; return the rest."""
         comm, reach = self._comm, self._comm.reach
@@ -109,18 +111,20 @@ class Mover:
         mapped: list[tuple[Item, Span]] = []
         across: dict[int, list[tuple[Item, Span]]] = {}
         left: dict[int, list[Item]] = {}
-        for peer, items in takes.items():
+        for peer, items in receives.items():
             readable = self._readable(peer, items, seen) if peer in self._near and reach.crosses else {}
             for item in items:
-                there = item.there if peer in self._near and not item.is_converted else None
-                view = None if there is None else seen.view(peer, item.array)
-                if there is not None and view is not None:
-                    mapped.append((item, there._replace(at=there.at + address(view))))
+                remote_span = item.remote_span if peer in self._near and not item.is_converted else None
+                view = None if remote_span is None else seen.view(peer, item.array)
+                if remote_span is not None and view is not None:
+                    mapped.append((item, remote_span._replace(at=remote_span.at + address(view))))
                 elif (
-                    there is not None and readable.get(item.array) and is_worth_it(there, item.target_span())
+                    remote_span is not None
+                    and readable.get(item.array)
+                    and is_worth_it(remote_span, item.target_span())
                 ):
-                    at = there.at + seen.address(peer, item.array)
-                    across.setdefault(peer, []).append((item, there._replace(at=at)))
+                    at = remote_span.at + seen.address(peer, item.array)
+                    across.setdefault(peer, []).append((item, remote_span._replace(at=at)))
                 else:
                     left.setdefault(peer, []).append(item)
         self._unsettled = [a for a in published if a is not None and a.nbytes and not reach.maps(a)]
@@ -129,39 +133,41 @@ class Mover:
         base = address(self._anchor)
         self._mapped = _copy_between(mapped, base, base)
         self._across = {peer: _copy_between(pairs, 0, base) for peer, pairs in across.items()}
-        return self._ask_which(gives, takes, left), left
+        return self._ask_which(sends, receives, left), left
 
     def _readable(self, peer: int, items: Sequence[Item], seen: Published) -> dict[int, bool]:
         """Return, by array, whether this process may read a peer's private arrays."""
         sizes: dict[int, int] = {}
         for item in items:
             if (
-                item.there is not None
+                item.remote_span is not None
                 and seen.view(peer, item.array) is None
                 and seen.address(peer, item.array)
             ):
-                steps = zip(item.there.extents, item.there.strides, strict=True)
-                end = item.there.at + item.there.itemsize + sum((n - 1) * step for n, step in steps)
+                steps = zip(item.remote_span.extents, item.remote_span.strides, strict=True)
+                end = (
+                    item.remote_span.at + item.remote_span.itemsize + sum((n - 1) * step for n, step in steps)
+                )
                 sizes[item.array] = max(sizes.get(item.array, 1), end)
         if not sizes:
             return {}
         stretches = [(seen.address(peer, array), size) for array, size in sizes.items()]
         return dict(zip(sizes, can_read(self._comm.reach.pid(peer), stretches), strict=True))
 
-    def _ask_which(self, gives: Streams, takes: Streams, left: Streams) -> dict[int, list[Item]]:
+    def _ask_which(self, sends: Streams, receives: Streams, left: Streams) -> dict[int, list[Item]]:
         """Learn which of this rank's items the takers do not read for themselves."""
         comm = self._comm
         ranks = range(comm.size)
-        wanted = [np.zeros(len(takes.get(r, ())), np.uint8) for r in ranks]
-        for peer, items in takes.items():
+        wanted = [np.zeros(len(receives.get(r, ())), np.uint8) for r in ranks]
+        for peer, items in receives.items():
             numbers = {item.number for item in left.get(peer, ())}
             wanted[peer][:] = [item.number in numbers for item in items]
-        counts = [len(gives.get(r, ())) for r in ranks]
+        counts = [len(sends.get(r, ())) for r in ranks]
         asked = trade(comm, np.concatenate(wanted), [w.size for w in wanted], counts)
         found: dict[int, list[Item]] = {}
         for peer, end in enumerate(accumulate(counts)):
             if counts[peer]:
-                mine = [i for i, a in zip(gives[peer], asked[end - counts[peer] : end], strict=True) if a]
+                mine = [i for i, a in zip(sends[peer], asked[end - counts[peer] : end], strict=True) if a]
                 if mine:
                     found[peer] = mine
         return found
@@ -173,14 +179,14 @@ class Mover:
         me, size = self._comm.rank, self._comm.size
         for peer in sorted(self._across, key=lambda peer: (peer - me) % size):
             pid = self._comm.reach.pid(peer)
-            self._errors.guard(self._across[peer].read_across, peer, pid, 0, self._anchor)
+            self._errors.collect_error(self._across[peer].read_across, peer, pid, 0, self._anchor)
 
     # ---- what goes in rounds
 
-    def _lay_out(self, gives: Streams, takes: Streams, shares: bool, like: Mover | None) -> None:
+    def _lay_out(self, sends: Streams, receives: Streams, shares: bool, like: Mover | None) -> None:
         """Decide which bucket goes in which round, and set memory aside."""
         comm = self._comm
-        out, come = self._buckets(gives, True), self._buckets(takes, False)
+        out, come = self._buckets(sends, True), self._buckets(receives, False)
         turns = 1 + max((turn for turn, _ in (*out, *come)), default=0)
         said = np.array([bool(out), bool(come), turns], np.int64)
         rows = share(comm.control, said)
@@ -204,9 +210,12 @@ class Mover:
             first = len(self._steps)
             for place in range(turn * steps, (turn + 1) * steps):
                 to, source = to_by.get(place, -1), source_by.get(place, -1)
-                here, there = out.get((turn, to), ()), come.get((turn, source), ())
+                here, remote_span = out.get((turn, to), ()), come.get((turn, source), ())
                 self._steps += [
-                    ((to, here[i]) if i < len(here) else None, (source, there[i]) if i < len(there) else None)
+                    (
+                        (to, here[i]) if i < len(here) else None,
+                        (source, remote_span[i]) if i < len(remote_span) else None,
+                    )
                     for i in range(int(lengths[place]))
                 ]
             self._turns.append(range(first, len(self._steps)))
@@ -225,15 +234,15 @@ class Mover:
         if like is not None and all(row[0] for row in share(comm.control, np.array([fits], np.int64))):
             self._out, self._into, self._theirs = like._out, like._into, like._theirs
         else:
-            rooms = self._errors.guard(_rooms, comm, out_bytes, into_bytes)
+            rooms = self._errors.collect_error(_rooms, comm, out_bytes, into_bytes)
             agree(comm, b"", self._errors.take(), "reshard")
             self._out, self._into = rooms
             if self._meets:
                 with comm.turn("a reshard"):
                     self._theirs = comm.reach.publish(self._out or (None, None))
-        self._mail = Mail(
+        self._mail = RoundMessages(
             comm, self._out, self._into,
-            [self._letters(out) for out, _ in self._steps], [self._letters(come) for _, come in self._steps],
+            [self._messages(out) for out, _ in self._steps], [self._messages(come) for _, come in self._steps],
         )  # fmt: skip
 
     def _has_room(self, out_bytes: int, into_bytes: int, meets: bool) -> bool:
@@ -241,12 +250,12 @@ class Mover:
         out, into = (rooms[0].nbytes if rooms else 0 for rooms in (self._out, self._into))
         return out >= out_bytes and into >= into_bytes and (self._theirs is not None or not meets)
 
-    def _letters(self, step: tuple[int, Bucket] | None) -> list[Letter]:
+    def _messages(self, step: tuple[int, Bucket] | None) -> list[Message]:
         if step is None or step[0] in self._near:
             return []
-        return [Letter(step[0], 0, self._size(step[1]))]
+        return [Message(step[0], 0, self._size(step[1]))]
 
-    def _buckets(self, streams: Streams, gives: bool) -> dict[tuple[int, int], tuple[Bucket, ...]]:
+    def _buckets(self, streams: Streams, sends: bool) -> dict[tuple[int, int], tuple[Bucket, ...]]:
         """Return the buckets by turn and peer."""
         found: dict[tuple[int, int], list[Item]] = {}
         for peer, items in streams.items():
@@ -255,7 +264,7 @@ class Mover:
         made = {}
         for (turn, peer), items in found.items():
             limit = self._near_bucket_bytes if peer in self._near else self._far_bucket_bytes
-            made[turn, peer] = buckets_of(_parts(items, gives, limit), limit)
+            made[turn, peer] = buckets_of(_parts(items, sends, limit), limit)
         return {key: buckets for key, buckets in made.items() if buckets}
 
     def _size(self, bucket: Bucket) -> int:
@@ -277,9 +286,9 @@ class Mover:
             targets = [inner_span(p.item.target_span(), p.box) for p in bucket.pieces]
             copies = BoxCopy(sources, targets, base, base, result_bytes=total)
             self._own.append(partial(copies.run, self._anchor, self._anchor))
-        guard, conversion = self._errors.guard, self._conversion
+        collect_error, conversion = self._errors.collect_error, self._conversion
         self._own += [
-            partial(guard, conversion.copy, i) for i in self._keeps if i.is_converted and conversion
+            partial(collect_error, conversion.copy, i) for i in self._keeps if i.is_converted and conversion
         ]
 
     def forget_sources(self) -> None:
@@ -289,7 +298,7 @@ class Mover:
 
     def run(self, version: int) -> None:
         """Move what the arrays hold now. In a turn of this thread; what goes wrong on this rank is kept."""
-        reach, mail = self._comm.reach, self._mail
+        reach, messages = self._comm.reach, self._mail
         self.version = version
         if self._has_run and self._unsettled:
             settle(self._unsettled)  # what others read more than once they read faster out of huge pages
@@ -301,23 +310,23 @@ class Mover:
         done = 0
 
         def fill(number: int) -> None:
-            mail.make_room(number)
+            messages.make_room(number)
             out, _ = self._steps[number]
             if out is not None:
-                self._errors.guard(self._pack, number, out[1], self._out[number & 1])
-            mail.send(number)
+                self._errors.collect_error(self._pack, number, out[1], self._out[number & 1])
+            messages.send(number)
 
         def meet(number: int) -> None:
             if self._meets:
                 reach.barrier()
 
         def take(number: int) -> None:
-            came = mail.take(number)
+            came = messages.take(number)
             _, coming = self._steps[number]
             if coming is not None:
                 peer, bucket = coming
                 slot = came[peer] if peer in came else self._slot_of(peer, number)
-                self._errors.guard(self._unpack, number, peer, bucket, slot)
+                self._errors.collect_error(self._unpack, number, peer, bucket, slot)
 
         def own(number: int) -> None:
             nonlocal done
@@ -330,7 +339,7 @@ class Mover:
             run_rounds(turn, fill, meet, take, own)
         for call in self._own[done:]:
             call()
-        mail.finish()
+        messages.finish()
 
     def count(self) -> None:
         """Count what has moved by memory: messages are counted as they are sent."""
@@ -433,10 +442,10 @@ def _copy_between(pairs: Sequence[tuple[Item, Span]], src_base: int, dst_base: i
     return BoxCopy([span for _, span in pairs], targets, src_base, dst_base)
 
 
-def _parts(items: Sequence[Item], gives: bool, limit_bytes: int) -> Iterator[Sequence[Part]]:
+def _parts(items: Sequence[Item], sends: bool, limit_bytes: int) -> Iterator[Sequence[Part]]:
     """Yield what travels for items; both sides must come to the same pieces, so all of it rests on formats."""
     for item in items:
-        forms = item.sent if gives else item.got
+        forms = item.sent if sends else item.got
         if len(forms) == 1 and bytes_of(forms[0]) == item.size_bytes:
             yield [Part(item, -1, shape_of(item.src_box), dtypes.get(forms[0][0]).itemsize_bytes)]
         else:

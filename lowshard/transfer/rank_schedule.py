@@ -50,7 +50,7 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class Laid:
+class StagedBox:
     """A box that a rank lays out for others: where in its array, and where in a packed buffer."""
 
     index: Index
@@ -66,7 +66,7 @@ class Laid:
 class Stage(NamedTuple):
     """All that one rank packs in a round, what its peers take first; a box that several want lies there once."""
 
-    laid: tuple[Laid, ...]
+    laid: tuple[StagedBox, ...]
     elems: int
     starts: dict[Box, int]
 
@@ -84,9 +84,9 @@ class Round(NamedTuple):
 
     chunks: tuple[Chunk, ...]
     stage: Stage
-    gives: Wire
+    sends: Wire
     """What goes in messages, out of the stage."""
-    takes: Wire
+    receives: Wire
 
 
 SENT, STAGED, IN_PLACE = "sent", "staged", "in place"
@@ -140,7 +140,7 @@ class Program:
         )
 
     @property
-    def gives_near(self) -> bool:
+    def sends_near(self) -> bool:
         """Whether a peer takes anything of this rank."""
         return bool(self._near_pieces)
 
@@ -148,7 +148,7 @@ class Program:
     def is_worth_reading(self) -> bool:
         """Whether all that peers take of this rank's array is best read out of its private memory by system calls."""
         exchange, item = self.exchange, self.dtype.itemsize
-        own = exchange.src.box(self.rank) if self.gives_near else ()
+        own = exchange.src.box(self.rank) if self.sends_near else ()
         return self.op is None and all(
             single_run(tuple((s.start, s.stop) for s in relative_slices(p.box, own)), shape_of(own))
             is not None
@@ -380,7 +380,7 @@ def stage_of(
     if rank not in exchange.src.mesh:
         return Stage((), 0, {})
     own = exchange.src.box(rank)
-    laid: list[Laid] = []
+    laid: list[StagedBox] = []
     starts: dict[Box, int] = {}
     at = 0
     for piece in sorted(exchange.outgoing(rank), key=lambda p: p.dst_rank not in near):
@@ -390,7 +390,7 @@ def stage_of(
         if not lays_near and piece.dst_rank in near:
             continue
         starts[part] = at
-        laid.append(Laid(relative_slices(part, own), shape_of(part), at))
+        laid.append(StagedBox(relative_slices(part, own), shape_of(part), at))
         at += volume(part)
     return Stage(tuple(laid), at, starts)
 

@@ -43,7 +43,7 @@ def run_rounds(
             fill(number + 1)
 
 
-class Letter(NamedTuple):
+class Message(NamedTuple):
     """What one rank sends another in a round: where it begins and ends in the half that it is sent out of, or into."""
 
     peer: int
@@ -51,12 +51,12 @@ class Letter(NamedTuple):
     stop: int
 
 
-class Mail:
+class RoundMessages:
     """Messages of rounds, started and not waited for: packing, sending and taking overlap."""
 
     def __init__(
-        self, comm: Communicator, out: Sequence[Array], into: Sequence[Array], sends: Sequence[Sequence[Letter]],
-        receives: Sequence[Sequence[Letter]],
+        self, comm: Communicator, out: Sequence[Array], into: Sequence[Array], sends: Sequence[Sequence[Message]],
+        receives: Sequence[Sequence[Message]],
     ) -> None:  # fmt: skip
         self._comm, self._out, self._into, self._sends, self._receives = comm, out, into, sends, receives
         self._sent: list[list[Work]] = [[], []]
@@ -98,7 +98,7 @@ class FirstError:
     def __init__(self) -> None:
         self.error: LowshardError | None = None
 
-    def guard(self, call: Callable[..., Any], *args: Any) -> Any:
+    def collect_error(self, call: Callable[..., Any], *args: Any) -> Any:
         """Run what may raise on this rank alone; None where it does."""
         try:
             return call(*args)

@@ -28,7 +28,7 @@ from lowshard.comm.agreement import control_of
 from lowshard.errors import CheckpointError, CommError, LowshardError, PlanError
 from lowshard.kernels.buffer import address
 from lowshard.tiling import Tiling
-from lowshard.transfer.rounds import Mail, run_rounds
+from lowshard.transfer.rounds import RoundMessages, run_rounds
 from lowshard.weights.load_plan import LoadPlan, Read
 from lowshard.weights.peer_write import SCRATCH_BYTES, PeerMemory, Room, Sheet, sheets_of
 from lowshard.weights.read_fanout import Block, Handout, handout_of, shared_reads
@@ -251,19 +251,19 @@ class _Load:
         reach, rounds = comm.reach, handout.rounds
         out = [comm.empty(handout.half_bytes, "uint8") for _ in range(2)]
         into = [np.empty(handout.into_bytes, np.uint8) for _ in range(2)]
-        mail = Mail(comm, out, into, [r.sends for r in rounds], [r.receives for r in rounds])
+        messages = RoundMessages(comm, out, into, [r.sends for r in rounds], [r.receives for r in rounds])
         theirs = reach.publish(out)
 
         def fill(number: int) -> None:
-            mail.make_room(number)
+            messages.make_room(number)
             for block in rounds[number].reads:
                 self._guard(self._fetch, block, _in(block, out[number & 1]))
             for pack in rounds[number].packs:
                 _in(pack.target, out[number & 1])[...] = _in(pack.block, out[number & 1])[pack.inner]
-            mail.send(number)
+            messages.send(number)
 
         def take(number: int) -> None:
-            came = mail.take(number)
+            came = messages.take(number)
             for reader, block, inner, where in rounds[number].unpacks:
                 self._guard(self._place, block, _in(block, came[reader])[inner], where)
             for reader, block, inner, where in rounds[number].takes:
@@ -275,7 +275,7 @@ class _Load:
             range(len(rounds)), fill, lambda number: reach.barrier(), take,
             lambda number: self.read_own((number + 1) / len(rounds)),
         )  # fmt: skip
-        mail.finish()
+        messages.finish()
         reach.barrier()  # the halves are given back when all have taken
         self.sent_bytes += handout.sent_bytes
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from lowshard import dtypes
 from lowshard.box import Box, relative_slices, shape_of, slices_of, volume
 from lowshard.tiling import Tiling
-from lowshard.transfer.rounds import Letter
+from lowshard.transfer.rounds import Message
 from lowshard.weights.load_plan import Read
 
 WINDOW_BYTES = 2 << 20
@@ -54,9 +54,9 @@ class HandedRound:
 
     reads: tuple[Block, ...]
     packs: tuple[Pack, ...]
-    sends: tuple[Letter, ...]
+    sends: tuple[Message, ...]
     takes: tuple[Take, ...]
-    receives: tuple[Letter, ...]
+    receives: tuple[Message, ...]
     unpacks: tuple[Take, ...]
 
 
@@ -101,9 +101,9 @@ def _round(
     """Return a rank's part of a round, and the bytes of its half and of what it receives into."""
     reads: list[Block] = []
     packs: list[Pack] = []
-    sends: list[Letter] = []
+    sends: list[Message] = []
     takes: list[Take] = []
-    receives: list[Letter] = []
+    receives: list[Message] = []
     unpacks: list[Take] = []
     into = 0
     half, blocks = _blocks(lanes.get(rank, ()), tilings)
@@ -115,7 +115,7 @@ def _round(
                 part = _block(block.read, box, half, tilings)
                 packs.append(Pack(block, relative_slices(box, block.read.box), part))
                 half += volume(box) * part.dtype.itemsize
-        sends.append(Letter(taker, start, half))
+        sends.append(Message(taker, start, half))
         half = _padded(half)
     for reader, lane in lanes.items():
         if reader in near:
@@ -130,7 +130,7 @@ def _round(
                 unpacks.append(Take(reader, part, ..., _index(local)))
                 at += volume(box) * part.dtype.itemsize
         if at > into:
-            receives.append(Letter(reader, into, at))
+            receives.append(Message(reader, into, at))
             into = _padded(at)
     made = HandedRound(*map(tuple, (reads, packs, sends, takes, receives, unpacks)))  # type: ignore[arg-type]
     return made, half, into

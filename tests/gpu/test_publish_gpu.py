@@ -302,13 +302,13 @@ def test_a_connection_that_ends_amid_a_version_leaves_the_one_that_is_served(
     values = _random(rng, (90, 150), "uint8")
     layout, mine, out = _one((90, 150), "uint8"), gpu.put(values), gpu.empty((90, 150), "uint8")
     where: dict[str, Any] = {"address": f"unix:{tmp_path}/p", "token": TOKEN}
-    real, received = wire.Line.receive, 0
+    real, received = wire.Connection.receive, 0
 
-    def breaks(line: wire.Line, raw: memoryview) -> None:
+    def breaks(line: wire.Connection, raw: memoryview) -> None:
         nonlocal received
         received += len(raw)
         if received > 8192:
-            raise wire.Lost("cut")
+            raise wire.ConnectionLost("cut")
         real(line, raw)
 
     with (
@@ -320,7 +320,7 @@ def test_a_connection_that_ends_amid_a_version_leaves_the_one_that_is_served(
         mine[...] = gpu.put(values + 1)
         publisher.publish(2)
         with monkeypatch.context() as patch:
-            patch.setattr(wire.Line, "receive", breaks)
+            patch.setattr(wire.Connection, "receive", breaks)
             with pytest.raises(PeerFailed, match="cut"):
                 subscriber.pull(20)
         assert subscriber.version == 1

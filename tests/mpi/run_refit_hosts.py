@@ -19,7 +19,7 @@ from run_refit_fault import die, note
 from lowshard import comm as lc
 from lowshard.errors import PeerFailed
 from lowshard.reshard import Refit, TensorLayout, build_reshard_plan
-from lowshard.transfer.rounds import Mail
+from lowshard.transfer.rounds import RoundMessages
 
 KILLED_AT = 3
 VERSIONS = 5
@@ -73,12 +73,21 @@ def main(folder: Path, victim: int, fatal: int, delta: Any) -> None:
     if comm.rank == victim:
         for owner, names in (
             (refit.comm._transport, ("agree", "all_gather_v", "compare", "barrier")), (refit._vote, ("decide",)),
-            (refit, ("_switch",)), (Mail, ("make_room", "send", "take", "finish")),
+            (refit, ("_switch",)), (RoundMessages, ("make_room", "send", "take", "finish")),
         ):  # fmt: skip
             for name in names:
                 steps.watch(owner, name)
         if refit._changes is not None:
-            for name in ("_bring_up", "_find", "_tell", "_streams", "_copy_up", "_apply", "_write", "commit"):
+            for name in (
+                "_catch_up",
+                "_find",
+                "_exchange_sizes",
+                "_streams",
+                "_copy_missing",
+                "_apply",
+                "_write",
+                "commit",
+            ):
                 steps.watch(refit._changes, name)
     step = STEP if delta == "auto" else 1
     done = version = 0

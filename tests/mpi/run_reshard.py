@@ -18,7 +18,7 @@ from support.reshard_cases import random_case, run_case
 
 from lowshard import comm as lc
 from lowshard.comm import Communicator
-from lowshard.reshard import Cut, Refit, TensorLayout, build_reshard_plan
+from lowshard.reshard import DimSharding, Refit, TensorLayout, build_reshard_plan
 
 
 def holds() -> dict[str, int]:
@@ -36,7 +36,7 @@ def holds() -> dict[str, int]:
 def refits(comm: Communicator, count: int, shown: bool, checksums: bool) -> dict[str, object]:
     """Do many refits of a model with all ranks as sources and destinations, and say what has grown."""
     n = comm.size
-    gated = Cut(96 * n, n, chunks=2)
+    gated = DimSharding(96 * n, n, chunks=2)
     src = {
         "fc1": TensorLayout.sharded((96 * n, 64), "float32", {"tp": (n, 1)}, {0: gated}, by={0: "tp"}),
         "fc2": TensorLayout.sharded((64, 96 * n), "float32", {"tp": (n, 1)}, {1: "tp"}),

@@ -61,7 +61,7 @@ FLOORS: dict[str, str] = {
     "lowshard.pool": "4",
     "lowshard.transfer": "4",
     "lowshard.reshard": "5",
-    "lowshard.reshard.cut": "3",
+    "lowshard.reshard.dim_sharding": "3",
     "lowshard.reshard.rank_grid": "3",
     "lowshard.reshard.partition": "3",
     "lowshard.reshard.tensor_layout": "3",

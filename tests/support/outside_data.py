@@ -29,7 +29,7 @@ from lowshard.fsdp.flat_plan import FlatPlan
 from lowshard.fsdp.param import Param
 from lowshard.reading import READERS
 from lowshard.reshard import build_reshard_plan
-from lowshard.reshard.cut import Cut
+from lowshard.reshard.dim_sharding import DimSharding
 from lowshard.reshard.tensor_layout import TensorLayout
 from lowshard.rules.golden import parse_dump
 from lowshard.solver import GraphSolver, pick
@@ -179,7 +179,7 @@ def samples() -> Mapping[str, Any]:
         "layout": plain(layout().to_json()),
         "tiling": plain(load_plan().tilings[0][1].to_json()),
         "cluster profile": plain(ClusterProfile.default().to_json()),
-        "cut": Cut(12, 3, chunks=2, blocks=(6, 6)).to_json(),
+        "cut": DimSharding(12, 3, chunks=2, blocks=(6, 6)).to_json(),
         "tensor layout": moves["layouts"][1],
         "reshard plan": moves,
         "exchange": redistributed["steps"][0]["exchanges"][0],
@@ -203,11 +203,11 @@ def samples() -> Mapping[str, Any]:
         "state of an optimizer's slot": slot,
         "greeting of a subscriber": {"name": "a", "host": "h", "pid": 3, "ranks": 2},
         "table of a publisher": {
-            "mark": "00ff", "layouts": {"w": moves["layouts"][1]},
-            "stations": [{"addresses": ["unix:/a/door"], "network": "n", "pid": 4}],
+            "publisher_id": "00ff", "layouts": {"w": moves["layouts"][1]},
+            "endpoints": [{"addresses": ["unix:/a/door"], "network": "n", "pid": 4}],
         },
         "request of a subscriber": {
-            "ask": "read", "mark": "00", "newer_than": 3, "wait_s": 0.5, "number": 2, "version": None,
+            "ask": "read", "publisher_id": "00", "newer_than": 3, "wait_s": 0.5, "number": 2, "version": None,
             "boxes": [["w", [[[0, 2], [1, 3]]]]],
         },
         "tensor of a model to benchmark": tensor,
@@ -232,10 +232,10 @@ def use(name: str, value: Any) -> None:
         assert Layout.parse(value.mesh, str(value)) == value
     if isinstance(value, Tiling):
         assert isinstance(value.is_cover, bool)
-    if isinstance(value, Cut):
+    if isinstance(value, DimSharding):
         assert sum(value.extent(p) for p in range(min(value.parts, 4))) <= value.length
     if isinstance(value, TensorLayout):
-        value.tiles(value.seats.span[0])
+        value.tiles(value.rank_map.span[0])
     if isinstance(value, ClusterProfile):
         for curve in value.curves:
             curve.seconds(3, 1000)

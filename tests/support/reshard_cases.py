@@ -14,7 +14,7 @@ from lowshard.comm import run_loopback
 from lowshard.errors import LowshardError
 from lowshard.kernels import MXFP8Tensor
 from lowshard.kernels.mxfp8_tensor import swizzled_bytes
-from lowshard.reshard import Cut, ReshardPlan, SwizzledMXFP8, TensorLayout, build_reshard_plan
+from lowshard.reshard import DimSharding, ReshardPlan, SwizzledMXFP8, TensorLayout, build_reshard_plan
 
 DTYPES = ("float32", "uint8", "bfloat16", "float64", "int16")
 
@@ -56,18 +56,18 @@ def random_layout(
     return TensorLayout.sharded(shape, dtype, axes, dims, by=by, offset=first)
 
 
-def random_cut(rng: np.random.Generator, length: int, parts: int) -> Cut:
+def random_cut(rng: np.random.Generator, length: int, parts: int) -> DimSharding:
     """Return a cut of any kind."""
     kind = rng.choice(["even", "ceil", "chunks", "blocks", "points"])
     if kind == "chunks":
-        return Cut(length, parts, chunks=int(rng.choice([n for n in (1, 2, 3) if length % n == 0])))
+        return DimSharding(length, parts, chunks=int(rng.choice([n for n in (1, 2, 3) if length % n == 0])))
     if kind == "blocks":
         at = int(rng.integers(0, length + 1))
-        return Cut(length, parts, blocks=(at, length - at))
+        return DimSharding(length, parts, blocks=(at, length - at))
     if kind == "points":
         inner = sorted(rng.integers(0, length + 1, parts - 1).tolist())
-        return Cut(length, parts, points=(0, *inner, length))
-    return Cut(length, parts, split="ceil" if kind == "ceil" else "balanced")
+        return DimSharding(length, parts, points=(0, *inner, length))
+    return DimSharding(length, parts, split="ceil" if kind == "ceil" else "balanced")
 
 
 def random_case(rng: np.random.Generator, world: int | None = None) -> Case:

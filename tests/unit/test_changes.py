@@ -14,8 +14,8 @@ from support.cuda_host import host_cuda_engine
 from lowshard import dtypes
 from lowshard.box import Box, full_box
 from lowshard.errors import KernelError, VerificationError
-from lowshard.kernels.change_search import Room
-from lowshard.kernels.change_text import Changes
+from lowshard.kernels.change_encoding import Changes
+from lowshard.kernels.change_search import ScratchBuffer
 from lowshard.kernels.changes import ChangeBoxes
 from lowshard.kernels.cuda.cuda_changes import DeviceSearch
 from lowshard.kernels.plain_changes import PlainSearch
@@ -86,9 +86,9 @@ def test_the_cuda_kernels_find_and_write_the_same(rng: np.random.Generator) -> N
             shape = (*shape[:-1], max(1, shape[-1] // block) * block)
         old = _random(rng, shape, dtype)
         new = _changed(rng, old)
-        room = np.zeros(old.nbytes + 64, np.uint8)
+        scratch = np.zeros(old.nbytes + 64, np.uint8)
         begin = old.itemsize * int(rng.integers(8))
-        base = room[begin : begin + old.nbytes].view(old.dtype).reshape(shape)
+        base = scratch[begin : begin + old.nbytes].view(old.dtype).reshape(shape)
         base[...] = old
         if block == 1 and rng.random() < 0.3:
             base = np.array(old, order="F")
@@ -97,23 +97,29 @@ def test_the_cuda_kernels_find_and_write_the_same(rng: np.random.Generator) -> N
             ChangeBoxes(boxes, old.itemsize, block),
             _on_cuda(ChangeBoxes(boxes, old.itemsize, block)),
         )
-        wanted, found = made.find(new, base, Room(), False), twin.find(new, base, Room(), False)
-        assert found._replace(text=None) == wanted._replace(text=None)
-        assert wanted.text is not None
-        assert found.text is not None
-        assert found.text.tobytes() == wanted.text.tobytes()
-        stops, may_stop = made.find(new, base, Room(), True), twin.find(new, base, Room(), True)
-        assert (stops.text is None) == (may_stop.text is None)
-        stepped = made.find(new, base, Room(), False, True).shorter(old.itemsize * block)
-        for text in (wanted, stepped):
+        wanted, found = (
+            made.find(new, base, ScratchBuffer(), False),
+            twin.find(new, base, ScratchBuffer(), False),
+        )
+        assert found._replace(encoded=None) == wanted._replace(encoded=None)
+        assert wanted.encoded is not None
+        assert found.encoded is not None
+        assert found.encoded.tobytes() == wanted.encoded.tobytes()
+        stops, may_stop = (
+            made.find(new, base, ScratchBuffer(), True),
+            twin.find(new, base, ScratchBuffer(), True),
+        )
+        assert (stops.encoded is None) == (may_stop.encoded is None)
+        stepped = made.find(new, base, ScratchBuffer(), False, True).shorter(old.itemsize * block)
+        for encoded in (wanted, stepped):
             out, expected = np.array(base, order="C"), np.array(base, order="C")
-            made.write(expected, text)
-            twin.write(out, text)
+            made.write(expected, encoded)
+            twin.write(out, encoded)
             assert out.tobytes() == expected.tobytes()
 
 
 def test_changes_are_those_of_a_byte_oracle_in_both_twins(rng: np.random.Generator) -> None:
-    room, by_steps = Room(), 0
+    scratch, by_steps = ScratchBuffer(), 0
     for _ in range(10_000 if mode.full() else 1_000):
         shape = tuple(rng.integers(0 if rng.random() < 0.05 else 1, 40, int(rng.integers(0, 4))).tolist())
         dtype, block = str(rng.choice(DTYPES)), 1
@@ -125,38 +131,38 @@ def test_changes_are_those_of_a_byte_oracle_in_both_twins(rng: np.random.Generat
         boxes = _boxes(rng, shape, block)
         base = np.array(old, order="F") if block == 1 and rng.random() < 0.3 else old
         made, twin = (ChangeBoxes(boxes, old.itemsize, block) for _ in range(2))
-        found = made.find(new, base, room, False)
+        found = made.find(new, base, scratch, False)
         unit_bytes = old.itemsize * block
         there, here = _units(new, boxes, unit_bytes), _units(old, boxes, unit_bytes)
         wanted = np.flatnonzero((there != here).any(axis=1))
         elems = (there != here).reshape(-1, old.itemsize).any(axis=1)
         assert (found.units, found.changed_elems) == (len(wanted), int(elems.sum()))
-        assert found.text is not None
-        assert found.text[: found.units * unit_bytes].tobytes() == there[wanted].tobytes()
+        assert found.encoded is not None
+        assert found.encoded[: found.units * unit_bytes].tobytes() == there[wanted].tobytes()
         if found.units:
             assert made.places(found, unit_bytes).tolist() == wanted.tolist()
         told = found.gaps_bytes + found.lengths_bytes
         assert told <= min(4 * found.units, made.units + 4)
-        plain = _plain(twin).find(new, base, room, False)
+        plain = _plain(twin).find(new, base, scratch, False)
         assert plain[:3] == found[:3]
-        assert plain.text is not None
-        assert plain.text.tobytes() == found.text.tobytes()
-        stepped = made.find(new, base, room, False, True).shorter(unit_bytes)
-        plain = twin.find(new, base, room, False, True).shorter(unit_bytes)
-        assert plain._replace(text=None) == stepped._replace(text=None)
-        assert stepped.text is not None
-        assert plain.text is not None
-        assert plain.text.tobytes() == stepped.text.tobytes()
-        assert stepped.text.size <= found.text.size
+        assert plain.encoded is not None
+        assert plain.encoded.tobytes() == found.encoded.tobytes()
+        stepped = made.find(new, base, scratch, False, True).shorter(unit_bytes)
+        plain = twin.find(new, base, scratch, False, True).shorter(unit_bytes)
+        assert plain._replace(encoded=None) == stepped._replace(encoded=None)
+        assert stepped.encoded is not None
+        assert plain.encoded is not None
+        assert plain.encoded.tobytes() == stepped.encoded.tobytes()
+        assert stepped.encoded.size <= found.encoded.size
         by_steps += stepped.steps_bytes > 0
         expected = old.copy()
         for box in boxes:
             at = (*(slice(*side) for side in box), ...)
             expected[at] = new[at]
         for writer in (made, twin):
-            for text in (found, stepped):
+            for encoded in (found, stepped):
                 out = np.array(old, order="F" if block == 1 and rng.random() < 0.3 else "C")
-                writer.write(out, text)
+                writer.write(out, encoded)
                 assert out.tobytes() == expected.tobytes()
     assert by_steps > 50
 
@@ -169,7 +175,7 @@ def test_a_small_update_takes_a_byte_and_any_step_arrives(rng: np.random.Generat
     for most in (64, 1 << 8 * kind.itemsize - 1):  # the larger ones go around
         steps = rng.integers(-most, most, old.shape).astype(kind)
         new = np.where(rng.random(old.shape) < 0.1, old + steps, old)
-        found = boxes.find(new, old, Room(), True, True).shorter(itemsize)
+        found = boxes.find(new, old, ScratchBuffer(), True, True).shorter(itemsize)
         if most == 64:
             assert found.steps_bytes == found.units
         for writer in (boxes, _plain(ChangeBoxes([full_box(old.shape)], kind.itemsize))):
@@ -186,24 +192,24 @@ def test_what_takes_about_as_much_as_all_is_not_written(rng: np.random.Generator
             picked = rng.random(old.shape) < share
             new.view(np.uint8).reshape(*old.shape, -1)[..., 0][picked] ^= 1
             boxes = ChangeBoxes([full_box(old.shape)], old.itemsize, block)
-            whole, found = (boxes.find(new, old, Room(), may_stop) for may_stop in (False, True))
-            assert whole.text is not None
+            whole, found = (boxes.find(new, old, ScratchBuffer(), may_stop) for may_stop in (False, True))
+            assert whole.encoded is not None
             assert found.changed_elems == whole.changed_elems == int(picked.sum())
-            if found.text is None:
+            if found.encoded is None:
                 assert (
                     9 * whole.units * boxes.unit_bytes >= 7 * old.nbytes
-                    or 8 * whole.text.size > 7 * old.nbytes
+                    or 8 * whole.encoded.size > 7 * old.nbytes
                 )
             else:
-                assert found.text.tobytes() == whole.text.tobytes()
-                assert 8 * whole.text.size <= 7 * old.nbytes
+                assert found.encoded.tobytes() == whole.encoded.tobytes()
+                assert 8 * whole.encoded.size <= 7 * old.nbytes
         # All of what comes first differs, and nothing after it: the search must not be misled by its begin.
         new = old.copy()
         new[:120].view(np.uint8)[...] ^= 1
         boxes = ChangeBoxes([full_box(old.shape)], old.itemsize, block)
-        begins = boxes.find(new, old, Room(), True)
-        assert begins.text is not None
-        assert begins.text.size < 1.01 * new[:120].nbytes
+        begins = boxes.find(new, old, ScratchBuffer(), True)
+        assert begins.encoded is not None
+        assert begins.encoded.size < 1.01 * new[:120].nbytes
 
 
 def test_bits_are_compared_and_not_numbers() -> None:
@@ -213,7 +219,7 @@ def test_bits_are_compared_and_not_numbers() -> None:
     new.view(np.uint32)[1] ^= 1  # another NaN
     boxes = ChangeBoxes([((0, 5),)], 4)
     for made in (boxes, _plain(ChangeBoxes([((0, 5),)], 4))):
-        found = made.find(new, old, Room(), False)
+        found = made.find(new, old, ScratchBuffer(), False)
         assert made.places(found, 4).tolist() == [0, 1]
         out = old.copy()
         made.write(out, found)
@@ -228,17 +234,17 @@ def test_a_broken_text_is_refused_and_nothing_beside_the_boxes_is_written(rng: n
         new = _changed(rng, old)
         boxes = [((10, 30), (5, 20)), ((30, 50), (0, 17))]
         made, twin = ChangeBoxes(boxes, 2), _plain(ChangeBoxes(boxes, 2))
-        found = made.find(new, old, Room(), False, bool(rng.random() < 0.5)).shorter(2)
-        assert found.text is not None
+        found = made.find(new, old, ScratchBuffer(), False, bool(rng.random() < 0.5)).shorter(2)
+        assert found.encoded is not None
         numbers = found.gaps_bytes + found.lengths_bytes + found.steps_bytes
         if not numbers:
             continue
-        text = found.text.copy()
-        text[text.size - 1 - int(rng.integers(numbers))] = int(rng.integers(256))
+        encoded = found.encoded.copy()
+        encoded[encoded.size - 1 - int(rng.integers(numbers))] = int(rng.integers(256))
         sizes: list[Any] = [found.units, found.gaps_bytes, found.lengths_bytes, found.steps_bytes]
         if rng.random() < 0.3:
             sizes[int(rng.integers(4))] += int(rng.integers(-2, 3))
-        lies = Changes(*sizes[:3], text, 0, sizes[3])
+        lies = Changes(*sizes[:3], encoded, 0, sizes[3])
         inside = np.zeros(old.shape, bool)
         for box in boxes:
             inside[tuple(slice(*side) for side in box)] = True
@@ -262,8 +268,8 @@ def test_a_broken_text_is_refused_and_nothing_beside_the_boxes_is_written(rng: n
 def test_runs_whose_places_pass_all_integers_are_refused(gaps: list[int]) -> None:
     """Sums beyond 2^63 come back as places before the array, or within it; both writers refuse them."""
     streams = [*(_number(2 * gap) for gap in gaps)]
-    text = np.frombuffer(bytes(4 * len(gaps)) + b"".join(streams), np.uint8).copy()
-    lies = Changes(len(gaps), sum(map(len, streams)), 0, text, 0)
+    encoded = np.frombuffer(bytes(4 * len(gaps)) + b"".join(streams), np.uint8).copy()
+    lies = Changes(len(gaps), sum(map(len, streams)), 0, encoded, 0)
     made, twin = ChangeBoxes([((0, 9),)], 4), _plain(ChangeBoxes([((0, 9),)], 4))
     for writer in (made, twin):
         out = np.ones(9, np.float32)
@@ -295,13 +301,13 @@ def test_blocks_whose_elements_lie_apart_are_refused_and_elements_are_not() -> N
     boxes = ChangeBoxes([((0, 3), (0, 64))], 4, 32)
     for new, old in ((apart, side_by_side), (side_by_side, apart)):
         for call in (
-            lambda n=new, o=old: boxes.find(n, o, Room(), False),
+            lambda n=new, o=old: boxes.find(n, o, ScratchBuffer(), False),
             lambda n=new, o=old: boxes.copy(n, o),
         ):
             with pytest.raises(KernelError, match="lie in one piece"):
                 call()
         assert boxes.by_elem.units == 192
-        assert ChangeBoxes(boxes.boxes, 4).find(new, old, Room(), False).units == 0
+        assert ChangeBoxes(boxes.boxes, 4).find(new, old, ScratchBuffer(), False).units == 0
 
 
 def test_boxes_are_copied_and_nothing_else(rng: np.random.Generator) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 import lowshard as ls
 from lowshard.kernels import MXFP8Tensor, dequantize_mxfp8, quantize_mxfp8
-from lowshard.kernels.change_search import Room
+from lowshard.kernels.change_search import ScratchBuffer
 from lowshard.kernels.changes import ChangeBoxes
 from lowshard.reshard import digest
 
@@ -79,8 +79,8 @@ def test_finding_one_per_cent_takes_at_most_1_3_times_reading_both(
         old = np.full(SHAPE, 0x3F80, np.uint16)
         new = old.copy()
         new.reshape(-1)[rng.integers(0, new.size, new.size // 100)] ^= 1
-        boxes, room = ChangeBoxes([((0, SHAPE[0]), (0, SHAPE[1]))], 2), Room()
-        return lambda: boxes.find(new, old, room, True, by_steps), lambda: (_read(old), _read(new))
+        boxes, scratch = ChangeBoxes([((0, SHAPE[0]), (0, SHAPE[1]))], 2), ScratchBuffer()
+        return lambda: boxes.find(new, old, scratch, True, by_steps), lambda: (_read(old), _read(new))
 
     _require(made, 1.3)
 
@@ -89,10 +89,10 @@ ELEMS = 1 << 25
 """64 MB of bf16, 128 MB of fp32."""
 
 
-def _at(room: np.ndarray, past: int, dtype: np.dtype, count: int) -> np.ndarray:
+def _at(scratch: np.ndarray, past: int, dtype: np.dtype, count: int) -> np.ndarray:
     """Return so many elements of a buffer, the first some bytes past a pair of cache lines."""
-    begin = -room.ctypes.data % 128 + past
-    return room[begin : begin + count * dtype.itemsize].view(dtype)
+    begin = -scratch.ctypes.data % 128 + past
+    return scratch[begin : begin + count * dtype.itemsize].view(dtype)
 
 
 @pytest.mark.parametrize("past", [(16, 16), (0, 16), (16, 0), (48, 16), (64, 0), (64, 16)])

@@ -16,7 +16,7 @@ from lowshard.errors import CommError
 from lowshard.reshard.publication_address import (
     Address,
     FolderLock,
-    folder_door,
+    folder_listener,
     new_token,
     read_token,
     remove_token,
@@ -156,25 +156,25 @@ def test_what_came_meanwhile_stays(folder: Path) -> None:
 
 def test_a_folder_that_was_made_anew_is_the_second_publishers(folder: Path) -> None:
     first = FolderLock(folder)
-    old_door = folder_door(folder, b"x" * 32)
+    old_door = folder_listener(folder, b"x" * 32)
     shutil.rmtree(folder)  # as who cleans /tmp
     second = FolderLock(folder)
-    door = folder_door(folder, b"x" * 32)
+    listener = folder_listener(folder, b"x" * 32)
     write_token(folder / "token", b"x" * 32)
     old_door.close()
     first.release()
     assert sorted(os.listdir(folder)) == ["door", "lock", "token"]
-    door.close()
+    listener.close()
     assert sorted(os.listdir(folder)) == ["lock", "token"]
     second.release()
     assert not folder.exists()
 
 
 def test_a_file_in_the_place_of_the_folder_stays(folder: Path) -> None:
-    lock, door = FolderLock(folder), folder_door(folder, b"x" * 32)
+    lock, listener = FolderLock(folder), folder_listener(folder, b"x" * 32)
     shutil.rmtree(folder)
     folder.write_text("mine")
-    door.close()
+    listener.close()
     lock.release()
     assert folder.read_text() == "mine"
 

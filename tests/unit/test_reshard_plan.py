@@ -16,7 +16,7 @@ from lowshard import DeviceMesh, Layout, Partial, Replicated, Sharded
 from lowshard.box import split_interval
 from lowshard.errors import LayoutError, MeshError, PlanError
 from lowshard.reshard import (
-    Cut,
+    DimSharding,
     Grid,
     ParameterMetadata,
     ReshardPlan,
@@ -25,7 +25,7 @@ from lowshard.reshard import (
     build_reshard_plan,
     resolve_name,
 )
-from lowshard.reshard.cut import overlaps_into
+from lowshard.reshard.dim_sharding import overlaps_into
 from lowshard.tiling import Tiling
 
 
@@ -37,7 +37,7 @@ def received(plan: ReshardPlan, rank: int) -> list[tuple[int, tuple, tuple]]:
     return [(m.src_rank, m.src_box, m.dst_box) for m in plan.for_rank(rank).incoming]
 
 
-# ---- cuts and seats
+# ---- shardings and ranks
 
 
 def test_a_cut_and_its_inverse_agree_with_a_table(rng: np.random.Generator) -> None:
@@ -60,7 +60,7 @@ def test_a_cut_and_its_inverse_agree_with_a_table(rng: np.random.Generator) -> N
             found[s.start : s.stop] = s.part
         assert (found[start:stop] == owner[start:stop]).all()
         assert (np.delete(found, range(start, stop)) == -1).all()
-        assert Cut.from_json(json.loads(json.dumps(cut.to_json()))) == cut
+        assert DimSharding.from_json(json.loads(json.dumps(cut.to_json()))) == cut
 
 
 def test_overlaps_are_as_long_as_they_can_be(rng: np.random.Generator) -> None:
@@ -83,7 +83,7 @@ def test_overlaps_are_as_long_as_they_can_be(rng: np.random.Generator) -> None:
 
 
 def test_megatrons_stride_deals_chunks_in_turn() -> None:
-    cut = Cut(16, 2, chunks=2)
+    cut = DimSharding(16, 2, chunks=2)
     assert [(s.start, s.stop) for s in cut.segments(0)] == [(0, 4), (8, 12)]
     assert [(s.start, s.stop) for s in cut.segments(1)] == [(4, 8), (12, 16)]
 
@@ -101,7 +101,7 @@ def test_megatrons_stride_deals_chunks_in_turn() -> None:
 )
 def test_a_cut_that_cannot_be_is_refused(wrong: dict) -> None:
     with pytest.raises(LayoutError):
-        Cut(8, **wrong)
+        DimSharding(8, **wrong)
 
 
 def test_a_grid_gives_each_rank_one_seat(rng: np.random.Generator) -> None:
@@ -114,7 +114,7 @@ def test_a_grid_gives_each_rank_one_seat(rng: np.random.Generator) -> None:
         assert grid.ranks(cell)[replica] == rank
     assert grid.span == (min(seats), max(seats) + 1)
     for rank in range(40):
-        assert grid.seat(rank) == seats.get(rank)
+        assert grid.position(rank) == seats.get(rank)
 
 
 def test_seats_that_cannot_be_are_refused() -> None:
@@ -263,7 +263,7 @@ def test_every_block_and_chunk_is_dealt_by_itself() -> None:
 
 def test_chunks_are_equal() -> None:
     with pytest.raises(LayoutError, match="13 does not divide by 2"):
-        Cut(13, 4, chunks=2)
+        DimSharding(13, 4, chunks=2)
     with pytest.raises(PlanError, match=r"has shape \[4, 2\], rank 2 holds \[3, 2\]"):
         build_reshard_plan(
             tp((0, 1), (6, 2), partition_stride=2), tp((2, 3, 4, 5), (3, 2), partition_stride=2)
@@ -392,12 +392,12 @@ def test_axes_of_a_dim_and_its_cut_come_together() -> None:
     def made(dims: dict[int, Any], by: dict[int, Any]) -> TensorLayout:
         return TensorLayout.sharded((8, 6), "float32", {"tp": (2, 1), "dp": (2, 2)}, dims, by=by)
 
-    with pytest.raises(LayoutError, match=r"for dim 1 it has none; an even cut is dims={1: 'tp'}"):
+    with pytest.raises(LayoutError, match=r"for dim 1 it has none; an even one is dims={1: 'tp'}"):
         made({}, {1: "tp"})  # was taken for copies
     with pytest.raises(LayoutError, match="for dim 0 it has none"):
         made({0: "dp"}, {0: "tp"})
     with pytest.raises(LayoutError, match=r"name the axes that cut it: by={0: ...}"):
-        made({0: Cut(8, 2)}, {})
+        made({0: DimSharding(8, 2)}, {})
 
 
 def test_sides_that_are_not_one_tensor_are_refused() -> None:

@@ -12,10 +12,10 @@ from support.reshard_cases import BF16, LIMIT_S, arrays_of, held, local_part, ra
 from lowshard.comm import run_loopback
 from lowshard.errors import CommError, LowshardError, PlanError, VerificationError
 from lowshard.kernels import quantize_mxfp8, unswizzle_scales
-from lowshard.kernels.change_search import Room
+from lowshard.kernels.change_search import ScratchBuffer
 from lowshard.kernels.changes import ChangeBoxes
 from lowshard.reshard import (
-    Cut,
+    DimSharding,
     MXFP8ReshardTransform,
     Refit,
     ReshardPlan,
@@ -33,7 +33,7 @@ def _compiled() -> None:
         for block in (1, 32) if itemsize in (2, 4) else (1,):
             array = np.zeros((2, 64 * itemsize), np.uint8).view(f"u{itemsize}")
             boxes = ChangeBoxes([((0, 2), (0, 64))], itemsize, block)
-            boxes.write(array, boxes.find(array + array.dtype.type(1), array, Room(), False))
+            boxes.write(array, boxes.find(array + array.dtype.type(1), array, ScratchBuffer(), False))
 
 
 Versions = list[dict[str, np.ndarray]]
@@ -139,7 +139,7 @@ def test_blocks_that_changed_are_quantised_as_the_whole_is(
     shape = (150, 192)
     rows = TensorLayout.sharded(shape, dtype, {"tp": (2, 1)}, {0: "tp"})
     odd = TensorLayout.sharded(
-        shape, dtype, {"tp": (2, 1)}, {1: Cut(192, 2, points=(0, 70, 192))}, by={1: "tp"}
+        shape, dtype, {"tp": (2, 1)}, {1: DimSharding(192, 2, points=(0, 70, 192))}, by={1: "tp"}
     )
     dst = TensorLayout.sharded(shape, dtype, {"dp": (2, 2), "tp": (2, 1)}, {1: "tp"}, offset=1)
     first = weights(rng, *shape).astype(np.float32 if dtype == "float32" else BF16)
@@ -344,9 +344,9 @@ def test_a_push_that_fails_leaves_the_old_version_and_the_next_one_is_right(
                 def flip(target: int, follows: bool) -> None:
                     text_of(target, follows)
                     for group in changes._given():
-                        if group.sent.text is not None and group.sent.units:
-                            group.sent.text[-1] ^= 0x80
-                            group.sent.text[-2] ^= 0x80
+                        if group.sent.encoded is not None and group.sent.units:
+                            group.sent.encoded[-1] ^= 0x80
+                            group.sent.encoded[-2] ^= 0x80
 
                 changes._find = flip  # type: ignore[method-assign]
             elif where == "lie":
@@ -354,7 +354,7 @@ def test_a_push_that_fails_leaves_the_old_version_and_the_next_one_is_right(
 
                 def lie() -> Any:
                     for group in changes._given():
-                        if group.sent.text is not None:
+                        if group.sent.encoded is not None:
                             group.sent = group.sent._replace(gaps_bytes=group.sent.gaps_bytes + 1)
                     return tell()
 
@@ -369,7 +369,7 @@ def test_a_push_that_fails_leaves_the_old_version_and_the_next_one_is_right(
         if not torn:
             serves(2)
         if comm.rank == broken:
-            for name in ("_find", "_tell", "_apply", "_bring_up", "_copy_up"):
+            for name in ("_find", "_exchange_sizes", "_apply", "_catch_up", "_copy_missing"):
                 vars(changes).pop(name, None)
         assert vars(changes).keys() == held.keys()
         for number in (4, 5, 6, 7):

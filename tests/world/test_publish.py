@@ -37,7 +37,15 @@ from lowshard.errors import (
 from lowshard.reshard import Publisher, Subscriber, version_store
 from lowshard.reshard.tensor_layout import as_tensor_layout
 from lowshard.reshard.version_store import Memory, VersionStore
-from lowshard.reshard.version_wire import CONTROL, DATA, Greeting, Line, Lost, read_answer, read_table
+from lowshard.reshard.version_wire import (
+    CONTROL,
+    DATA,
+    Connection,
+    ConnectionLost,
+    Greeting,
+    read_answer,
+    read_table,
+)
 from lowshard.transfer.device_copies import DeviceCopies
 
 DTYPES = ("float32", "bfloat16", "float8_e4m3fn", "int64", "float16")
@@ -338,11 +346,11 @@ def test_ranks_that_pull_in_the_background_and_not_take_the_same(tmp_path: Path)
 def _slow(address: str, token_file: Path) -> Iterator[int]:
     """Be a member that has asked for the newest version and does not read it: give the number of its snapshot."""
     token = bytes.fromhex(token_file.read_text())
-    with contextlib.closing(Line(enter([f"{address}/door"], token, CONTROL, 0, 5))) as line:
-        line.say(Greeting("slow", "here", 1, 1))
-        mark = line.hear(read_table, time.monotonic() + 5).mark
-        line.say({"ask": "want", "mark": mark})
-        yield line.hear(read_answer, time.monotonic() + 5).number
+    with contextlib.closing(Connection(enter([f"{address}/door"], token, CONTROL, 0, 5))) as line:
+        line.send_message(Greeting("slow", "here", 1, 1))
+        mark = line.receive_message(read_table, time.monotonic() + 5).publisher_id
+        line.send_message({"ask": "want", "publisher_id": mark})
+        yield line.receive_message(read_answer, time.monotonic() + 5).number
 
 
 def test_a_snapshot_under_the_descriptor_of_another_is_not_taken_for_it(
@@ -470,15 +478,15 @@ def test_who_lies_or_goes_amid_a_frame_harms_nobody(tmp_path: Path) -> None:
         publisher.publish(1)
         token = bytes.fromhex((tmp_path / "p" / "token").read_text())
         for kind, lie in itertools.product((CONTROL, DATA, 7), (b"x" * 50, (1 << 62).to_bytes(8, "big"))):
-            line = Line(enter([f"{address}/door"], token, kind, 3, 5))
-            with contextlib.suppress(Lost):  # it may have hung up
+            line = Connection(enter([f"{address}/door"], token, kind, 3, 5))
+            with contextlib.suppress(ConnectionLost):  # it may have hung up
                 line.send(memoryview(lie))
             line.close()
         for boxes in ([[[0, 5000]]], [[[-1, 3]]], [[[5, 2]]], [[]], [], [[[0, 2]], [[0, 2], [0, 2]]]):
-            with contextlib.closing(Line(enter([f"{address}/door"], token, DATA, 0, 5))) as line:
-                line.say({"ask": "boxes", "boxes": [["w", boxes]]})
-                with pytest.raises(Lost):
-                    line.hear(read_answer, time.monotonic() + 5)
+            with contextlib.closing(Connection(enter([f"{address}/door"], token, DATA, 0, 5))) as line:
+                line.send_message({"ask": "boxes", "boxes": [["w", boxes]]})
+                with pytest.raises(ConnectionLost):
+                    line.receive_message(read_answer, time.monotonic() + 5)
         assert good.pull(10) == 1
         assert (good.weights["w"] == array).all()
         publisher.publish(2)

@@ -16,7 +16,7 @@ from support.launching import wait_until
 import lowshard as ls
 from lowshard import dtypes
 from lowshard.errors import CommError, KernelError, PeerFailed
-from lowshard.kernels.change_text import Changes
+from lowshard.kernels.change_encoding import Changes
 from lowshard.kernels.changes import ChangeBoxes
 from lowshard.reshard import Publisher, Subscriber, version_target
 
@@ -150,8 +150,8 @@ def test_changes_that_go_wrong_leave_the_old_version_or_come_whole(
                                 memory.set_number(0)
                                 memory.bytes[4096:] = 77
                 elif worst == "a gap is wrong":
-                    assert told.text is not None
-                    told.text[told.units * 4 : told.units * 4 + told.gaps_bytes] = 127
+                    assert told.encoded is not None
+                    told.encoded[told.units * 4 : told.units * 4 + told.gaps_bytes] = 127
                 elif worst == "too long":
                     return told._replace(units=1 << 40)
                 elif turn == 1:

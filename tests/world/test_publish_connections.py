@@ -24,7 +24,7 @@ from lowshard import comm as lc
 from lowshard.errors import LowshardError, PeerFailed
 from lowshard.reshard import Publisher, Subscriber, version_server, version_store, version_wire
 from lowshard.reshard.version_server import VersionServer
-from lowshard.reshard.version_wire import WAKE_BYTES, Answer, Line, Lost, read_answer
+from lowshard.reshard.version_wire import WAKE_BYTES, Answer, Connection, ConnectionLost, read_answer
 
 pytestmark = pytest.mark.time_limit(60)
 ROOT = Path(__file__).resolve().parents[2]
@@ -398,20 +398,20 @@ def test_what_comes_last_is_not_waited_for_however_it_comes(over: int, kind: str
     """A thread is woken for much at a time; so the last bytes come alone here, and a short message after them."""
     data = np.random.default_rng(5).integers(0, 256, 2 * WAKE_BYTES + over, np.uint8)
     with contextlib.ExitStack() as stack:
-        giver, taker = (stack.enter_context(contextlib.closing(Line(end))) for end in _ends(kind))
+        giver, taker = (stack.enter_context(contextlib.closing(Connection(end))) for end in _ends(kind))
 
         def give() -> None:
             for part in (data[:1], data[1:-WAKE_BYTES], data[-WAKE_BYTES:-1], data[-1:]):
                 time.sleep(0.02)
                 giver.send(part.data)
-            giver.say(Answer("here"))
+            giver.send_message(Answer("here"))
 
         for _ in range(2):
             came, begin_s = np.zeros_like(data), time.monotonic()
             thread = threading.Thread(target=give)
             thread.start()
             taker.receive(came.data)
-            assert taker.hear(read_answer).state == "here"
+            assert taker.receive_message(read_answer).state == "here"
             assert time.monotonic() - begin_s < ENDS_WITHIN_S
             thread.join()
             np.testing.assert_array_equal(came, data)
@@ -420,10 +420,10 @@ def test_what_comes_last_is_not_waited_for_however_it_comes(over: int, kind: str
 @pytest.mark.parametrize("kind", ["tcp", "unix"])
 def test_an_end_that_goes_amid_much_is_noticed_at_once(kind: str) -> None:
     there, here = _ends(kind)
-    with contextlib.closing(Line(here)) as taker:
+    with contextlib.closing(Connection(here)) as taker:
         there.sendall(b"x" * 1000)
         threading.Timer(0.2, there.close).start()
         begin_s = time.monotonic()
-        with pytest.raises(Lost, match="closed the connection"):
+        with pytest.raises(ConnectionLost, match="closed the connection"):
             taker.receive(memoryview(bytearray(4 * WAKE_BYTES)))
         assert time.monotonic() - begin_s < ENDS_WITHIN_S

@@ -22,7 +22,7 @@ from lowshard.kernels.mxfp8_tensor import swizzled_bytes
 from lowshard.reshard import MXFP8ReshardTransform, Publisher, ReshardTransform, Subscriber
 from lowshard.reshard import version_target as module
 from lowshard.reshard.tensor_layout import as_tensor_layout
-from lowshard.reshard.version_wire import DATA, Line, Lost, read_answer
+from lowshard.reshard.version_wire import DATA, Connection, ConnectionLost, read_answer
 
 TOKEN = bytes(32)
 ROWS, COLS = 48, 160
@@ -261,7 +261,9 @@ def test_what_fails_amid_it_leaves_the_version_that_is_served(
     ):
         publisher.publish(0)
         assert subscriber.pull(10) == 0
-        for version, error in enumerate((Lost("cut"), KernelError("no room"), MemoryError("none")), 1):
+        for version, error in enumerate(
+            (ConnectionLost("cut"), KernelError("no room"), MemoryError("none")), 1
+        ):
             before = values.copy()
             values[...] = version
             publisher.publish(version)
@@ -273,7 +275,7 @@ def test_what_fails_amid_it_leaves_the_version_that_is_served(
 
             with monkeypatch.context() as amid:
                 amid.setattr(module.StoredTarget, "put", half)
-                with pytest.raises(PeerFailed if isinstance(error, Lost) else CommError):
+                with pytest.raises(PeerFailed if isinstance(error, ConnectionLost) else CommError):
                     subscriber.pull(10)
             assert subscriber.version == version - 1
             assert _same(subscriber.weights["w"], before)
@@ -335,9 +337,9 @@ def test_blocks_that_lie_are_refused(tmp_path: Path, values: np.ndarray, blocks:
     address = f"unix:{tmp_path}/p"
     with Publisher(_one(), {"w": values}, address=address, token=TOKEN) as publisher:
         publisher.publish(1)
-        line = Line(enter([f"{address}/door"], TOKEN, DATA, 0, 5))
-        line.say({"ask": "boxes", "boxes": [["w", [[[0, 2], [0, 32]]]]], "blocks": blocks})
-        with pytest.raises(Lost) if blocks else contextlib.nullcontext():
-            line.say({"ask": "read", "mark": "00", "number": 1})
-            assert line.hear(read_answer, time.monotonic() + 5).state == "gone"
+        line = Connection(enter([f"{address}/door"], TOKEN, DATA, 0, 5))
+        line.send_message({"ask": "boxes", "boxes": [["w", [[[0, 2], [0, 32]]]]], "blocks": blocks})
+        with pytest.raises(ConnectionLost) if blocks else contextlib.nullcontext():
+            line.send_message({"ask": "read", "publisher_id": "00", "number": 1})
+            assert line.receive_message(read_answer, time.monotonic() + 5).state == "gone"
         line.close()

@@ -12,7 +12,7 @@ import pytest
 from lowshard.comm import run_loopback, share_text
 from lowshard.errors import LowshardError, MismatchError, PeerFailed, PlanError, TimedOut, VerificationError
 from lowshard.reshard import Refit, TensorLayout, build_reshard_plan
-from lowshard.reshard.source_sample import sample
+from lowshard.reshard.refit import _sample
 
 LIMIT_S = 20.0
 ROWS = 64
@@ -186,16 +186,16 @@ def test_a_source_that_is_changed_meanwhile_is_found_and_no_rank_switches(
 
 def test_what_is_looked_at_of_sources() -> None:
     many = np.zeros(8 << 20, np.uint8)
-    before = sample({"many": many, "few": many[:100], "none": many[:0], "strided": many[::2]})
+    before = _sample({"many": many, "few": many[:100], "none": many[:0], "strided": many[::2]})
     assert set(before) == {"many", "few"}
     assert len(before["many"]) == 129 * 64
     for at in (0, 63, 65536, 131072 + 5, many.size - 1):
         many[at] ^= 1
-        assert sample({"many": many}) != {"many": before["many"]}
+        assert _sample({"many": many}) != {"many": before["many"]}
         many[at] ^= 1
     for at in range(100):
         many[at] ^= 1
-        assert sample({"few": many[:100]}) != {"few": before["few"]}, at
+        assert _sample({"few": many[:100]}) != {"few": before["few"]}, at
         many[at] ^= 1
 
 

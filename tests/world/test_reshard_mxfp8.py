@@ -29,7 +29,7 @@ from lowshard.errors import (
 )
 from lowshard.kernels import dequantize_mxfp8, quantize_mxfp8, swizzle_scales, unswizzle_scales
 from lowshard.reshard import (
-    Cut,
+    DimSharding,
     MXFP8ReshardTransform,
     Refit,
     Reshard,
@@ -54,7 +54,7 @@ def test_mxfp8_is_bit_for_bit_that_of_the_whole(
     for src_dim, dst_dim in ((0, 0), (1, 1), (0, 1), (1, 0), ("odd", 0)):
         if src_dim == "odd":
             src = TensorLayout.sharded(
-                shape, "bfloat16", {"tp": (3, 1)}, {1: Cut(192, 3, points=points)}, by={1: "tp"}
+                shape, "bfloat16", {"tp": (3, 1)}, {1: DimSharding(192, 3, points=points)}, by={1: "tp"}
             )
         else:
             src = TensorLayout.sharded(shape, "bfloat16", {"tp": (3, 1)}, {src_dim: "tp"})

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 import lowshard as ls
-from lowshard.kernels.change_search import Room
-from lowshard.kernels.change_text import Changes
+from lowshard.kernels.change_encoding import Changes
+from lowshard.kernels.change_search import ScratchBuffer
 from lowshard.kernels.changes import ChangeBoxes
 from lowshard.reshard import Publisher, Subscriber
-from lowshard.reshard.shared_search import NOT_TOLD, SharedSearch
 from lowshard.reshard.tensor_layout import as_tensor_layout
+from lowshard.reshard.version_server import NO_DELTA, SharedSearch
 from lowshard.reshard.version_store import Memory, VersionStore
 from lowshard.transfer.device_copies import DeviceCopies
 
@@ -72,7 +72,7 @@ class _Two:
 
     def find(self, boxes: ChangeBoxes = _ALL, number: int = 2, since: int = 1) -> Changes:
         new, old = self.memory(2), self.memory(1)
-        return self.shared.find(new, number, old, since, self.store.places["w"], boxes, Room())
+        return self.shared.find(new, number, old, since, self.store.places["w"], boxes, ScratchBuffer())
 
     def find_at_once(self, searches: _Counted, count: int) -> list[Changes]:
         """Find in so many threads, of which the first is held up until all are there."""
@@ -131,9 +131,9 @@ def test_other_boxes_another_base_and_another_snapshot_are_searched_for_themselv
     assert (two.find().units, two.find(half).units) == (10, 5)
     assert two.find(ChangeBoxes([((0, ELEMS),)], 4, 8)).changed_elems == 10
     assert searches.count() == 3
-    assert two.find(since=7) is NOT_TOLD  # what was base is there no more
-    assert two.find(since=7) is NOT_TOLD
-    assert two.find(number=1) is NOT_TOLD  # an older one, whose place was taken
+    assert two.find(since=7) is NO_DELTA  # what was base is there no more
+    assert two.find(since=7) is NO_DELTA
+    assert two.find(number=1) is NO_DELTA  # an older one, whose place was taken
     assert searches.count() == 3
     assert two.find().units == 10
     assert searches.count() == 0
@@ -147,23 +147,23 @@ def test_what_was_found_is_told_though_the_base_goes_and_not_what_was_found_in_o
     old, new = two.memory(1), two.memory(2)
     old.set_number(0)
     place = two.store.places["w"]
-    assert two.shared.find(new, 2, old, 1, place, _ALL, Room()) is found
+    assert two.shared.find(new, 2, old, 1, place, _ALL, ScratchBuffer()) is found
     fresh = SharedSearch()
-    assert fresh.find(new, 2, old, 1, place, _ALL, Room()) is NOT_TOLD
+    assert fresh.find(new, 2, old, 1, place, _ALL, ScratchBuffer()) is NO_DELTA
     old.set_number(1)
-    assert fresh.find(new, 2, old, 1, place, _ALL, Room()).units == 10
+    assert fresh.find(new, 2, old, 1, place, _ALL, ScratchBuffer()).units == 10
     new.set_number(0)
-    assert SharedSearch().find(new, 2, old, 1, place, _ALL, Room()) is NOT_TOLD
+    assert SharedSearch().find(new, 2, old, 1, place, _ALL, ScratchBuffer()) is NO_DELTA
 
 
 def test_texts_beyond_an_eighth_of_a_snapshot_are_not_kept(searches: _Counted) -> None:
     two = _Two(ELEMS // 4)
     found = two.find_at_once(searches, 3)
     assert searches.count() == 3
-    assert found[0].text is not None
-    assert len({id(one.text) for one in found}) == 3
+    assert found[0].encoded is not None
+    assert len({id(one.encoded) for one in found}) == 3
     assert {one.units for one in found} == {ELEMS // 4}
-    two.shared.find(two.memory(2), 2, two.memory(1), 1, two.store.places["w"], _ALL, Room())
+    two.shared.find(two.memory(2), 2, two.memory(1), 1, two.store.places["w"], _ALL, ScratchBuffer())
     assert searches.count() == 1
 
 

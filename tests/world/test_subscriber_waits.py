@@ -30,7 +30,7 @@ from lowshard.reshard import (
     version_fetch,
 )
 from lowshard.reshard.publication_address import write_token
-from lowshard.reshard.version_wire import Line, Lost
+from lowshard.reshard.version_wire import Connection, ConnectionLost
 from lowshard.tiling import Tiling
 
 TOKEN = bytes(32)
@@ -140,7 +140,7 @@ def test_ctrl_c_on_one_rank_before_the_vote_decides_nothing_of_the_next_version(
 
     def lost(source: version_fetch.Source, wanted: Any) -> Any:
         if fails.is_set():
-            raise Lost("it broke off")
+            raise ConnectionLost("it broke off")
         return fetch(source, wanted)
 
     monkeypatch.setattr(Subscriber, "_fetch", interrupted)
@@ -271,11 +271,11 @@ def test_a_snapshot_that_cannot_be_mapped_closes_its_own_descriptor_alone(tmp_pa
 
 def test_a_tcp_connection_that_says_nothing_is_asked_for_a_sign_of_life() -> None:
     with socket.create_server(("127.0.0.1", 0)) as door:
-        line = Line(socket.create_connection(door.getsockname()))
+        line = Connection(socket.create_connection(door.getsockname()))
         try:
-            asked = line.connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            asked = line.socket.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
             idle_s, step_s, count = (
-                line.connection.getsockopt(socket.IPPROTO_TCP, option)
+                line.socket.getsockopt(socket.IPPROTO_TCP, option)
                 for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
             )
         finally:

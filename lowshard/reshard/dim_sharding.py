@@ -1,7 +1,6 @@
-"""How one dim of an array is dealt to parts, as a function both ways: what a part holds, and who holds what.
+"""How one dim of an array is sharded over parts: what a part holds, and which parts hold an interval.
 
-A cut is a value. Its table of segments is worked out once, sorted by where they begin, so that finding the holders
-of an interval takes a binary search and one step for each of them.
+The table of segments is made once, sorted by start: the holders of an interval are found by binary search.
 """
 
 from __future__ import annotations
@@ -21,26 +20,26 @@ from lowshard.placement import SPLITS
 from lowshard.reading import reader
 
 MOST_UNITS = 1 << 20
-"""Units that the blocks of a dim are dealt in, at most: a table of segments is made of them."""
+"""Most units (parts * chunks * blocks) of a dim: the table has one row for each."""
 
 
 class Segment(NamedTuple):
-    """A stretch of the dim that lies on one part without a gap."""
+    """An interval of the dim that lies contiguously on one part."""
 
     start: int
-    """First index, in the whole dim."""
+    """First index in the whole dim."""
     stop: int
     part: int
     local: int
-    """Where it begins in the part's own array."""
+    """Its first index in the part's local array."""
 
 
 class Overlap(NamedTuple):
-    """A stretch that a part of one cut and a part of another have in common, contiguous in both."""
+    """An interval that a source part and a destination part have in common, contiguous in both."""
 
     src_part: int
     src_start: int
-    """Where it begins in the source part's own array."""
+    """Its first index in the source part's local array."""
     dst_part: int
     dst_start: int
     length: int
@@ -48,7 +47,7 @@ class Overlap(NamedTuple):
 
 @keeps_hash
 @dataclass(frozen=True)
-class Cut:
+class DimSharding:
     """One dim dealt to `parts` parts.
 
     The dim is a row of blocks (`blocks`, widths; by default one), each a row of `chunks` equal chunks, and each chunk
@@ -114,19 +113,19 @@ class Cut:
             )
 
     @classmethod
-    def whole(cls, length: int) -> Cut:
-        """Return the cut that leaves the dim whole."""
+    def whole(cls, length: int) -> DimSharding:
+        """Return the sharding that leaves the dim whole."""
         return cls(length)
 
     @classmethod
-    def sizes(cls, widths: Sequence[int]) -> Cut:
-        """Return the cut into parts of these widths, in order."""
+    def sizes(cls, widths: Sequence[int]) -> DimSharding:
+        """Return the sharding into parts of these sizes, in order."""
         points = tuple(accumulate(wholes(widths, "widths are integers >= 0", LayoutError, 0), initial=0))
         return cls(points[-1], len(widths), points=points)
 
     @cached_property
     def table(self) -> tuple[Segment, ...]:
-        """All segments that are not empty, ascending; the whole dim, each index once."""
+        """All non-empty segments, ascending; they cover each index of the dim once."""
         held = [0] * self.parts
         found: list[Segment] = []
 
@@ -164,7 +163,7 @@ class Cut:
         return tuple(map(tuple, found))
 
     def segments(self, part: int) -> tuple[Segment, ...]:
-        """Return the segments of a part, ascending, which is the order of its own array."""
+        """Return the segments of a part, ascending, which is their order in its local array."""
         if type(part) is int and 0 <= part < self.parts:
             return self._by_part[part]
         return self._by_part[whole(part, "a part is one of the cut", LayoutError, 0, self.parts - 1)]
@@ -175,7 +174,7 @@ class Cut:
         return mine[-1].local + mine[-1].stop - mine[-1].start if mine else 0
 
     def holders(self, start: int, stop: int) -> tuple[Segment, ...]:
-        """Return the segments that meet an interval, clipped to it, ascending."""
+        """Return the segments that overlap an interval, clipped to it, ascending."""
         table = self.table
         if type(start) is not int or type(stop) is not int:
             start, stop = wholes((start, stop), "an interval has an integer start and stop", LayoutError)
@@ -190,7 +189,7 @@ class Cut:
         return tuple(found)
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain data that `from_json` reads back; what is left out has its default."""
+        """Return plain data that `from_json` reads back; defaults are left out."""
         data: dict[str, Any] = {"length": self.length}
         if self.parts != 1:
             data["parts"] = self.parts
@@ -205,8 +204,8 @@ class Cut:
         return data
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Cut:
-        """Return the cut that `to_json` wrote; what is wrong raises LayoutError with its place."""
+    def from_json(cls, data: Mapping[str, Any]) -> DimSharding:
+        """Return the sharding that `to_json` wrote; invalid data raises LayoutError with its place."""
         return _read(data)
 
     def __str__(self) -> str:
@@ -219,11 +218,11 @@ class Cut:
         return f"{self.length}/{self.parts}{notes}"
 
 
-_read = reader("cut", LayoutError)(Cut)
+_read = reader("cut", LayoutError)(DimSharding)
 
 
-def overlaps_into(src: Cut, dst: Cut, dst_part: int) -> tuple[Overlap, ...]:
-    """Return what a destination part gets from each source part, by its own offset."""
+def overlaps_into(src: DimSharding, dst: DimSharding, dst_part: int) -> tuple[Overlap, ...]:
+    """Return what a destination part receives from each source part, ordered by its position there."""
     found: list[Overlap] = []
     for segment in dst.segments(dst_part):
         for held in src.holders(segment.start, segment.stop):
@@ -241,7 +240,7 @@ def overlaps_into(src: Cut, dst: Cut, dst_part: int) -> tuple[Overlap, ...]:
     return tuple(found)
 
 
-def parts_met(src: Cut, src_part: int, dst: Cut) -> tuple[int, ...]:
-    """Return the destination parts that need something of a source part, ascending."""
+def parts_met(src: DimSharding, src_part: int, dst: DimSharding) -> tuple[int, ...]:
+    """Return the destination parts that overlap a source part, ascending."""
     found = {h.part for s in src.segments(src_part) for h in dst.holders(s.start, s.stop)}
     return tuple(sorted(found))

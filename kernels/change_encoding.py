@@ -50,7 +50,7 @@ class Changes(NamedTuple):
     units: int
     gaps_bytes: int
     lengths_bytes: int
-    text: Array | None
+    encoded: Array | None
     changed_elems: int
     steps_bytes: int = 0
     steps: Array | None = None
@@ -62,13 +62,13 @@ class Changes(NamedTuple):
 
     def shorter(self, unit_bytes: int) -> Changes:
         """Return the same with a text of steps, where there are any and they are shorter than the values."""
-        if self.text is None or self.steps is None or not 0 < self.steps.size < self.units * unit_bytes:
+        if self.encoded is None or self.steps is None or not 0 < self.steps.size < self.units * unit_bytes:
             return self._replace(steps=None)
-        rest = self.text[self.units * unit_bytes :]
-        text = module_of(self.text).concatenate([self.steps, rest])
-        return self._replace(text=text, steps_bytes=self.steps.size, steps=None)
+        rest = self.encoded[self.units * unit_bytes :]
+        encoded = module_of(self.encoded).concatenate([self.steps, rest])
+        return self._replace(encoded=encoded, steps_bytes=self.steps.size, steps=None)
 
-    def text_bytes(self, unit_bytes: int) -> int:
+    def encoded_bytes(self, unit_bytes: int) -> int:
         """Return the bytes of the text, for units of so many bytes."""
         return self.values_bytes(unit_bytes) + self.gaps_bytes + self.lengths_bytes
 
@@ -79,17 +79,17 @@ class Changes(NamedTuple):
 
 def values_of(changes: Changes, unit_bytes: int) -> Array:
     """Return the bits of the units that differ, uint8 [units, bytes of a unit]."""
-    assert changes.text is not None
+    assert changes.encoded is not None
     assert not changes.steps_bytes
-    return changes.text[: changes.units * unit_bytes].reshape(changes.units, unit_bytes)
+    return changes.encoded[: changes.units * unit_bytes].reshape(changes.units, unit_bytes)
 
 
-def text_of(values: Array, places: Array, changed_elems: int, steps: Array | None = None) -> Changes:
+def encode(values: Array, places: Array, changed_elems: int, steps: Array | None = None) -> Changes:
     """Return the text of units that differ, from their bits and their places, both where the array is."""
     gaps, lengths = run_streams(on_host(places))
     xp = module_of(values)
-    text = xp.concatenate([values.reshape(-1), xp.asarray(gaps), xp.asarray(lengths)])
-    return Changes(len(places), gaps.size, lengths.size, text, changed_elems, 0, steps)
+    encoded = xp.concatenate([values.reshape(-1), xp.asarray(gaps), xp.asarray(lengths)])
+    return Changes(len(places), gaps.size, lengths.size, encoded, changed_elems, 0, steps)
 
 
 def run_streams(places: Numbers) -> tuple[Bytes, Bytes]:
