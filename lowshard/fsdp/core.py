@@ -1,4 +1,4 @@
-"""The inside of a sharded model: its parts, and how a failure on one rank becomes one on all."""
+"""Internals of `FSDP`: its parts, and how an error on one rank is raised on all."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from lowshard.foreign_array import host_of, view_in_call
 from lowshard.fsdp.flat_plan import ALIGN_ELEMS, Piece, flat_boxes
 from lowshard.fsdp.fsdp_strategy import Precision, ShardingStrategy
 from lowshard.fsdp.gradient import Accumulate, Gradients
-from lowshard.fsdp.links import Links, known_elsewhere
+from lowshard.fsdp.groups import Groups, is_reported
 from lowshard.fsdp.norm import power_sum, value_of
 from lowshard.fsdp.opening import Opener
 from lowshard.fsdp.param import Param, Units
@@ -47,7 +47,7 @@ Order = Literal["fast", "tree", "rank"]
 
 
 class Core:
-    """What `FSDP` is made of; see there for the arguments."""
+    """The parts of `FSDP`; its docstring has the arguments."""
 
     def __init__(
         self,
@@ -79,20 +79,20 @@ class Core:
             self.plan = ModelPlan.plan(units, self.grid.shards, self.precision, align)
             slots = max(open_limit, prefetch + 1)
             self._shape = Shape.of(self.plan, strategy, self.grid, slots, grad_limit, order)
-            _check_room(self._shape, open_limit, prefetch)
+            _check_open_limit(self._shape, open_limit, prefetch)
             digest = self.plan.digest(strategy, self.precision, settings)
             words = _model_words(strategy, self.precision, units, settings, align)
         except Exception as raised:
             error = raised
         agree(comm, digest, error, "FSDP", lambda: words)
-        self._links = Links(comm, self.grid, communicators)
+        self._groups = Groups(comm, self.grid, communicators)
         self._pool = self._make_pool()
         self.pool = self._pool.array
         self._log = Log()
         self._opener = Opener(
-            self._shape, self._pool, self._links, self._log, open_limit, prefetch, check == "poison"
+            self._shape, self._pool, self._groups, self._log, open_limit, prefetch, check == "poison"
         )  # fmt: skip
-        self._grads = Gradients(self._shape, self._pool, self._links, self._log, accumulate, average)
+        self._grads = Gradients(self._shape, self._pool, self._groups, self._log, accumulate, average)
         self._full_shard_bits = self._shape.full_shard_bits(accumulate)
         self._slots = {unit.name: self._slot_of(unit) for unit in self.plan.units if unit.trained is not None}
         self._broken: BaseException | None = None
@@ -102,8 +102,8 @@ class Core:
         self.updates = 0
 
     def _make_pool(self) -> Pool:
-        """Return the pool; where one rank has no memory for it, all ranks raise and the groups are given back."""
-        plan, home = plan_pool(self._shape), self._links.shard
+        """Return the pool; if a rank has no memory for it, all ranks raise and the groups are closed."""
+        plan, home = plan_pool(self._shape), self._groups.shard
         error: Exception | None = None
         try:
             pool = Pool(plan, self._world if home is None else home.comm)
@@ -116,7 +116,7 @@ class Core:
         except (PeerFailed, TimedOut):
             raise
         except LowshardError:
-            self._links.close()
+            self._groups.close()
             raise
         return pool
 
@@ -124,7 +124,7 @@ class Core:
         assert unit.trained is not None
         pieces = unit.trained.plan.pieces(self.grid.shard_rank)
         shard = self._opener.shard(unit.name, unit.trained)
-        return Slot(unit.name, shard, self._grads.result(unit), pieces, self._links.xp)
+        return Slot(unit.name, shard, self._grads.result(unit), pieces, self._groups.xp)
 
     def _held(self) -> Iterator[tuple[str, UnitPlan, Segment, Piece, Array]]:
         """Iterate over this rank's pieces: full name, unit, segment, piece, 1-D view."""
@@ -147,18 +147,18 @@ class Core:
             shape = segment.plan.by_name[piece.name].shape
             for box, lo, hi in flat_boxes(shape, piece.param_lo, piece.param_hi):
                 part = view[lo - piece.param_lo : hi - piece.param_lo]
-                _put(self._links.xp, part, function(name, box), box, name)
+                _put(self._groups.xp, part, function(name, box), box, name)
         for param in unit.ignored:
             box = full_box(param.shape)
             name = f"{unit.name}.{param.name}"
             whole_view = self._opener.ignored(unit, param.name).reshape(-1)
-            _put(self._links.xp, whole_view, function(name, box), box, name)
+            _put(self._groups.xp, whole_view, function(name, box), box, name)
 
-    def _changed(self) -> None:
-        """All parameters are new."""
+    def _parameters_changed(self) -> None:
+        """Note that all parameters are new."""
         self._opener.updated([unit.name for unit in self.plan.units])
         if self._shape.resident:
-            self._guarded(self._opener.resync)
+            self._guarded(self._opener.gather_stale)
 
     def _find(self, name: str) -> tuple[UnitPlan, Segment | None, str]:
         unit_name, _, param = name.rpartition(".") if isinstance(name, str) else ("", "", "")
@@ -175,58 +175,58 @@ class Core:
         raise LayoutError(f"the model has no parameter {name!r}; full names are 'unit.param'")
 
     def _empty(self, elems: int, dtype: str, what: str) -> Array:
-        """Return an array, not filled; without memory for it raise here, and on the other ranks at their next call."""
+        """Return an uninitialised array; if there is no memory, raise here and on the other ranks' next call."""
         try:
-            return self._links.xp.empty(elems, dtypes.get(dtype).numpy)
+            return self._groups.xp.empty(elems, dtypes.get(dtype).numpy)
         except MemoryError as error:
-            self._wrong(_no_memory(what, error))
+            self._fail(_no_memory(what, error))
 
     def _over_shards(self, values: np.ndarray, op: str) -> np.ndarray:
-        channel, xp = self._links.shard, self._links.xp
+        channel, xp = self._groups.shard, self._groups.xp
         if channel is None:
             return values
         send = xp.asarray(values)
         recv = xp.empty_like(send)
-        self._in_lane(lambda: channel.call("control", "all_reduce", send, recv, op, "tree"), "norm")
+        self._in_gather_queue(lambda: channel.call("control", "all_reduce", send, recv, op, "tree"), "norm")
         return host_of(recv)
 
     def _peak(self, grads: list[Array]) -> float:
-        """Return the largest magnitude in all shards, NaN where there is one."""
+        """Return the largest magnitude in all shards, or NaN if any is NaN."""
         with np.errstate(invalid="ignore"):  # a NaN is the result
-            peaks = [0.0, *(float(self._links.xp.abs(grad).max()) for grad in grads if grad.size)]
+            peaks = [0.0, *(float(self._groups.xp.abs(grad).max()) for grad in grads if grad.size)]
         return float(self._over_shards(np.max(peaks, keepdims=True), "max")[0])
 
     def _power_sum(self, grads: list[Array], p: float, scale: float = 1.0) -> float:
         """Return the sum of |x / scale|^p over all shards."""
-        xp = self._links.xp
+        xp = self._groups.xp
         words = sum((power_sum(grad, p, xp, scale) for grad in grads), power_sum(xp.zeros(0), p, xp))
         return value_of(self._over_shards(words, "sum"))
 
-    def _in_lane(self, job: Callable[[], None], text: str) -> None:
-        """Run a call in turn with the gathers, and wait for it."""
-        self._guarded(lambda: self._links.gather_lane.submit(job, text).wait())
+    def _in_gather_queue(self, job: Callable[[], None], text: str) -> None:
+        """Run a call in order with the gathers, and wait for it."""
+        self._guarded(lambda: self._groups.gather_queue.submit(job, text).wait())
 
     def _guarded(self, call: Callable[[], T]) -> T:
-        """Run a part of a step; whatever it raises, all ranks raise."""
+        """Run a part of a step; all ranks raise its error."""
         try:
             return call()
         except (StepError, BadGrad) as error:
-            if not known_elsewhere(error):
-                self._wrong(error)
+            if not is_reported(error):
+                self._fail(error)
             self._broken = error
-            self._links.tell(error)
+            self._groups.report_error(error)
             raise
         except BaseException as error:
             self._broken = error
-            self._links.tell(error)
+            self._groups.report_error(error)
             raise
 
-    def _wrong(self, error: LowshardError) -> NoReturn:
-        """Raise what is wrong with this call, here and on the other ranks at their next; nothing has changed."""
-        self._links.tell(error)
+    def _fail(self, error: LowshardError) -> NoReturn:
+        """Raise an error of this call here, and on the other ranks at their next; nothing has changed."""
+        self._groups.report_error(error)
         raise error
 
-    def _healthy(self) -> None:
+    def _check_usable(self) -> None:
         if self._is_shut:
             raise StepError("the model was shut, and its groups were given back; make it anew")
         if self._broken is not None:
@@ -242,31 +242,31 @@ class Core:
                 "versions; call load() on all ranks with what save() wrote, or make the model anew"
             )
 
-    def _unit(self, name: str) -> None:
-        self._healthy()
+    def _check_unit(self, name: str) -> None:
+        self._check_usable()
         if not isinstance(name, str) or name not in self.plan.by_name:
-            self._wrong(NotOpen(f"the model has no unit {name!r}; it has {', '.join(self.plan.by_name)}"))
+            self._fail(NotOpen(f"the model has no unit {name!r}; it has {', '.join(self.plan.by_name)}"))
 
-    def _number(self, what: str, rule: str, value: object, low: float) -> float:
+    def _checked_number(self, what: str, rule: str, value: object, low: float) -> float:
         """Return a number from `low` on, or infinity, as a float; raise for anything else."""
         found = math.nan
         if isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool):
             with suppress(OverflowError):  # an integer beyond float64
                 found = float(value)
         if not found >= low:
-            self._wrong(StepError(f"{what} is {rule}, got {brief(value)}"))
+            self._fail(StepError(f"{what} is {rule}, got {brief(value)}"))
         return found
 
-    def _stepping(self) -> None:
-        """Outside of step() what is written belongs to one step that is the last."""
+    def _ensure_step(self) -> None:
+        """Start an implicit last step outside of step()."""
         if not self._grads.micro_batches:
             self._grads.begin_step(True)
 
-    def _joined(self, what: str) -> None:
-        self._healthy()
+    def _check_joined(self, what: str) -> None:
+        self._check_usable()
         unfinished = self._grads.unfinished()
         if unfinished:
-            self._wrong(NotJoined(
+            self._fail(NotJoined(
                 f"{what}: the gradients of {', '.join(unfinished)} are not reduced yet; call reduce() for each unit in "
                 "the last micro-batch, then join()"
             ))  # fmt: skip
@@ -287,7 +287,7 @@ _SETTINGS = (
 def _model_words(
     strategy: ShardingStrategy, precision: Precision, units: Units, settings: tuple[object, ...], align: int
 ) -> str:
-    """Return all that ranks must give alike as text for a message."""
+    """Return all that must be equal on all ranks, as text for a message."""
     dtypes_set = {name: value for name, value in vars(precision).items() if value is not None}
     given = {**dict(zip(_SETTINGS, settings, strict=True)), "align": align, **dtypes_set}
     params = {f"{unit}.{param.name}": _param_words(param) for unit, of in units.items() for param in of}
@@ -328,8 +328,8 @@ def _check_settings(
     choice(check, ("off", "digest", "poison"), "FSDP: check is 'off', 'digest' or 'poison'", ShardingError)
 
 
-def _check_room(shape: Shape, open_limit: int, prefetch: int) -> None:
-    """Raise where a unit and those that it is tied to have no room to be open together."""
+def _check_open_limit(shape: Shape, open_limit: int, prefetch: int) -> None:
+    """Raise unless a unit and those it is tied to may be open together."""
     for unit in () if shape.keeps else shape.model.units:
         needed = 1 + len(unit.foreign)
         if needed > shape.open_slots:

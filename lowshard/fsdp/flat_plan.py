@@ -1,4 +1,4 @@
-"""Where the parameters of a flat buffer lie, and which part of it each rank keeps: pure data, no communication."""
+"""The layout of a flat buffer: where its parameters lie, and which shard each rank holds. No communication."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Piece:
-    """What a shard holds of a parameter: its flat elements lo to hi, from element `shard_lo` of the shard on."""
+    """The part of a parameter in a shard: its flat elements lo to hi, from element `shard_lo` of the shard on."""
 
     name: str
     param_lo: int
@@ -145,7 +145,7 @@ class FlatPlan:
 
     @property
     def padding(self) -> int:
-        """Elements that are no parameter's."""
+        """Elements that belong to no parameter."""
         return self.size - self.elems
 
     @cached_property
@@ -159,7 +159,7 @@ class FlatPlan:
         return rank * self.shard_elems, (rank + 1) * self.shard_elems
 
     def pieces(self, rank: int) -> list[Piece]:
-        """Return what a shard holds of each parameter, in order; nothing for those it holds nothing of."""
+        """Return the pieces of a shard, in order."""
         lo, hi = self.range(rank)
         found = []
         for entry in self.entries:
@@ -208,7 +208,7 @@ class FlatPlan:
 
     @classmethod
     def from_json(cls, text: str) -> FlatPlan:
-        """Return the plan that `to_json` wrote; what is wrong raises LayoutError with its place."""
+        """Return the plan that `to_json` wrote; invalid data raises LayoutError with its place."""
         return _read.text(text)
 
 
@@ -216,7 +216,7 @@ _read = reader("flat plan", LayoutError)(FlatPlan)
 
 
 def flat_boxes(shape: Sequence[int], lo: int, hi: int) -> Iterator[tuple[Box, int, int]]:
-    """Cut flat elements lo to hi of a row-major array into boxes, in order: (box, first element, stop element)."""
+    """Split flat elements lo to hi of a row-major array into boxes, in order: (box, first element, stop element)."""
     if lo >= hi:
         return
     if not shape:
@@ -256,7 +256,7 @@ def _place(params: Sequence[Param], shard: int, shards: int, align: int) -> tupl
 
 
 def _first_fit(cursor: int, elems: int, keep: int, shard: int, align: int) -> int | None:
-    """Return the first aligned place from the cursor on at which no shard's end cuts a block of `keep` elements."""
+    """Return the first aligned offset from the cursor on where no shard boundary splits a block of `keep` elements."""
     if keep == 1 or not elems:
         return cursor
     offset = cursor

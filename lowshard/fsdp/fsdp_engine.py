@@ -1,4 +1,4 @@
-"""FSDP over raw buffers: the object that users call."""
+"""`FSDP`: fully sharded data parallelism over raw buffers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lowshard.errors import BadGrad, LayoutError, MismatchError, NotJoined, NotO
 from lowshard.foreign_array import host_of
 from lowshard.fsdp import model_state as saved
 from lowshard.fsdp.core import Core
-from lowshard.fsdp.links import known_elsewhere
+from lowshard.fsdp.groups import is_reported
 from lowshard.fsdp.norm import SMALLEST_SUM
 from lowshard.fsdp.opening import Phase
 from lowshard.fsdp.slot import Rule, Slot
@@ -30,7 +30,7 @@ from lowshard.fsdp.step_report import Report
 Array = Any  # a NumPy or CuPy array; CuPy ships no types
 
 _EPS = 1e-6
-"""Added to the norm where gradients are clipped, as torch.nn.utils.clip_grad_norm_ does."""
+"""Added to the norm when gradients are clipped, as torch.nn.utils.clip_grad_norm_ does."""
 
 
 class FSDP(Core):
@@ -105,8 +105,8 @@ class FSDP(Core):
             LowshardError: what the function raised on some rank.
         """
         if self._broken is not None or self._is_shut:
-            self._healthy()
-        self._same("fill")
+            self._check_usable()
+        self._compare_calls("fill")
         error: Exception | None = None
         try:
             if not callable(function):
@@ -120,7 +120,7 @@ class FSDP(Core):
         agree(self._world, b"", error, "fill")
         if self._check != "off":
             self.check_equal_start()
-        self._changed()
+        self._parameters_changed()
 
     def check_equal_start(self) -> None:
         """Compare what replicas hold, bit for bit, and the ignored parameters of all ranks.
@@ -130,7 +130,7 @@ class FSDP(Core):
         Raises:
             MismatchError: two ranks that should hold the same elements hold different ones.
         """
-        if self._links.replica is not None:
+        if self._groups.replica is not None:
             self._check_replicas()
         ignored = [(unit, param.name) for unit in self.plan.units for param in unit.ignored]
         if not ignored:
@@ -151,13 +151,15 @@ class FSDP(Core):
         for unit in self.plan.units:
             for segment in unit.segments:
                 hashed.update(host_of(self._opener.shard(unit.name, segment)).view(np.uint8).data)
-        channel, xp = self._links.replica, self._links.xp
+        channel, xp = self._groups.replica, self._groups.xp
         assert channel is not None
         record = xp.asarray(np.frombuffer(hashed.digest(), np.uint8).copy())
         rows = xp.empty((channel.comm.size, record.size), np.uint8)
-        lane = self._links.reduce_lane
+        queue = self._groups.reduce_queue
         self._guarded(
-            lambda: lane.submit(lambda: channel.call("control", "all_gather", record, rows), "a check").wait()
+            lambda: queue.submit(
+                lambda: channel.call("control", "all_gather", record, rows), "a check"
+            ).wait()
         )
         same = len({row.tobytes() for row in host_of(rows)}) == 1
         wrong = MismatchError(
@@ -173,18 +175,23 @@ class FSDP(Core):
         Raises:
             LayoutError: no such parameter. Disagree: the ranks name different ones. CommError: there is no memory.
         """
-        self._healthy()
+        self._check_usable()
         try:
             unit, segment, param = self._find(name)
         except LayoutError as error:
-            self._wrong(error)
-        self._same(f"full {name}")
+            self._fail(error)
+        self._compare_calls(f"full {name}")
         if segment is None:
             return self._opener.ignored(unit, param).copy()
         entry = segment.plan.by_name[param]
         whole = self._empty(entry.elems, unit.formats.master, f"the whole of {name!r}")
         saved.gather_param(
-            self._links, self._in_lane, segment.plan, entry, self._opener.shard(unit.name, segment), whole
+            self._groups,
+            self._in_gather_queue,
+            segment.plan,
+            entry,
+            self._opener.shard(unit.name, segment),
+            whole,
         )
         return whole.reshape(entry.shape)
 
@@ -200,11 +207,11 @@ class FSDP(Core):
         Where the block raises, the step has failed on all ranks: they raise at their next call, and `reset` makes the
         model usable again. What raises between steps is told to the others by `reset`.
         """
-        self._healthy()
+        self._check_usable()
         if not isinstance(last, (bool, np.bool_)):
-            self._wrong(StepError(f"step: last is True or False, got {brief(last)}"))
+            self._fail(StepError(f"step: last is True or False, got {brief(last)}"))
         if self._in_step:
-            self._wrong(
+            self._fail(
                 StepError(
                     "step: micro-batches follow each other, and this step begins within another; let the `with` block "
                     "of that one end first"
@@ -219,8 +226,8 @@ class FSDP(Core):
         except BaseException as error:
             if self._broken is None:
                 self._broken = error
-            if not known_elsewhere(error):
-                self._links.tell(error)
+            if not is_reported(error):
+                self._groups.report_error(error)
             raise
         finally:
             self._in_step = False
@@ -238,14 +245,14 @@ class FSDP(Core):
             StaleParams: parameters rest whole and were updated; call broadcast_updated_params first.
             OpenLimit: open_limit units are open.
         """
-        self._unit(unit)
+        self._check_unit(unit)
         if not isinstance(phase, str) or phase not in ("forward", "backward"):
-            self._wrong(StepError(f"phase is 'forward' or 'backward', got {phase!r}"))
+            self._fail(StepError(f"phase is 'forward' or 'backward', got {phase!r}"))
         self._calls.append(f"open {unit} {phase}")
         return self._guarded(lambda: self._opener.open(unit, phase))
 
     def close(self, unit: str, after: Any = None) -> None:
-        """Let go of a unit's parameters: their memory is used again.
+        """Close a unit: the memory of its parameters is reused.
 
         Args:
             unit: its name.
@@ -255,9 +262,9 @@ class FSDP(Core):
         Raises:
             NotOpen: the unit is not open.
         """
-        self._unit(unit)
+        self._check_unit(unit)
         if after is not None:
-            self._links.follow(after)
+            self._groups.follow(after)
         self._calls.append(f"close {unit}")
         self._guarded(lambda: self._opener.close(unit))
 
@@ -272,12 +279,12 @@ class FSDP(Core):
             NotOpen: the unit is not open. OpenLimit: too many units have gradients that were not reduced.
             NotJoined: the gradients of the step before were not used. StepError: reduced already in this step.
         """
-        self._unit(unit)
+        self._check_unit(unit)
         if not self._opener.is_open(unit):
-            self._wrong(NotOpen(f"grads({unit!r}): open the unit first, and close it after reduce"))
+            self._fail(NotOpen(f"grads({unit!r}): open the unit first, and close it after reduce"))
         if not isinstance(zero, (bool, np.bool_)):
-            self._wrong(StepError(f"grads: zero is True or False, got {brief(zero)}"))
-        self._stepping()
+            self._fail(StepError(f"grads: zero is True or False, got {brief(zero)}"))
+        self._ensure_step()
         return self._guarded(lambda: self._grads.views(unit, bool(zero)))
 
     def add_grad(self, unit: str, name: str, array: Array) -> None:
@@ -290,12 +297,12 @@ class FSDP(Core):
         view = views.get(name) if isinstance(name, str) else None
         shape, dtype = getattr(array, "shape", None), getattr(array, "dtype", None)
         if view is None:
-            self._wrong(BadGrad(
+            self._fail(BadGrad(
                 f"unit {unit!r} has no trainable parameter {brief(name)}; it has {', '.join(views) or 'none'}"
             ))  # fmt: skip
         if shape != view.shape or dtype != view.dtype:
             found = brief(array) if shape is None or dtype is None else f"an array of {dtype}{list(shape)}"
-            self._wrong(BadGrad(
+            self._fail(BadGrad(
                 f"the gradient of {unit}.{name} is an array of {view.dtype}{list(view.shape)}, got {found}"
             ))  # fmt: skip
         view += array
@@ -308,10 +315,10 @@ class FSDP(Core):
         Raises:
             NotOpen: the unit is not open. StepError: it was reduced in this step already.
         """
-        self._unit(unit)
+        self._check_unit(unit)
         if not self._opener.is_open(unit):
-            self._wrong(NotOpen(f"reduce({unit!r}): reduce a unit before it is closed"))
-        self._stepping()
+            self._fail(NotOpen(f"reduce({unit!r}): reduce a unit before it is closed"))
+        self._ensure_step()
         self._calls.append(f"reduce {unit} of micro-batch {self._grads.micro_batches}")
         self._guarded(lambda: self._grads.reduce(unit))
 
@@ -323,17 +330,17 @@ class FSDP(Core):
         Raises:
             Disagree: ranks opened or reduced different units, or in another order.
         """
-        self._healthy()
+        self._check_usable()
         calls, self._calls = self._calls, []
-        self._same("join", calls)
+        self._compare_calls("join", calls)
         self._guarded(self._grads.join)
 
-    def _same(self, what: str, calls: list[str] | None = None) -> None:
-        """Raise Disagree on all ranks unless all have made these calls; by default the one that this is for."""
+    def _compare_calls(self, what: str, calls: list[str] | None = None) -> None:
+        """Raise Disagree on all ranks unless all have made these calls; by default only this one."""
         if self._check != "off":
             calls = [what] if calls is None else calls
             digest = text_digest("\n".join(calls))
-            self._guarded(lambda: self._links.same_calls(what, calls, digest))
+            self._guarded(lambda: self._groups.compare_calls(what, calls, digest))
 
     # ---- this rank's part
 
@@ -351,8 +358,8 @@ class FSDP(Core):
         Raises:
             NotJoined: a gradient is not reduced. StepError: p is not a number above 0.
         """
-        self._joined("norm")
-        p = self._number("p of a norm", "a number above 0, or inf", p, math.ulp(0.0))
+        self._check_joined("norm")
+        p = self._checked_number("p of a norm", "a number above 0, or inf", p, math.ulp(0.0))
         self._calls.append(f"norm {p}")
         ready = [self._slots[name].grad for name in self._grads.ready()]
         if p == math.inf:
@@ -377,8 +384,8 @@ class FSDP(Core):
         Raises:
             NotJoined: a gradient is not reduced. StepError: max_norm is below 0 or p not above 0, or not a number.
         """
-        self._joined("clip")
-        max_norm = self._number("max_norm", "a number of 0 or more, or inf", max_norm, 0)
+        self._check_joined("clip")
+        max_norm = self._checked_number("max_norm", "a number of 0 or more, or inf", max_norm, 0)
         norm = self.norm(p)
         self._calls.append(f"clip {max_norm}")
         factor = max_norm / (norm + _EPS)
@@ -386,7 +393,7 @@ class FSDP(Core):
             for name in self._grads.ready():
                 grad = self._slots[name].grad
                 with np.errstate(invalid="ignore"):  # Inf times 0 is NaN, as said
-                    self._links.xp.multiply(grad, grad.dtype.type(factor), out=grad)
+                    self._groups.xp.multiply(grad, grad.dtype.type(factor), out=grad)
         return norm
 
     def update(self, rule: Rule) -> None:
@@ -399,21 +406,19 @@ class FSDP(Core):
             NotJoined: a gradient is not reduced, or there is none. StepError: rule is not a function.
             StaleParams: the gradients were used already, or the last update was not yet broadcast.
         """
-        self._joined("update")
+        self._check_joined("update")
         if not callable(rule):
-            self._wrong(StepError(f"update runs a function of a Slot, such as AdamW(lr=1e-3), got {rule!r}"))
+            self._fail(StepError(f"update runs a function of a Slot, such as AdamW(lr=1e-3), got {rule!r}"))
         stale = [name for name, state in self._opener.state.items() if state.stale]
         ready = self._grads.ready()
         if stale:
-            self._wrong(StaleParams(
+            self._fail(StaleParams(
                 f"update: {', '.join(stale)} were updated already; call broadcast_updated_params() after each update"
             ))  # fmt: skip
         if not ready and self.updates:
-            self._wrong(
-                StaleParams("update: no gradient was reduced since the last update; run a step first")
-            )
+            self._fail(StaleParams("update: no gradient was reduced since the last update; run a step first"))
         if not ready:
-            self._wrong(
+            self._fail(
                 NotJoined("update: no gradient was reduced yet; run a step with reduce() and join() first")
             )
 
@@ -438,8 +443,8 @@ class FSDP(Core):
 
         Collective: all ranks of the communicator call this. With every other strategy it does nothing.
         """
-        self._healthy()
-        self._guarded(self._opener.resync)
+        self._check_usable()
+        self._guarded(self._opener.gather_stale)
 
     # ---- files, state, ends
 
@@ -469,8 +474,8 @@ class FSDP(Core):
             CheckpointError: a state that is neither an array like the parameters nor a number, or two tensors of one
                 name. CheckpointError, NotDurable, PeerFailed, TimedOut: as `write_checkpoint`.
         """
-        self._joined("save")
-        self._same("save")  # a rank that saves alone is told at once, where the others are in a step
+        self._check_joined("save")
+        self._compare_calls("save")  # a rank that saves alone is told at once, where the others are in a step
         return saved.save(self, path, wait)
 
     def load(self, path: Any) -> None:
@@ -482,8 +487,8 @@ class FSDP(Core):
             CheckpointError: no such file, or it lacks a parameter, or has it in another shape or dtype.
         """
         if self._broken is not None or self._is_shut:
-            self._healthy()
-        self._same("load")
+            self._check_usable()
+        self._compare_calls("load")
         saved.load(self, path)
 
     def reset(self) -> None:
@@ -496,25 +501,25 @@ class FSDP(Core):
         Collective: all ranks of the communicator call this. Not after PeerFailed or TimedOut, when ranks are gone.
         """
         if self._is_shut:
-            self._healthy()
-        if self._broken is None and self._links.xp is np:  # others may be in a step, and wait for this rank
-            self._links.tell(StepError("this rank has called reset()"))
-        self._links.even_out()
+            self._check_usable()
+        if self._broken is None and self._groups.xp is np:  # others may be in a step, and wait for this rank
+            self._groups.report_error(StepError("this rank has called reset()"))
+        self._groups.catch_up()
         self._opener.reset()
         self._grads.reset()
         self._calls, self._broken = [], None
         steps = [slot.step for slot in self._slots.values()]
         is_stale = any(state.stale for state in self._opener.state.values())
-        *most, any_stale = self._links.highest([*steps, *(-step for step in steps), is_stale])
+        *most, any_stale = self._groups.max_over_ranks([*steps, *(-step for step in steps), is_stale])
         n = len(steps)
         self._is_mixed = any(high != -low for high, low in zip(most[:n], most[n:], strict=True))
         if any_stale:  # a broadcast may have ended on some ranks alone
             self._opener.mark_updated(list(self._opener.state))
 
     def report(self) -> Report:
-        """Return what this rank did so far."""
+        """Return what this rank has done so far."""
         wire: Counter[str] = Counter()
-        for channel, _ in self._links.channels:
+        for channel, _ in self._groups.channels:
             wire += channel.sent_bytes
         state_bytes = sum(
             getattr(value, "nbytes", 0) for slot in self._slots.values() for value in slot.state.values()
@@ -527,12 +532,12 @@ class FSDP(Core):
         )  # fmt: skip
 
     def shut(self) -> None:
-        """Give the groups back. The `with` statement does so too.
+        """Close the model's groups. The `with` statement does so too.
 
         Collective: all ranks of the communicator call this.
         """
         if self._broken is None and not self._is_shut:
-            self._links.close()
+            self._groups.close()
             self._is_shut = True
 
     def __enter__(self) -> FSDP:

@@ -1,4 +1,4 @@
-"""What is sharded over whom, and in which dtype: frozen values."""
+"""What is sharded over which ranks, and in which dtype: frozen values."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ ShardingStrategy.HybridShard = staticmethod(_hybrid)
 
 @dataclass(frozen=True)
 class Grid:
-    """A rank's place: shard groups are contiguous blocks of ranks, replica groups are strided across them."""
+    """A rank's position: shard groups are contiguous blocks of ranks, replica groups are strided across them."""
 
     world: int
     rank: int
@@ -128,24 +128,24 @@ class Grid:
 
     @property
     def shard_rank(self) -> int:
-        """This rank's place in its shard group."""
+        """This rank's position in its shard group."""
         return self.rank % self.shards
 
     @property
     def replica_rank(self) -> int:
-        """This rank's place in its replica group; equal for all of a shard group."""
+        """This rank's position in its replica group; equal for all of a shard group."""
         return self.rank // self.shards
 
 
 @dataclass(frozen=True)
 class Precision:
-    """Dtypes of what is kept, computed with, sent and reduced.
+    """Dtypes of storage, computation, communication and reduction.
 
     Attributes:
         compute: of the arrays that `open` gives; None is each unit's own.
         wire: of gathers: a float dtype, or "mxfp8" for quantised shards with their scales. None is `compute`. Where
-            it is narrower than `compute` every strategy computes with the values as they come out of it.
-        reduce: what gradients are summed in between ranks and micro-batches; None is `master`.
+            it is narrower than `compute`, every strategy computes with the rounded values.
+        reduce: of sums of gradients over ranks and micro-batches; None is `master`.
         grad: of the arrays that `grads` gives; None is `compute`.
         master: of the shards at rest, of `Slot.param` and `Slot.grad`.
 
@@ -203,7 +203,7 @@ class Precision:
 
 @dataclass(frozen=True)
 class Formats:
-    """The dtypes of a unit, none left open; see `Precision`."""
+    """The dtypes of a unit, with all defaults filled in; see `Precision`."""
 
     compute: str
     wire: str
@@ -213,7 +213,7 @@ class Formats:
 
     @property
     def direct(self) -> bool:
-        """Whether parameters are gathered as they rest."""
+        """Whether parameters are gathered in the dtype in which they rest."""
         return self.compute == self.wire == self.master
 
     def item(self, field: Literal["compute", "reduce", "grad", "master"]) -> int:

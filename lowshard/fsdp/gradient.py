@@ -1,4 +1,4 @@
-"""Gradients: where they are written, how they are added up over micro-batches and ranks, where they end."""
+"""Gradients: their buffers, and their sums over micro-batches and ranks."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any, Literal
 from lowshard import dtypes
 from lowshard.comm.work import Work
 from lowshard.errors import NotJoined, OpenLimit, StepError
-from lowshard.fsdp.links import Links
+from lowshard.fsdp.groups import Groups
 from lowshard.fsdp.opening import convert
 from lowshard.fsdp.step_buffer import Pool, reduce_bytes
 from lowshard.fsdp.step_report import Log
-from lowshard.fsdp.tree_sum import Tally
+from lowshard.fsdp.tree_sum import TreeSum
 from lowshard.fsdp.unit_layout import Shape, UnitPlan
 
 Array = Any  # a NumPy or CuPy array; CuPy ships no types
@@ -23,7 +23,7 @@ Accumulate = Literal["local", "reduce"]
 
 
 class State(Enum):
-    """Of a unit's gradient; see `FSDP`."""
+    """State of a unit's gradient; see `FSDP`."""
 
     EMPTY = "empty"
     LOCAL = "local"
@@ -34,7 +34,7 @@ class State(Enum):
 
 @dataclass
 class Grad:
-    """What is known of a unit's gradient."""
+    """The gradient of one unit."""
 
     state: State = State.EMPTY
     slot: int | None = None  # which of the shared buffers it is written in
@@ -42,17 +42,17 @@ class Grad:
     work: Work | None = None  # the reduction, until it was waited for
     reduced: bool = False  # in this step, or put to the sum
     early: bool = False  # put to the sum before reduce was called, because its buffer was wanted
-    tally: Tally | None = None  # partial sums of micro-batches
+    tree_sum: TreeSum | None = None  # partial sums of micro-batches
 
 
 class Gradients:
     """Gradients of all units."""
 
     def __init__(
-        self, shape: Shape, pool: Pool, links: Links, log: Log, accumulate: Accumulate, average: str | float
+        self, shape: Shape, pool: Pool, groups: Groups, log: Log, accumulate: Accumulate, average: str | float
     ) -> None:  # fmt: skip
-        self._shape, self._pool, self._links, self._log = shape, pool, links, log
-        self._each, self._average = accumulate == "reduce", average
+        self._shape, self._pool, self._groups, self._log = shape, pool, groups, log
+        self._reduces_each, self._average = accumulate == "reduce", average
         self._units = {unit.name: unit for unit in shape.model.units}
         self._holders: list[str | None] = [None] * shape.grad_slots
         self.state = {name: Grad() for name in self._units}
@@ -63,7 +63,7 @@ class Gradients:
     # ---- writing
 
     def views(self, name: str, zero: bool) -> Mapping[str, Array]:
-        """Return the trainable parameters' gradients of this micro-batch as views, zeros at first."""
+        """Return this micro-batch's gradients of the trainable parameters as views, zeros at first."""
         unit = self._units[name]
         self._open(unit, zero)
         for other in unit.foreign:
@@ -112,7 +112,7 @@ class Gradients:
         return self._shape.grad_slots > 0 and unit.name not in self._shape.model.shared
 
     def _slot(self, name: str) -> int:
-        """Return a free buffer; waits for the oldest reduction, or folds what is only to be added up."""
+        """Return a free buffer; if there is none, wait for the oldest reduction or add a gradient up."""
         for slot, holder in enumerate(self._holders):
             if holder is None:
                 return slot
@@ -121,7 +121,7 @@ class Gradients:
             grad = self.state[holder]
             if grad.work is not None:
                 self._wait(holder)
-            elif not self.last and not self._each and grad.written:
+            elif not self.last and not self._reduces_each and grad.written:
                 self._fold(holder)
                 grad.early = True
             else:
@@ -156,7 +156,7 @@ class Gradients:
     # ---- adding up
 
     def begin_step(self, last: bool) -> None:
-        """A micro-batch begins; a last one that gave no unit a gradient was none, whatever those before it gave."""
+        """Begin a micro-batch; a last one that gave no unit a gradient is not counted."""
         grads = self.state.values()
         if self.last and self.micro_batches and not self._gives:
             self.micro_batches -= 1
@@ -168,31 +168,31 @@ class Gradients:
             grad.reduced = grad.early = False
 
     def end_step(self) -> None:
-        """A micro-batch ends: what is to be kept is put to the sum."""
+        """End a micro-batch: add up the gradients that are kept."""
         if not self.last:
             for name, grad in self.state.items():
                 if grad.written and not grad.reduced:
                     self.reduce(name)
 
-    def _tally(self, unit: UnitPlan, elems: int, micro: int) -> Tally:
+    def _tree_sum(self, unit: UnitPlan, elems: int, micro: int) -> TreeSum:
         """Return the sums of the micro-batches before this one; those without a gradient count as zeros."""
         grad = self.state[unit.name]
-        if grad.tally is None:
-            grad.tally = Tally(elems, dtypes.get(unit.formats.reduce).numpy, self._links.xp)
-        while grad.tally.terms < micro - 1:
-            grad.tally.add(None)
-        return grad.tally
+        if grad.tree_sum is None:
+            grad.tree_sum = TreeSum(elems, dtypes.get(unit.formats.reduce).numpy, self._groups.xp)
+        while grad.tree_sum.terms < micro - 1:
+            grad.tree_sum.add(None)
+        return grad.tree_sum
 
     def _fold(self, name: str) -> None:
         """Add this micro-batch's gradient to the sum on this rank, and free its buffer."""
         unit, grad = self._units[name], self.state[name]
         term = self._buffer(unit)
         if unit.formats.grad != unit.formats.reduce:
-            self._links.reduce_lane.settle()
+            self._groups.reduce_queue.settle()
             staged = self._operand(unit)
             convert(term, staged)
             term = staged
-        self._tally(unit, unit.grad_elems, self.micro_batches).add(term)
+        self._tree_sum(unit, unit.grad_elems, self.micro_batches).add(term)
         grad.reduced = True
         self._free(name)
 
@@ -206,7 +206,7 @@ class Gradients:
     # ---- reducing
 
     def reduce(self, name: str) -> None:
-        """Start the reduction of a unit, or put it to the sum if it is one of several micro-batches kept local."""
+        """Start the reduction of a unit, or add its gradient up if more micro-batches follow."""
         unit, grad = self._units[name], self.state[name]
         if not unit.grad_elems:
             return
@@ -219,7 +219,7 @@ class Gradients:
         if not grad.written:
             self._log.zero_reduces[name] += 1
             self._open(unit, True)
-        if not self.last and not self._each:
+        if not self.last and not self._reduces_each:
             self._fold(name)
             return
         grad.reduced, grad.written = (
@@ -235,7 +235,7 @@ class Gradients:
             self._run(unit, buffer, last, micro, divisor)
             self._log.note("reduce end", name)
 
-        grad.work = self._links.reduce_lane.submit(job, f"the reduction of unit {name!r}")
+        grad.work = self._groups.reduce_queue.submit(job, f"the reduction of unit {name!r}")
 
     def _divisor(self) -> float:
         if self._average == "mean":
@@ -246,7 +246,7 @@ class Gradients:
         return self._pool.part("reduce", unit.formats.reduce, unit.grad_elems)
 
     def _run(self, unit: UnitPlan, buffer: Array, last: bool, micro: int, divisor: float) -> None:
-        """Reduce one micro-batch: sum on this rank, shard group, sum of the group's, replica group, division."""
+        """Reduce one micro-batch: local sum, shard group, sum of the group's, replica group, division."""
         formats, grid = unit.formats, self._shape.grid
         order = self._shape.order
         term = buffer
@@ -254,40 +254,40 @@ class Gradients:
             term = self._operand(unit)
             convert(buffer, term)
             self._log.copied_bytes += term.nbytes
-        if micro > 1 and not self._each:
-            self._tally(unit, unit.grad_elems, micro).finish(term)
+        if micro > 1 and not self._reduces_each:
+            self._tree_sum(unit, unit.grad_elems, micro).finish(term)
         result = self.result(unit)
         out = self._out(unit, term, result)
         # A division belongs to the last sum, whichever that is; there the fold does it on the way.
-        if self._links.reduce is not None:
-            fused = grid.replicas == 1 and divisor == grid.shards and not (self._each and micro > 1)
+        if self._groups.reduce is not None:
+            fused = grid.replicas == 1 and divisor == grid.shards and not (self._reduces_each and micro > 1)
             op = "avg" if last and fused and divisor != 1 else "sum"
-            self._links.reduce.call("reduce", "reduce_scatter", term, out, op, order)
+            self._groups.reduce.call("reduce", "reduce_scatter", term, out, op, order)
             divisor = 1.0 if op == "avg" else divisor
         elif not self._shape.own_grad(unit) and formats.reduce == formats.master:
             out[...] = term
             self._log.copied_bytes += out.nbytes
-        if self._each and not last:
-            self._tally(unit, out.size, micro).add(out)
+        if self._reduces_each and not last:
+            self._tree_sum(unit, out.size, micro).add(out)
             return
-        if self._each and micro > 1:
-            self._tally(unit, out.size, micro).finish(out)
-        if self._links.replica is not None:
+        if self._reduces_each and micro > 1:
+            self._tree_sum(unit, out.size, micro).finish(out)
+        if self._groups.replica is not None:
             op = "avg" if divisor == grid.replicas else "sum"
-            self._links.replica.call("replica", "all_reduce", out, out, op, order)
+            self._groups.replica.call("replica", "all_reduce", out, out, op, order)
             divisor = 1.0 if op == "avg" else divisor
         if divisor != 1:
-            self._links.xp.divide(out, out.dtype.type(divisor), out=out)
+            self._groups.xp.divide(out, out.dtype.type(divisor), out=out)
         if formats.reduce != formats.master:
             convert(out, result)
             self._log.copied_bytes += result.nbytes
 
     def _out(self, unit: UnitPlan, term: Array, result: Array) -> Array:
-        """Return where sums go in the dtype they are made in."""
+        """Return the output of the sums, in their dtype."""
         formats = unit.formats
         if formats.reduce == formats.master:
             return result
-        if self._links.reduce is None:
+        if self._groups.reduce is None:
             return term
         skip = reduce_bytes(self._shape, unit) - result.size * formats.item("reduce")
         return self._pool.part("reduce", formats.reduce, result.size, skip)
@@ -310,7 +310,7 @@ class Gradients:
     # ---- ends
 
     def unfinished(self) -> list[str]:
-        """Return the units whose gradients are not yet what the optimizer may use."""
+        """Return the units whose gradients are not ready for the optimizer."""
         return [
             name
             for name, grad in self.state.items()
@@ -322,16 +322,16 @@ class Gradients:
         return [name for name, grad in self.state.items() if grad.state is State.READY]
 
     def used(self) -> None:
-        """The optimizer has used the gradients."""
+        """Note that the optimizer has used the gradients."""
         self.micro_batches = 0
         for name, grad in self.state.items():
             self._free(name)
             grad.state, grad.reduced, grad.early = State.EMPTY, False, False
-            if grad.tally is not None:
-                grad.tally.clear()
+            if grad.tree_sum is not None:
+                grad.tree_sum.clear()
 
     def reset(self) -> None:
-        """Forget all gradients."""
+        """Drop all gradients."""
         for grad in self.state.values():
             grad.work = None
         self.used()
@@ -340,4 +340,4 @@ class Gradients:
     @property
     def accumulator_bytes(self) -> int:
         """Bytes of partial sums."""
-        return sum(grad.tally.bytes for grad in self.state.values() if grad.tally is not None)
+        return sum(grad.tree_sum.bytes for grad in self.state.values() if grad.tree_sum is not None)

@@ -1,4 +1,4 @@
-"""The state of a sharded model: what a rank holds, whole parameters, and files that know of no ranks."""
+"""Checkpoints of a sharded model, independent of the number of ranks; whole parameters."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lowshard.comm.work import Work
 from lowshard.errors import CheckpointError
 from lowshard.foreign_array import host_of
 from lowshard.fsdp.flat_plan import Entry, FlatPlan
-from lowshard.fsdp.links import Links
+from lowshard.fsdp.groups import Groups
 from lowshard.layout import Layout
 from lowshard.mesh import DeviceMesh
 from lowshard.placement import Replicated, Sharded
@@ -51,7 +51,7 @@ class HeldPiece:
 
 @dataclass(frozen=True)
 class ShardState:
-    """What one rank holds, by full parameter name; nothing for parameters it has no part of.
+    """The state of one rank, by full parameter name; parameters it has no part of are left out.
 
     Attributes:
         pieces: by name.
@@ -79,7 +79,7 @@ def shard_state(engine: Core) -> ShardState:
 
 
 def spans_of(plan: FlatPlan, name: str) -> list[tuple[int, int]]:
-    """Return which flat elements of a parameter each shard holds."""
+    """Return the flat elements of a parameter in each shard."""
     found = [(0, 0)] * plan.shards
     for rank in range(plan.shards):
         for piece in plan.pieces(rank):
@@ -88,12 +88,12 @@ def spans_of(plan: FlatPlan, name: str) -> list[tuple[int, int]]:
     return found
 
 
-def gather_param(links: Links, run: Run, plan: FlatPlan, entry: Entry, shard: Array, whole: Array) -> None:
+def gather_param(groups: Groups, run: Run, plan: FlatPlan, entry: Entry, shard: Array, whole: Array) -> None:
     """Gather one parameter from its shards into a flat array."""
     spans = spans_of(plan, entry.name)
-    rank = links.grid.shard_rank
+    rank = groups.grid.shard_rank
     own = _own(plan, rank, entry.name, shard)
-    channel = links.shard
+    channel = groups.shard
     if channel is None:
         whole[...] = own
         return
@@ -146,7 +146,7 @@ def save(engine: Core, path: Any, wait: bool) -> Work | None:
 
 
 def _slot_state(engine: Core) -> tuple[Arrays, Numbers]:
-    """Return, by unit, the dtypes of its state's arrays by name, and the numbers."""
+    """Return, by unit, the dtypes of its state arrays by name, and its numbers."""
     arrays: Arrays = {}
     numbers: Numbers = {}
     names = {f"{unit.name}.{param.name}" for unit in engine.plan.units for param in unit.ignored}
@@ -186,7 +186,7 @@ def _slot_state(engine: Core) -> tuple[Arrays, Numbers]:
 
 
 def _complete(engine: Core, arrays: Arrays, numbers: Numbers) -> None:
-    """Add what other ranks keep in slots of which this rank holds no elements: zeros, and numbers."""
+    """Add the state of slots of which this rank holds no elements: zeros, and numbers."""
     error: CheckpointError | None = None
     order: dict[str, dict[str, str]] = {name: {} for name in arrays}
     for text in share_text(engine._world, json.dumps([arrays, numbers])):
@@ -197,7 +197,7 @@ def _complete(engine: Core, arrays: Arrays, numbers: Numbers) -> None:
                 numbers[name]["state"] = their_numbers[name]["state"] | numbers[name]["state"]
             for key, dtype in their_arrays[name].items():
                 if key not in slot.state and not slot.pieces:
-                    slot.state[key] = engine._links.xp.zeros(slot.param.shape, dtypes.get(dtype).numpy)
+                    slot.state[key] = engine._groups.xp.zeros(slot.param.shape, dtypes.get(dtype).numpy)
                     arrays[name][key] = dtype
                 elif arrays[name].get(key) != dtype:
                     error = CheckpointError(
@@ -211,7 +211,7 @@ def _complete(engine: Core, arrays: Arrays, numbers: Numbers) -> None:
 
 
 def _is_readable(value: float | str | bool) -> bool:
-    """Say whether a number or text is read back from a file's metadata."""
+    """Return whether a number or text can be read back from a file's metadata."""
     if isinstance(value, str):
         return is_text(value)
     return -(1 << 63) <= value < 1 << 63 if isinstance(value, int) else math.isfinite(value)
@@ -220,12 +220,12 @@ def _is_readable(value: float | str | bool) -> bool:
 def _rows(
     engine: Core, mesh: DeviceMesh, plan: FlatPlan, entry: Entry, flat: Array, name: str
 ) -> tuple[Layout, Array]:
-    """Return a parameter cut by rows over the shard group: what files are written from."""
+    """Return a parameter sharded by rows over the shard group, as files are written."""
     dtype = dtypes.get(flat.dtype)
     shards, rank = plan.shards, engine.grid.shard_rank
     if not entry.shape:
         whole = engine._empty(1, dtype.name, f"{name!r}")
-        gather_param(engine._links, engine._in_lane, plan, entry, flat, whole)
+        gather_param(engine._groups, engine._in_gather_queue, plan, entry, flat, whole)
         return Layout(mesh, (), dtype.name, (Replicated(),)), whole.reshape(())
     layout = Layout(mesh, entry.shape, dtype.name, (Sharded(0),))
     inner = entry.elems // entry.shape[0] if entry.shape[0] else 0
@@ -233,7 +233,7 @@ def _rows(
     wanted = [(lo * inner, hi * inner) for lo, hi in rows]
     held = spans_of(plan, entry.name)
     own = _own(plan, rank, entry.name, flat)
-    channel = engine._links.shard
+    channel = engine._groups.shard
     if channel is None:
         out = own.copy()
     else:
@@ -241,12 +241,12 @@ def _rows(
         send = [_overlap(held[rank], wanted[r], held[rank][0]) for r in range(shards)]
         recv = [_overlap(held[r], wanted[rank], wanted[rank][0]) for r in range(shards)]
         args = (own, *map(list, zip(*send, strict=True)), out, *map(list, zip(*recv, strict=True)))
-        engine._in_lane(lambda: channel.call("state", "all_to_all_v", *args), f"rows of {name!r}")
+        engine._in_gather_queue(lambda: channel.call("state", "all_to_all_v", *args), f"rows of {name!r}")
     return layout, out.reshape(layout.local_shape(rank))
 
 
 def _overlap(a: tuple[int, int], b: tuple[int, int], origin: int) -> tuple[int, int]:
-    """Return count and first element, from an origin, of what two intervals share."""
+    """Return the length and the start, from an origin, of the overlap of two intervals."""
     lo, hi = max(a[0], b[0]), min(a[1], b[1])
     return (hi - lo, lo - origin) if lo < hi else (0, 0)
 
@@ -292,25 +292,25 @@ def load(engine: Core, path: Any) -> None:
     for slot in engine._slots.values():
         slot.state.clear()
     for view, values in found:
-        view[...] = engine._links.xp.asarray(values)
+        view[...] = engine._groups.xp.asarray(values)
     for name, slot in engine._slots.items():
         slot.step = said["numbers"][name]["step"]
         slot.state.update(said["numbers"][name]["state"])
         for key in said["arrays"][name]:  # also where this rank holds no element
-            slot.state[key] = engine._links.xp.zeros(slot.param.shape, said["dtypes"][name, key])
+            slot.state[key] = engine._groups.xp.zeros(slot.param.shape, said["dtypes"][name, key])
     for name, unit, segment, piece, _ in engine._held():
         if segment.trainable:
             for key in said["arrays"][unit.name]:
                 values = said["read"][name, key]
                 engine._slots[unit.name].state[key][piece.shard_lo : piece.shard_hi] = (
-                    engine._links.xp.asarray(values)
+                    engine._groups.xp.asarray(values)
                 )
     engine.updates, engine._is_mixed = said["updates"], False
-    engine._changed()
+    engine._parameters_changed()
 
 
 def _read(engine: Core, reader: CheckpointReader, said: dict[str, Any]) -> list[tuple[Array, np.ndarray]]:
-    """Read this rank's pieces; nothing of the model is changed."""
+    """Read this rank's pieces; the model is not changed."""
     missing = [name for name in engine._slots if name not in said["numbers"] or name not in said["arrays"]]
     if missing:
         raise CheckpointError(_no_state(reader, f"the parameters of unit {missing[0]!r}"))

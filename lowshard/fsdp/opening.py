@@ -1,4 +1,4 @@
-"""Whole parameters: where they are gathered to, when, and how long they stay."""
+"""Opens units: gathers their whole parameters into buffers, ahead of their use, and frees them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lowshard import dtypes
 from lowshard.comm.work import Work
 from lowshard.errors import NotOpen, OpenLimit, StaleParams
 from lowshard.fsdp.fsdp_strategy import MXFP8
-from lowshard.fsdp.links import Links
+from lowshard.fsdp.groups import Groups
 from lowshard.fsdp.step_buffer import Pool
 from lowshard.fsdp.step_report import Log
 from lowshard.fsdp.unit_layout import Segment, Shape, UnitPlan
@@ -24,23 +24,23 @@ Phase = Literal["forward", "backward"]
 
 @dataclass
 class Opened:
-    """What is known of a unit's whole parameters."""
+    """The whole parameters of one unit."""
 
     slot: int | None = None  # which of the shared buffers holds them
     work: Work | None = None  # the gather that fills it, until it was waited for
     uses: int = 0  # how often it is open: by its own name and by units tied to it
-    ahead: bool = False  # gathered before it was asked for
+    prefetched: bool = False  # gathered before it was asked for
     fresh: bool = False  # of buffers that are kept: they hold the parameters as they are
     stale: bool = False  # where parameters rest whole: others' parts are those before the last update
 
 
 class Opener:
-    """Opens and closes units; gathers the next ones ahead, by the order of calls alone: the same on all ranks."""
+    """Opens and closes units; prefetches the next ones by the order of calls, which is the same on all ranks."""
 
     def __init__(
-        self, shape: Shape, pool: Pool, links: Links, log: Log, open_limit: int, prefetch: int, poison: bool
+        self, shape: Shape, pool: Pool, groups: Groups, log: Log, open_limit: int, prefetch: int, poison: bool
     ) -> None:  # fmt: skip
-        self._shape, self._pool, self._links, self._log = shape, pool, links, log
+        self._shape, self._pool, self._groups, self._log = shape, pool, groups, log
         self._limit, self._prefetch, self._poison = open_limit, prefetch, poison
         self._units = {unit.name: unit for unit in shape.model.units}
         self._order = [unit.name for unit in shape.model.units]
@@ -77,7 +77,7 @@ class Opener:
         for other in (name, *unit.foreign):
             self._start(other, keep={name, *unit.foreign})
             self.state[other].uses += 1
-            self.state[other].ahead = False
+            self.state[other].prefetched = False
         for other in (name, *unit.foreign):
             self._wait(other)
         self._log.note("open", name)
@@ -87,21 +87,21 @@ class Opener:
         return self.views(name)
 
     def close(self, name: str) -> None:
-        """Let go of a unit's parameters."""
+        """Close a unit."""
         unit, state = self._units[name], self.state[name]
         if not state.uses:
             raise NotOpen(f"close({name!r}): the unit is not open; open it first")
         self._log.note("close", name)
         for other in (name, *unit.foreign):
-            self._let_go(other)
+            self._release(other)
         self._gather_ahead(only=name)
 
     def is_open(self, name: str) -> bool:
-        """Say whether a unit is open."""
+        """Return whether a unit is open."""
         return self.state[name].uses > 0
 
     def views(self, name: str) -> Mapping[str, Array]:
-        """Return the views of an open unit; the same objects while it lies in the same place."""
+        """Return the views of an open unit; the same objects while its buffer is the same."""
         unit, own = self._units[name], self._own_views(name)
         if not unit.foreign:
             return own
@@ -133,29 +133,29 @@ class Opener:
     # ---- around updates
 
     def begin_step(self) -> None:
-        """A step begins: its opens are compared with those of the last one."""
+        """Begin a step: its opens are compared with those of the last one."""
         if self._seen:
             self._last, self._seen = self._seen, []
 
     def updated(self, names: list[str]) -> None:
-        """Parameters have changed: nothing that was gathered is good any more."""
+        """Note that parameters have changed: gathered copies are invalid."""
         self.mark_updated(names)
         for name in names:
             unit, state = self._units[name], self.state[name]
             if state.uses and not self._shape.rests_whole(unit) and not state.stale:
                 state.work = self._gather(unit)  # it is open: its views are to show what is
                 self._wait(name)
-        self.forget_ahead()
+        self.drop_prefetched()
 
     def mark_updated(self, names: list[str]) -> None:
-        """Note that parameters have changed; no other rank needs to come."""
+        """Note that parameters have changed, without communication."""
         for name in names:
             state = self.state[name]
             state.fresh = False
             state.stale |= self._shape.resident and self._shape.grid.shards > 1
 
-    def resync(self) -> None:
-        """Gather what rests whole and is stale."""
+    def gather_stale(self) -> None:
+        """Gather resident parameters that are stale."""
         works = []
         for name in self._order:
             state = self.state[name]
@@ -167,19 +167,19 @@ class Opener:
         for state in self.state.values():
             state.stale = False
 
-    def forget_ahead(self) -> None:
-        """Give back what was gathered ahead and is not open."""
+    def drop_prefetched(self) -> None:
+        """Free the buffers of units that were prefetched and are not open."""
         for slot, name in enumerate(self._holders):
             if name is not None and not self.state[name].uses:
                 self._drop(slot)
         for state in self.state.values():
-            if state.ahead and not state.uses:
-                state.ahead, state.work, state.fresh = False, None, False
+            if state.prefetched and not state.uses:
+                state.prefetched, state.work, state.fresh = False, None, False
 
     def reset(self) -> None:
         """Close everything."""
         for state in self.state.values():
-            state.uses, state.work, state.ahead, state.fresh, state.slot = 0, None, False, False, None
+            state.uses, state.work, state.prefetched, state.fresh, state.slot = 0, None, False, False, None
         self._holders = [None] * len(self._holders)
         self._seen, self._last = [], []  # ranks may have come to different places in the step that failed
 
@@ -206,7 +206,7 @@ class Opener:
         return self._pool.part(name, unit.formats.compute, unit.elems)
 
     def _start(self, name: str, keep: set[str]) -> bool:
-        """Start the gather of a unit if it is needed and not under way; say whether there was room."""
+        """Start the gather of a unit if needed; return whether there was a buffer."""
         unit, state = self._units[name], self.state[name]
         if self._shape.rests_whole(unit) or state.work is not None or state.fresh:
             return True
@@ -221,7 +221,7 @@ class Opener:
         return True
 
     def _slot(self, keep: set[str]) -> int | None:
-        """Return a free buffer, or that of the unit gathered ahead last; None if all are in use."""
+        """Return a free buffer, or that of the unit prefetched last; None if all are in use."""
         if None in self._holders:
             return self._holders.index(None)
         for slot, name in reversed(list(enumerate(self._holders))):
@@ -235,8 +235,8 @@ class Opener:
         name = self._holders[slot]
         if name is not None:
             state = self.state[name]
-            self._log.unused_gathers += state.ahead
-            state.slot, state.work, state.ahead = None, None, False
+            self._log.unused_gathers += state.prefetched
+            state.slot, state.work, state.prefetched = None, None, False
             self._holders[slot] = None
 
     def _wait(self, name: str) -> None:
@@ -247,7 +247,7 @@ class Opener:
         self._log.wait(work, name)
         state.fresh = self._shape.keeps
 
-    def _let_go(self, name: str) -> None:
+    def _release(self, name: str) -> None:
         unit, state = self._units[name], self.state[name]
         state.uses -= 1
         if state.uses or self._shape.keeps or self._shape.rests_whole(unit):
@@ -259,7 +259,7 @@ class Opener:
         self._drop(slot)
 
     def _gather_ahead(self, only: str | None = None) -> None:
-        """Start the gathers of the units that come next; `only`: of the one that was just closed, if it is next."""
+        """Start the gathers of the next units; `only`: of the one just closed, if it is next."""
         for name in self._next():
             state = self.state[name]
             if only is not None and name != only:
@@ -271,10 +271,10 @@ class Opener:
             if not self._shape.keeps and None not in self._holders:
                 break
             if self._start(name, keep=set()):
-                state.ahead = True
+                state.prefetched = True
 
     def _next(self) -> list[str]:
-        """Return the units that are opened next, as many as are gathered ahead."""
+        """Return the units to prefetch."""
         n = len(self._seen)
         if self._last[:n] == self._seen:
             return [name for name, _ in self._last[n : n + self._prefetch]]
@@ -295,10 +295,10 @@ class Opener:
                 self._gather_segment(unit, segment, shard, whole[segment.start : segment.stop])
             self._log.note("gather end", unit.name)
 
-        return self._links.gather_lane.submit(job, f"the gather of unit {unit.name!r}")
+        return self._groups.gather_queue.submit(job, f"the gather of unit {unit.name!r}")
 
     def _gather_segment(self, unit: UnitPlan, segment: Segment, shard: Array, whole: Array) -> None:
-        formats, channel = unit.formats, self._links.shard
+        formats, channel = unit.formats, self._groups.shard
         n, rank, shards = segment.plan.shard_elems, self._shape.grid.shard_rank, self._shape.grid.shards
         if formats.wire == MXFP8:
             each = MXFP8Tensor.buffer_bytes((n,))

@@ -1,4 +1,4 @@
-"""What a model is made of: named parameters, and the units that are gathered and reduced together."""
+"""The description of a model: named parameters, and units that are gathered and reduced together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an optimizer sees: this rank's part of a unit, 1-D, and two rules that update it."""
+"""What an optimizer sees: this rank's part of a unit, 1-D; and two optimizers."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class Slot:
 
     Attributes:
         unit: the unit's name.
-        pieces: which elements of which parameters it holds, and where.
-        state: what the rule keeps: arrays like `param` (saved in pieces), or numbers.
+        pieces: the elements of parameters it holds, and their positions.
+        state: of the optimizer: arrays like `param` (saved in pieces), or numbers.
         step: how often it was updated, this time included.
     """
 
@@ -68,7 +68,7 @@ class Slot:
             self._grad[...] = value
 
     def spans(self, key: Callable[[str], Any]) -> Iterator[tuple[int, int, Any]]:
-        """Cut the slot into stretches whose parameters have one value of `key(name)`: (first, stop, value).
+        """Split the slot into intervals whose parameters have one value of `key(name)`: (first, stop, value).
 
         Names are full, "l0.w". Padding goes with what is before it.
         """

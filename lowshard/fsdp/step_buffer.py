@@ -1,4 +1,4 @@
-"""The one buffer everything lies in: sized from the plan at construction, cut into parts, never grown."""
+"""The model's one buffer: sized from the plan at construction, divided into parts, never grown."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def plan_pool(shape: Shape) -> PoolPlan:
 
 
 def wire_bytes(shape: Shape, unit: UnitPlan) -> int:
-    """Return the bytes of staging that a gather of the unit needs: only where the wire has a dtype of its own."""
+    """Return the staging bytes of a gather of the unit: only if the wire has a dtype of its own."""
     formats, shards = unit.formats, shape.grid.shards
     if formats.wire == MXFP8:
         each = [MXFP8Tensor.buffer_bytes((s.plan.shard_elems,)) for s in unit.segments]
@@ -64,7 +64,7 @@ def wire_bytes(shape: Shape, unit: UnitPlan) -> int:
 
 
 def reduce_bytes(shape: Shape, unit: UnitPlan) -> int:
-    """Return the bytes of staging that a reduction needs: operands and results that are not where they end up."""
+    """Return the staging bytes of a reduction: operands and results that are not reduced in place."""
     formats, shards = unit.formats, shape.grid.shards
     if unit.trained is None or shape.own_grad(unit):
         return 0

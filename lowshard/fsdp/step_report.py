@@ -1,4 +1,4 @@
-"""What a sharded model did: bytes, waits, events, memory."""
+"""Statistics of a sharded model: bytes, waits, events, memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _EVENTS_KEPT = 4096
 
 @dataclass(frozen=True)
 class Event:
-    """Something that began or ended.
+    """The beginning or end of an operation.
 
     Attributes:
         time_s: of `time.perf_counter`.
@@ -73,7 +73,7 @@ class Report:
 
 @dataclass
 class Log:
-    """Where the parts of the engine note what they do."""
+    """Collects the statistics."""
 
     gathers: Counter[str] = field(default_factory=Counter)
     unused_gathers: int = 0

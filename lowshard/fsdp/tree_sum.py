@@ -1,4 +1,4 @@
-"""Sums of many terms, one after the other, in a balanced binary tree: what tree order is for micro-batches."""
+"""Sums of a sequence of terms in a balanced binary tree: tree order over micro-batches."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 Array = Any  # a NumPy or CuPy array; CuPy ships no types
 
 
-class Tally:
-    """A binary counter whose digits are partial sums: digit i holds the sum of 2^i terms, added as a tree."""
+class TreeSum:
+    """A binary counter of partial sums: digit i holds the sum of 2^i terms, added as a tree."""
 
     def __init__(self, elems: int, dtype: Any, xp: Any) -> None:
         self._elems, self._dtype, self._xp = elems, dtype, xp
@@ -18,7 +18,7 @@ class Tally:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the partial sums, which stay for later use."""
+        """Bytes of the partial sums, which stay for reuse."""
         return sum(digit.nbytes for digit in self._digits if digit is not None)
 
     def add(self, term: Array | None) -> None:
@@ -50,12 +50,12 @@ class Tally:
             self._digits[level - 1] = self._xp.empty(self._elems, self._dtype)
 
     def finish(self, term: Array) -> None:
-        """Add the last term, in place of which the whole sum is written; the tally is empty then."""
+        """Add the last term and write the whole sum in its place; the sum is empty then."""
         for level in range(len(self._digits)):
             if self.terms >> level & 1:
                 self._xp.add(self._digits[level], term, out=term)
         self.terms = 0
 
     def clear(self) -> None:
-        """Forget all terms."""
+        """Drop all terms."""
         self.terms = 0

@@ -1,4 +1,4 @@
-"""The whole model as data: units, their flat plans, ties, and who holds what. No communication, no arrays."""
+"""The whole model as data: units, their flat plans, ties and shards. No communication, no arrays."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Array = Any  # a NumPy or CuPy array; CuPy ships no types
 
 @dataclass(frozen=True)
 class Segment:
-    """The trainable or the frozen parameters of a unit: a part of its buffer with a cut of its own."""
+    """The trainable or the frozen parameters of a unit: a part of its buffer that is sharded separately."""
 
     plan: FlatPlan
     start: int  # first element in the unit's buffer
@@ -62,7 +62,7 @@ class UnitPlan:
 
     @cached_property
     def foreign(self) -> tuple[str, ...]:
-        """Other units whose storage this one has names for."""
+        """Other units whose storage this one shares."""
         return tuple(dict.fromkeys(unit for _, unit, _ in self.ties if unit != self.name))
 
     def views(self, flat: Array) -> dict[str, Array]:
@@ -140,7 +140,7 @@ class ModelPlan:
         return sum(segment.plan.elems for unit in self.units for segment in unit.segments)
 
     def digest(self, *settings: object) -> bytes:
-        """Return a hash of the model and of whatever else must be the same on all ranks."""
+        """Return a hash of the model and of all other settings that must be equal on all ranks."""
         text = json.dumps([[asdict(unit) for unit in self.units], self.shards, [repr(s) for s in settings]])
         return text_digest(text)
 
@@ -160,13 +160,13 @@ class Part:
 
 @dataclass(frozen=True)
 class PoolPlan:
-    """How large every buffer is, for any rank: the same on all, known before anything is allocated.
+    """The size of every buffer, the same on all ranks, known before anything is allocated.
 
     Parts, in bytes; an item is that of the dtype named, a unit counts with its padding:
     `master` (and `grad`): each unit's shard (of its trainable elements) in the master dtype; the whole unit where
     parameters rest whole. `open`: `open_limit` (or prefetch + 1) times the largest unit in the compute dtype, or each
     unit once where opened ones are kept. `grads`: `grad_limit` times the largest gradient. `wire` and `reduce`: one
-    staging buffer where dtypes change on the way. `ignored`: what no rank shares.
+    staging buffer where dtypes change on the way. `ignored`: unsharded parameters.
     """
 
     parts: tuple[Part, ...]
@@ -183,7 +183,7 @@ class PoolPlan:
 
 @dataclass(frozen=True)
 class Shape:
-    """What the pool and the engine make of a strategy for this model, decided once."""
+    """The buffers and shortcuts that a strategy means for this model, decided once."""
 
     model: ModelPlan
     grid: Grid
@@ -205,7 +205,7 @@ class Shape:
         )  # fmt: skip
 
     def rests_whole(self, unit: UnitPlan) -> bool:
-        """Whether the whole unit lies in the master buffer, so that opening it moves nothing."""
+        """Whether the whole unit is in the master buffer, so that opening it moves nothing."""
         return unit.formats.direct and (self.resident or self.grid.shards == 1)
 
     def own_grad(self, unit: UnitPlan) -> bool:
@@ -214,7 +214,7 @@ class Shape:
         return self.grid.shards == 1 and formats.grad == formats.reduce == formats.master
 
     def full_shard_bits(self, accumulate: str) -> bool:
-        """Whether gradients have the bits that FullShard gives with the same settings on as many ranks."""
+        """Whether gradients have the same bits as FullShard's with the same settings on as many ranks."""
         grid = self.grid
         if grid.replicas == 1:
             return True

@@ -122,7 +122,7 @@ class Schedule:
         """Which source replica serves which request."""
         kinds = self.kinds
         if self.multicast:  # only the first replica of a destination asks
-            kinds = tuple(replace(k, dst=_first_replicas(k.dst)) if self._forwards(k) else k for k in kinds)
+            kinds = tuple(_first_replicas(k) if self._forwards(k) else k for k in kinds)
         return Shares(kinds, self.node_size)
 
     def egress_bound_bytes(self, rank: int) -> float:
@@ -145,8 +145,6 @@ def _ordered(found: Mapping[int, list[Move]]) -> dict[int, tuple[Move, ...]]:
     return {peer: tuple(sorted(found[peer], key=lambda m: (m.entry, m.dst_box))) for peer in sorted(found)}
 
 
-def _first_replicas(layout: TensorLayout) -> TensorLayout:
-    rank_map = layout.rank_map
-    return TensorLayout(
-        layout.dtype, layout.partition, Roster(tuple((rank_map.rank(c, 0),) for c in range(rank_map.cells)))
-    )
+def _first_replicas(kind: Kind) -> Kind:
+    firsts = tuple((kind.dst.rank_map.rank(cell, 0),) for cell in range(kind.dst.rank_map.cells))
+    return replace(kind, dst=replace(kind.dst, rank_map=Roster(firsts)))

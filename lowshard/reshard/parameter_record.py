@@ -119,7 +119,8 @@ class ParameterMetadata:
             and self.num_experts
             and self.expert_parallel_group_ranks
             and len(self.shape) > 2
-            and not _names_an_expert(self.name)
+            and "local_experts" not in self.name.split(".")
+            and not any(map(_EXPERT_KEY.match, self.name.split(".")))
         ):
             put(self, "expert_dim", 0)
 
@@ -420,8 +421,3 @@ def with_tied_output(src: Mapping[str, Held], dst: Iterable[str]) -> dict[str, s
 def may_be_tied(name: str, other: str) -> bool:
     """Return whether some source could fill both names."""
     return name.endswith(_OUTPUT_LAYER) or other.endswith(_OUTPUT_LAYER)
-
-
-def _names_an_expert(name: str) -> bool:
-    parts = name.split(".")
-    return any(_EXPERT_KEY.match(p) for p in parts) or "local_experts" in parts

@@ -55,7 +55,9 @@ def build_reshard_plan(
     for wanted in pools:
         fed = with_tied_output(have, wanted)
         for name, to in wanted.items():
-            entries.append(_entry(name, fed[name], have[fed[name]], to, from_records))
+            held = have[fed[name]]
+            pair = _with_blocks(name, held, to) if from_records else (held.layout, to.layout)
+            entries.append(Entry(name, fed[name], *pair, dict(held.names), dict(to.names)))
     if not entries:
         raise PlanError("a reshard moves one tensor or more; the destination table is empty")
     if len(pools) > 1:
@@ -75,13 +77,6 @@ def _table(side: Any, which: str) -> dict[str, Held]:
     if wrong:
         raise PlanError(f"{rule}; got {type(wrong[0]).__name__}")
     return tensor_layouts(records)
-
-
-def _entry(name: str, src_name: str, src: Held, dst: Held, from_records: bool) -> Entry:
-    a, b = src.layout, dst.layout
-    if from_records:
-        a, b = _with_blocks(name, src, dst)
-    return Entry(name, src_name, a, b, dict(src.names), dict(dst.names))
 
 
 def _with_blocks(name: str, src: Held, dst: Held) -> tuple[TensorLayout, TensorLayout]:

@@ -37,7 +37,6 @@ _BACKLOG = 1024
 _LOCK = "lock"
 _NAMES = re.compile("lock|door|token|rank-[0-9]+")
 """Names of a publisher's files; others in the folder are never touched."""
-_MOST_PORT_DIGITS = 5
 _TRIES = 100
 """How often a folder is created again because a closing publisher has removed it."""
 
@@ -59,7 +58,8 @@ class Address:
             return cls(folder=Path(rest))
         named, _, port = rest.removeprefix("//").rpartition(":")
         host = named.strip("[]")
-        if scheme == "tcp" and rest.startswith("//") and _is_host(host) and _is_port(port):
+        is_port = re.fullmatch("[0-9]{1,5}", port) and int(port) < 1 << 16
+        if scheme == "tcp" and rest.startswith("//") and _is_host(host) and is_port:
             return cls(host=host, port=int(port))
         raise CommError(f"{_RULE}, got {brief(text)}")
 
@@ -100,11 +100,6 @@ def _is_host(text: str) -> bool:
         return bool(text) and b"\0" not in text.encode("idna")
     except UnicodeError:
         return False
-
-
-def _is_port(text: str) -> bool:
-    is_number = text.isascii() and text.isdigit() and len(text) <= _MOST_PORT_DIGITS
-    return is_number and int(text) < 1 << 16
 
 
 class PublisherListener(Door):

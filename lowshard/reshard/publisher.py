@@ -116,7 +116,7 @@ class Publisher:
         assert whole is not None
         self._closed, self._number, self._pid = False, 0, os.getpid()
         self._publishes, self._dropping = False, threading.RLock()
-        """Whether a version is being copied, and what is held to say so, or to drop what it is copied to."""
+        """Whether a version is being copied, and the lock for that and for dropping snapshots."""
         self._version: int | None = None
         self._server: VersionServer | None = None
         self.token_file: Path | None = None
@@ -265,7 +265,7 @@ class Publisher:
                 f"a Publisher is its process's, {self._pid}, and this is a forked child of it; make one here"
             )
         error = self._background.settle()
-        if self._closed:  # so is its communicator, over which nothing can be told
+        if self._closed:  # so is its communicator: the ranks cannot agree
             raise CommError("this Publisher is closed; make a new one")
         try:
             wait = truth(wait, "wait is True or False", CommError)
@@ -286,14 +286,14 @@ class Publisher:
             self._publishes = True
         try:
             self._offer(version, error)
-        except LowshardError:  # what it says may follow from that, as that the communicator is closed
+        except LowshardError:  # perhaps only because the communicator was closed
             if self._closed:
                 raise CommError("this Publisher was closed while it published a version") from None
             raise
         finally:
             with self._dropping:
                 self._publishes = False
-                if self._closed:  # by another thread, which has left this to the one that uses them
+                if self._closed:  # closed by another thread, which left this to this one
                     self._drop()
 
     def _offer(self, version: int, error: Exception | None) -> None:
@@ -309,7 +309,7 @@ class Publisher:
             error, version = error or found, -1
         agree(comm, str(version).encode(), error, "publish", lambda: f"version {version}")
         held = sorted(self._newest.held()) if self._newest is not None else []
-        # Rank 0's number: one of another rank may have moved on where Ctrl-C came between agreement and offer.
+        # Rank 0's number counts: after Ctrl-C another rank's may be ahead.
         number, held = json.loads(share_text(comm, json.dumps([self._number + 1, held]))[0])
         try:
             self._store.fill(self._arrays, number, held)
@@ -364,10 +364,10 @@ class Publisher:
         try:
             agree(comm, b"close", error, "close")
             has_news = self._wait_for_members(wait_s, pending_error is not None)
-            if comm.rank:  # ahead of rank 0, which makes room for the next publisher
+            if comm.rank:  # before rank 0 frees the address
                 self._release()
             agree(comm, b"", pending_error, "close")
-        except (PeerFailed, TimedOut):  # where a rank has failed nobody is waited for
+        except (PeerFailed, TimedOut):  # nobody is waited for after a failure
             if has_news:
                 raise
             if pending_error is not None:
@@ -390,7 +390,7 @@ class Publisher:
         """Release everything, and close the communicator with the other ranks."""
         self._release()
         if os.getpid() == self._pid:
-            with contextlib.suppress(CommError):  # where a rank has died the end of the process does it
+            with contextlib.suppress(CommError):  # after a rank's death the process's end does it
                 self._background.close()
 
     def _leave(self, error: BaseException) -> None:

@@ -340,14 +340,12 @@ class Refit:
             number, in_background, follows = self._agreed(version, pushes, wrong, before is not None)
         self._attempt += 1
         try:
-            report = self._move(
-                target, number, follows, cost
-            )  # ends in an agreement: all are ready, or all raise
+            report = self._move(target, number, follows, cost)
             if in_background:
                 with cost.phase("sources"):
                     agree(self.comm, b"", self._changed(before), "Refit")
         except CommError:
-            # A rank died or did not come, perhaps after some have heard that all are ready.
+            # A rank died or did not come, perhaps after some ranks learned that all are ready.
             if self._vote.decide(self._attempt, False):
                 self._switch(target, number)
             raise
@@ -361,7 +359,7 @@ class Refit:
         self._switch(target, number)
         cost.pause_s = time.perf_counter() - start_s
         if self._changes is not None:
-            # What cannot be kept makes the next version go whole; this one is there.
+            # If the baseline cannot be kept, only the next version goes whole.
             with cost.phase("keep"), contextlib.suppress(Exception):
                 self._changes.commit(target, self._attempt)
         self._cost, self._has_pushed = cost, self._has_pushed or pushes
@@ -467,7 +465,7 @@ class Refit:
             self._changes.close()
         for mover in self._movers:
             mover.close()
-        with contextlib.suppress(CommError):  # where a rank has died the end of the process does it
+        with contextlib.suppress(CommError):  # after a rank's death the process's end does it
             self._background.close()
         if error is not None:
             raise error

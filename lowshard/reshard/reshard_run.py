@@ -78,12 +78,6 @@ def argument_error(
     return None
 
 
-def _like_error(like: object) -> LowshardError | None:
-    if like is None or isinstance(like, Reshard):
-        return None
-    return PlanError(f"like is another Reshard or None, got {type(like).__name__}")
-
-
 @dataclass(frozen=True, slots=True)
 class Report:
     """What one rank moved in a run."""
@@ -174,8 +168,9 @@ class Reshard:
     ) -> None:
         control_of(comm)
         error = argument_error(plan, src, dst, transform, settings)
-        error = error or _like_error(like)
-        if error is not None:  # the others come to the same agreement
+        if not (error or like is None or isinstance(like, Reshard)):
+            error = PlanError(f"like is another Reshard or None, got {type(like).__name__}")
+        if error is not None:
             agree(comm, b"", error, "reshard")
         self.comm, self._errors = comm, FirstError()
         self.side = Side(plan, src, dst, comm, transform, self._errors)

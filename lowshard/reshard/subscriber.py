@@ -169,16 +169,14 @@ class Subscriber:
         self._pid = os.getpid()
         self._now = _Served()
         self._holds = [_Snapshot(), _Snapshot()]
-        self._delta_invalid = (
-            False  # what was said to have changed could not be: the next version is taken whole
-        )
-        """By set. What is served is whole; the other set holds the version before, or nothing."""
+        self._delta_invalid = False  # a delta did not fit: the next version is fetched whole
+        """By set: the served set is whole; the other holds the version before, or nothing."""
         self._delta, self._fetched = delta, Fetched()
         self._attempt, self._closed, self._pulls = 0, False, False
         self._leaving = threading.RLock()
-        """Held to say that a pull begins or ends, or that this is closed: one of the two threads lets go, once."""
+        """Guards `_pulls` and `_closed`: exactly one of two threads releases everything."""
         self._patience_s = self._comm.timeout_s / 2 if self._comm.size > 1 else STALLED_S
-        """How long rank 0 may listen to the publisher, or a rank fetch, before the ranks meet again."""
+        """How long rank 0 may wait for the publisher, or a rank may fetch, between two collective calls."""
         self._control: Connection | None = None
         self._table_text, self._offers, self._tried, self._proven = "", "", b"", b""
         self._source: Source | None = None
@@ -259,7 +257,7 @@ class Subscriber:
             raise CommError(
                 f"a Subscriber is its process's, {self._pid}, and this is a forked child of it; make one here"
             )
-        if self._closed:  # so is its communicator, over which nothing can be told
+        if self._closed:  # so is its communicator: the ranks cannot agree
             raise CommError("this Subscriber is closed; make a new one")
         error = self._background.settle()
         limit_s = 0.0
@@ -280,20 +278,22 @@ class Subscriber:
             self._pulls = True
         try:
             return self._taken(limit_s, error)
-        except LowshardError:  # what it says may follow from that, as that the publisher has gone
+        except LowshardError:  # perhaps only because this was closed
             self._check_open()
             raise
         finally:
             with self._leaving:
                 self._pulls = False
-                if self._closed:  # by another thread, which has left this to the one that uses it
+                if self._closed:  # closed by another thread, which left this to this one
                     self._release()
 
     def _taken(self, limit_s: float, error: Exception | None) -> int:
         """Receive a version and switch to it; return its number."""
         agree(self._comm, b"", error, "pull")
         offer = self._offered(time.monotonic() + limit_s, limit_s)
-        self._attempt += 1  # ahead of calls in which all ranks meet: whatever interrupts one, all count alike
+        self._attempt += (
+            1  # before the collective calls, so that ranks count alike even if one is interrupted
+        )
         fetched = self._fetch(offer)
         if not self._vote.decide(self._attempt, True):
             raise PeerFailed(
@@ -354,7 +354,7 @@ class Subscriber:
         except LowshardError as found:
             self._disconnect()
             said["error"] = [type(found).__name__, str(found)]
-        except BaseException:  # Ctrl-C: the next question must not get the answer to this one
+        except BaseException:  # Ctrl-C: the next request must not receive this answer
             self._disconnect()
             raise
         said["over"] = time.monotonic() >= end_s
@@ -377,7 +377,7 @@ class Subscriber:
                     return str(error)
                 time.sleep(min(0.05, left_s))
         self._control = conn
-        self._check_open()  # where `close` came before it could see the line
+        self._check_open()  # `close` may have come before it could see the connection
         conn.send_message(self._greeting)
         table: Table = conn.receive_message(read_table, time.monotonic() + min(STALLED_S, self._patience_s))
         self._offers = table.publisher_id
@@ -413,7 +413,7 @@ class Subscriber:
             error = found
         try:
             agree(self._comm, b"", error, "pull")
-        except LowshardError:  # all ranks begin anew
+        except LowshardError:  # all ranks reconnect
             self._disconnect()
             self._drop_source()
             raise
@@ -471,18 +471,18 @@ class Subscriber:
                 error = PeerFailed(
                     f"version {offer.version} did not arrive: {found}; version {self.version} stays"
                 )
-            elif found is not None:  # the others hear of it, instead of waiting
+            elif found is not None:  # tell the other ranks, which wait
                 error = CommError(f"version {offer.version} was not taken: {type(found).__name__}: {found}")
             agree(self._comm, b"", error, "pull")
             self._delta_invalid = False
         except LowshardError as agreed:
             self._delta_invalid = (
                 since > 0 and type(agreed) is CommError
-            )  # not of a rank or link that has failed
+            )  # not for a failed rank or connection
             if not self._vote.decide(self._attempt, False):
                 self._disconnect()
                 raise
-            # The others had it and switched before one of them died: so does this rank.
+            # The others switched before one of them died: so does this rank.
         return fetched
 
     def _in_turns(
@@ -541,7 +541,7 @@ class Subscriber:
             return
         error = self._background.settle()
         self._leave()
-        with contextlib.suppress(CommError):  # where a rank has died the end of the process does it
+        with contextlib.suppress(CommError):  # after a rank's death the process's end does it
             self._background.close()
         if self._alone is not None:
             self._alone.close()

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lowshard import dtypes
-from lowshard.box import shape_of, slices_of
+from lowshard.box import slices_of, volume
 from lowshard.comm.agreement import agree, trade
 from lowshard.comm.communicator import Communicator
 from lowshard.errors import CommError
@@ -57,19 +57,19 @@ class _Group:
         self.itemsize = dtypes.get(first.dtype).itemsize_bytes
         self.block_elems, self.unit_bytes = 0, 0
         self.by_steps = self.is_caught_up = False
-        self.size_bytes = self.itemsize * sum(int(np.prod(shape_of(item.dst_box))) for item in items[0])
-        self.given: ChangeBoxes | None = None
-        self.taken: ChangeBoxes | None = None
-        # raw: sent, before a transform made something of it; kept: what came of the version before
-        self.sent = self.raw = self.came = self.kept = Changes(0, 0, 0, None, 0)
+        self.size_bytes = self.itemsize * sum(volume(item.dst_box) for item in items[0])
+        self.send_boxes: ChangeBoxes | None = None
+        self.receive_boxes: ChangeBoxes | None = None
+        # raw: sent, before the transform; kept: received of the version before
+        self.sent = self.raw = self.received = self.kept = Changes(0, 0, 0, None, 0)
 
     def set_units(self, block_elems: int, unit_bytes: int, by_steps: int) -> None:
         """Set the unit of its encodings."""
         self.block_elems, self.unit_bytes, self.by_steps = block_elems, unit_bytes, bool(by_steps)
         if block_elems:
             items = self.items[0]
-            self.given = ChangeBoxes([i.src_box for i in items], self.itemsize, block_elems)
-            self.taken = ChangeBoxes([i.dst_box for i in items], self.itemsize, block_elems)
+            self.send_boxes = ChangeBoxes([i.src_box for i in items], self.itemsize, block_elems)
+            self.receive_boxes = ChangeBoxes([i.dst_box for i in items], self.itemsize, block_elems)
 
 
 class VersionChanges:
@@ -78,10 +78,10 @@ class VersionChanges:
     def __init__(self, comm: Communicator, movers: Sequence[Reshard], always: bool) -> None:
         self._comm, self._movers, self._always = comm, movers, always
         self._scratch = ScratchBuffer()
-        self._given_last: dict[int, Array] = {}
-        """A copy of each tensor. What goes whole is copied, and goes out of the copy: that is what the takers have."""
+        self._baseline: dict[int, Array] = {}
+        """Copies of each tensor as receivers have it; a tensor that goes whole is copied and sent from the copy."""
         self._ahead: set[int] = set()
-        """Tensors whose copy is of a version that has not been switched to: they go whole."""
+        """Tensors whose baseline is of a version that has not been switched to: they go whole."""
         self._errors = FirstError()
         sides = [mover.side for mover in movers]
         self._out = _groups([side.sends for side in sides])
@@ -91,12 +91,12 @@ class VersionChanges:
         self._errors.collect_error(self._remember)
         agree(comm, b"", self._errors.take(), "Refit")
         self.follows = 0
-        """The attempt that brought what this rank holds and has kept; 0 where the next version must come whole."""
+        """The attempt of the version this rank holds; 0 where the next version must come whole."""
         self._served = self._before = 0
         self._holds = [0] * len(movers)
         self._copies: dict[tuple[int, int, int], BoxCopy] = {}
 
-    # ---- what texts are made of
+    # ---- units of the encodings
 
     def _agree_on_units(self) -> None:
         """Agree with each peer on the units of the encodings."""
@@ -107,14 +107,14 @@ class VersionChanges:
         }
         counts_in = [_UNITS * len(self._in.get(r, ())) for r in range(size)]
         counts_out = [_UNITS * len(self._out.get(r, ())) for r in range(size)]
-        asked = _split(trade(comm, _joined(needs, size), counts_in, counts_out), counts_out, _UNITS)
-        told: Decided = {}
+        asked = _split(trade(comm, _flat(needs, size), counts_in, counts_out), counts_out, _UNITS)
+        answered: Decided = {}
         for peer, groups in self._out.items():
-            told[peer] = np.array(
+            answered[peer] = np.array(
                 [self._asked(self._offer, g, *n) for g, n in zip(groups, asked[peer].tolist(), strict=True)]
             )
-        said = _split(trade(comm, _joined(told, size), counts_out, counts_in), counts_in, _UNITS)
-        for groups_by, rows_by in ((self._out, told), (self._in, said)):
+        received = _split(trade(comm, _flat(answered, size), counts_out, counts_in), counts_in, _UNITS)
+        for groups_by, rows_by in ((self._out, answered), (self._in, received)):
             for peer, groups in groups_by.items():
                 for group, row in zip(groups, rows_by[peer].tolist(), strict=True):
                     group.set_units(*row)
@@ -146,7 +146,7 @@ class VersionChanges:
             return _NO_UNITS
         if block_elems > 1 and first.source.strides[-1:] != (group.itemsize,):
             return _NO_UNITS
-        if first.target is not None:  # it stays on this rank; what is its own source is left alone
+        if first.target is not None:  # a local copy; an array that is its own source is left alone
             for items in group.items:
                 begins, ends = zip(
                     address_range(items[0].source), address_range(items[0].target), strict=True
@@ -166,17 +166,17 @@ class VersionChanges:
         assert found is not None
         return found
 
-    def _given(self) -> list[_Group]:
+    def _sent_groups(self) -> list[_Group]:
         return [*(g for groups in self._out.values() for g in groups), *self._own]
 
-    def _taken(self) -> list[_Group]:
+    def _received_groups(self) -> list[_Group]:
         return [*(g for groups in self._in.values() for g in groups), *self._own]
 
     def _remember(self) -> None:
         try:
-            for group in self._given():
-                if group.given is not None and group.entry not in self._given_last:
-                    self._given_last[group.entry] = self._empty_like(group.items[0][0].source)
+            for group in self._sent_groups():
+                if group.send_boxes is not None and group.entry not in self._baseline:
+                    self._baseline[group.entry] = self._empty_like(group.items[0][0].source)
         except MemoryError as error:
             raise CommError(
                 f"there is no memory for what was sent last ({error}); refit with delta='off'"
@@ -208,7 +208,9 @@ class VersionChanges:
             begin_to_write()
             with cost.phase("apply"):
                 self._copy_missing(target)
-                self._apply(target)
+                for group in self._received_groups():
+                    if group.received.encoded is not None:
+                        self._write(group, target, group.received)
 
         with cost.phase("find"):
             mover.side.refresh()
@@ -219,7 +221,7 @@ class VersionChanges:
             decided = self._exchange_sizes()
             sends, receives, copies = errors.collect_error(self._streams, target) or ({}, {}, [])
             agree(comm, b"", errors.take(), "Refit")
-        if any(group.came.encoded is None for group in self._taken()):
+        if any(group.received.encoded is None for group in self._received_groups()):
             begin_to_write()
         with cost.phase("move"):
             report = mover.run_parts(version, sends, receives, copies, finish)
@@ -233,33 +235,33 @@ class VersionChanges:
     def _find(self, target: int, follows: bool) -> None:
         """Find what differs from the baseline, once for all peers that receive the same."""
         found: dict[object, tuple[Changes, Changes]] = {}
-        for group in self._given():
-            items, boxes = group.items[target], group.given
+        for group in self._sent_groups():
+            items, boxes = group.items[target], group.send_boxes
             if boxes is None:
-                group.sent = group.raw = _whole(items)
+                elems = sum(volume(item.src_box) for item in items)
+                group.sent = group.raw = Changes(0, 0, 0, None, elems)
                 continue
-            # a tensor's name says whether a transform makes it
             key = group.entry, boxes.boxes, boxes.block_elems, group.by_steps
             if key not in found:
                 raw = Changes(0, 0, 0, None, boxes.elems)
                 if follows and group.entry not in self._ahead:
-                    last = self._given_last[group.entry]
+                    last = self._baseline[group.entry]
                     raw = boxes.find(items[0].source, last, self._scratch, not self._always, group.by_steps)
                 found[key] = raw, raw if raw.encoded is None else self._made(group, items[0], raw)
             group.raw, group.sent = found[key]
-        for group in self._given():
-            if group.sent.encoded is None and group.given is not None:
+        for group in self._sent_groups():
+            if group.sent.encoded is None and group.send_boxes is not None:
                 self._ahead.add(group.entry)
-                for box in group.given.boxes:
+                for box in group.send_boxes.boxes:
                     where = (*slices_of(box), ...)
-                    self._given_last[group.entry][where] = group.items[target][0].source[where]
+                    self._baseline[group.entry][where] = group.items[target][0].source[where]
 
     def _made(self, group: _Group, item: Item, raw: Changes) -> Changes:
         """Return changes as they are sent: transformed, or with steps instead of values where those are shorter."""
-        assert group.given is not None
+        assert group.send_boxes is not None
         if not item.makes or not raw.units or raw.encoded is None:
-            return raw.shorter(group.given.unit_bytes)
-        values = values_of(raw, group.given.unit_bytes)
+            return raw.shorter(group.send_boxes.unit_bytes)
+        values = values_of(raw, group.send_boxes.unit_bytes)
         blocks = values.view(dtypes.get(item.dtype).numpy).reshape(raw.units, group.block_elems)
         made = self._conversion(0).transform.make_blocks(item.src_name, blocks)
         xp = self._comm.xp
@@ -273,15 +275,15 @@ class VersionChanges:
         }
         counts = [_ROW * len(self._out.get(r, ())) for r in range(size)]
         counts_in = [_ROW * len(self._in.get(r, ())) for r in range(size)]
-        came = _split(trade(self._comm, _joined(mine, size), counts, counts_in), counts_in, _ROW)
+        received = _split(trade(self._comm, _flat(mine, size), counts, counts_in), counts_in, _ROW)
         for peer, groups in self._in.items():
-            for group, row in zip(groups, came[peer].tolist(), strict=True):
+            for group, row in zip(groups, received[peer].tolist(), strict=True):
                 units, gaps, lengths, changed, steps = row
-                group.came = Changes(max(0, units), gaps, lengths, None, changed, steps)
-                if units != _WHOLE:  # its room is made when all have agreed
-                    group.came = group.came._replace(encoded=np.empty(0, np.uint8))
+                group.received = Changes(max(0, units), gaps, lengths, None, changed, steps)
+                if units != _WHOLE:  # its buffer is allocated when all have agreed
+                    group.received = group.received._replace(encoded=np.empty(0, np.uint8))
         for group in self._own:
-            group.came = group.sent
+            group.received = group.sent
         return mine
 
     def _streams(self, target: int) -> tuple[dict[int, list[Item]], dict[int, list[Item]], list[Item]]:
@@ -298,11 +300,11 @@ class VersionChanges:
                 )
         for peer, groups in self._in.items():
             for group in groups:
-                if group.came.encoded is None:
+                if group.received.encoded is None:
                     receives.setdefault(peer, []).extend(self._whole_items(group, target))
                     continue
-                encoded = self._comm.xp.empty(group.came.encoded_bytes(group.unit_bytes), np.uint8)
-                group.came = group.came._replace(encoded=encoded)
+                encoded = self._comm.xp.empty(group.received.encoded_bytes(group.unit_bytes), np.uint8)
+                group.received = group.received._replace(encoded=encoded)
                 receives.setdefault(peer, []).extend(_encoded_item(group, None, encoded))
         own = [group for group in self._own if group.sent.encoded is None]
         return sends, receives, [item for group in own for item in self._whole_items(group, target)]
@@ -310,19 +312,22 @@ class VersionChanges:
     def _whole_items(self, group: _Group, target: int) -> list[Item]:
         """Return the items of a group that goes whole; they are sent from the baseline."""
         items = group.items[target]
-        if group.given is None:
+        if group.send_boxes is None:
             return list(items)
-        last = None if items[0].source is None else self._given_last[group.entry]
+        last = None if items[0].source is None else self._baseline[group.entry]
         return [replace(item, source=last, remote_span=None) for item in items]
 
-    # ---- taking it in
+    # ---- applying a delta
 
     def _catch_up(self, target: int, follows: bool) -> None:
         """Apply the last version's delta to the set that is a version behind, while others still search."""
         if len(self._movers) == 1:
             return
-        behind, self._holds[target] = self._holds[target], 0  # whatever becomes of it: steps are taken once
-        for group in self._taken():
+        behind, self._holds[target] = (
+            self._holds[target],
+            0,
+        )  # even if this fails: steps must be applied only once
+        for group in self._received_groups():
             group.is_caught_up = (
                 follows and behind > 0 and behind == self._before and group.kept.encoded is not None
             )
@@ -335,8 +340,8 @@ class VersionChanges:
         """Copy the served set where the set to be written was not caught up."""
         if len(self._movers) == 1:
             return
-        for group in self._taken():
-            if group.came.encoded is not None and not group.is_caught_up:
+        for group in self._received_groups():
+            if group.received.encoded is not None and not group.is_caught_up:
                 self._copy_from_served(group, target)
 
     def _copy_from_served(self, group: _Group, target: int) -> None:
@@ -357,13 +362,8 @@ class VersionChanges:
             )  # fmt: skip
         copies.run(source, to)
 
-    def _apply(self, target: int) -> None:
-        for group in self._taken():
-            if group.came.encoded is not None:
-                self._write(group, target, group.came)
-
     def _write(self, group: _Group, target: int, changes: Changes) -> None:
-        items, boxes = group.items[target], group.taken
+        items, boxes = group.items[target], group.receive_boxes
         assert boxes is not None
         if not items[0].stores:
             boxes.write(items[0].target, changes)
@@ -372,18 +372,18 @@ class VersionChanges:
         transform = self._conversion(target).transform
         store_changed_blocks(transform, first.dst_name, first.dtype, boxes, changes, group.unit_bytes)
 
-    # ---- when it is switched to
+    # ---- after the switch
 
     def commit(self, target: int, attempt: int) -> None:
         """Update the baselines and kept deltas: the version has been switched to."""
         self._before, self._holds[target] = self._served, attempt
         self.follows = 0
         nothing = Changes(0, 0, 0, None, 0)
-        for group in self._taken():
-            group.kept, group.came = group.came if len(self._movers) > 1 else nothing, nothing
-        for group in self._given():
-            if group.given is not None and group.raw.encoded is not None:
-                group.given.write(self._given_last[group.entry], group.raw)
+        for group in self._received_groups():
+            group.kept, group.received = group.received if len(self._movers) > 1 else nothing, nothing
+        for group in self._sent_groups():
+            if group.send_boxes is not None and group.raw.encoded is not None:
+                group.send_boxes.write(self._baseline[group.entry], group.raw)
             group.sent = group.raw = nothing
         self._ahead.clear()
         self._scratch = ScratchBuffer()
@@ -391,7 +391,7 @@ class VersionChanges:
 
     def close(self) -> None:
         """Drop what is kept."""
-        self._out, self._in, self._own, self.follows, self._given_last = {}, {}, [], 0, {}
+        self._out, self._in, self._own, self.follows, self._baseline = {}, {}, [], 0, {}
 
 
 def _groups(streams: Sequence[Mapping[int, Sequence[Item]]]) -> dict[int, list[_Group]]:
@@ -431,11 +431,6 @@ def _encoded_item(group: _Group, source: Array | None, target: Array | None) -> 
     return [Item(number, group.name, box, box, "uint8", source, target, sent=form, got=form)]
 
 
-def _whole(items: Sequence[Item]) -> Changes:
-    elems = sum(int(np.prod(shape_of(item.src_box))) for item in items)
-    return Changes(0, 0, 0, None, elems)
-
-
 def _row(changes: Changes) -> list[int]:
     if changes.encoded is None:
         return [_WHOLE, 0, 0, changes.changed_elems, 0]
@@ -443,7 +438,7 @@ def _row(changes: Changes) -> list[int]:
     return [*numbers, changes.steps_bytes]
 
 
-def _joined(by_peer: Decided, size: int) -> npt.NDArray[np.int64]:
+def _flat(by_peer: Decided, size: int) -> npt.NDArray[np.int64]:
     nothing = np.empty(0, np.int64)
     return np.concatenate([by_peer[r].reshape(-1) if r in by_peer else nothing for r in range(size)])
 

@@ -171,7 +171,7 @@ class _Peer:
         try:
             if self.conn is None:
                 self._maps = self._endpoint.network == network_name() and CROSS_MEMORY.choice() != "off"
-                self.conn = self._connected()
+                self.conn = Connection(enter(self._endpoint.addresses, self._token, DATA, 0, ENTER_S))
             if self._maps:
                 memory = self._memory(self.conn, wanted.number)
                 if memory is not None:
@@ -182,7 +182,7 @@ class _Peer:
                     self.conn, self._publisher_id, self._boxes, self._places, wanted.target
                 )
             return partial(self._of_this_rank, partial(self._stream.fetch, wanted))
-        except ConnectionLost as lost:
+        except (ConnectionError, ConnectionLost) as lost:
             raise self._named(lost) from lost
 
     def _of_this_rank(self, job: Job) -> Fetched:
@@ -191,14 +191,8 @@ class _Peer:
         except ConnectionLost as lost:
             raise self._named(lost) from lost
 
-    def _named(self, lost: ConnectionLost) -> ConnectionLost:
+    def _named(self, lost: Exception) -> ConnectionLost:
         return ConnectionLost(f"rank {self._rank} of the publisher: {lost}")
-
-    def _connected(self) -> Connection:
-        try:
-            return Connection(enter(self._endpoint.addresses, self._token, DATA, 0, ENTER_S))
-        except ConnectionError as error:
-            raise ConnectionLost(str(error)) from error
 
     def _memory(self, conn: Connection, number: int) -> Memory | None:
         """Return a snapshot mapped here, or None if that is impossible."""

@@ -79,7 +79,7 @@ class _TensorRequest:
 
     place: Place
     changes: ChangeBoxes
-    by_changes: bool  # else they always come whole
+    by_changes: bool  # False: always whole
 
 
 @dataclass
@@ -217,7 +217,7 @@ class VersionServer:
             return
         self._closing.set()
         os.write(self._wakes, b"x")
-        if threading.current_thread() is not self._thread:  # where the garbage collector runs there
+        if threading.current_thread() is not self._thread:  # the garbage collector may run there
             self._thread.join()
         with self._lock:
             conns = list(self._conns)
@@ -254,7 +254,7 @@ class VersionServer:
             threading.Thread(
                 target=self._serve, args=(conn, serve), name="lowshard-subscriber", daemon=True
             ).start()
-        except (OSError, RuntimeError, MemoryError):  # gone already, or no thread: others are let in still
+        except (OSError, RuntimeError, MemoryError):  # disconnected, or no thread; others are still served
             with self._lock:
                 self._conns = {conn for conn in self._conns if conn.socket is not client.connection}
             client.connection.close()

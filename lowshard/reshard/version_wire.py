@@ -129,7 +129,9 @@ class Connection:
     def receive_message(self, read: Reader[Any], until_s: float | None = None) -> Any:
         """Receive the next message, parsed by its reader."""
         head = bytearray(_LENGTH.size)
-        self._receive_first(memoryview(head)[:1], until_s)
+        limit_s = 0.0 if until_s is None else max(0.001, until_s - time.monotonic())
+        self._limit(socket.SO_RCVTIMEO, limit_s)
+        self._received(memoryview(head)[:1])
         self.receive(memoryview(head)[1:])
         (size,) = _LENGTH.unpack(head)
         if size > _MOST_FRAME_BYTES:
@@ -167,12 +169,6 @@ class Connection:
         """Have a waiting thread woken once so many bytes are there."""
         with _lost():
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, size_bytes)
-
-    def _receive_first(self, data: memoryview, until_s: float | None) -> None:
-        """Receive a byte; `until_s` as for `receive_message`."""
-        limit_s = 0.0 if until_s is None else max(0.001, until_s - time.monotonic())
-        self._limit(socket.SO_RCVTIMEO, limit_s)
-        self._received(data)
 
     def _received(self, data: memoryview) -> int:
         """Return how many bytes came: as many as fit, or those that came in time."""
@@ -217,16 +213,10 @@ def _lost() -> Iterator[None]:
     """Turn OSError into ConnectionLost."""
     try:
         yield
+    except (TimeoutError, BlockingIOError) as error:
+        raise ConnectionLost("nothing moved in time") from error
     except OSError as error:
-        raise ConnectionLost(_words(error)) from error
-
-
-def _words(error: OSError) -> str:
-    return (
-        "nothing moved in time"
-        if isinstance(error, (TimeoutError, BlockingIOError))
-        else (error.strerror or str(error)).lower()
-    )
+        raise ConnectionLost((error.strerror or str(error)).lower()) from error
 
 
 def text_of(message: Any) -> str:

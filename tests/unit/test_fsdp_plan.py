@@ -16,7 +16,7 @@ from lowshard.errors import BadGrid, DTypeError, LayoutError, LowshardError, Sha
 from lowshard.fsdp import FlatPlan, Param, Precision, ShardingStrategy
 from lowshard.fsdp.flat_plan import flat_boxes
 from lowshard.fsdp.norm import add_exactly, block_sums, power_sum, value_of
-from lowshard.fsdp.tree_sum import Tally
+from lowshard.fsdp.tree_sum import TreeSum
 from lowshard.fsdp.unit_layout import ModelPlan
 
 shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple)
@@ -109,26 +109,26 @@ def test_a_tally_is_the_tree(terms: int, rng: np.random.Generator) -> None:
         half = (len(listed) + 1) // 2
         return listed[0] if len(listed) == 1 else np.asarray(tree(listed[:half]) + tree(listed[half:]))
 
-    tally = Tally(50, np.float32, np)
+    tree_sum = TreeSum(50, np.float32, np)
     for _ in range(2):  # again, with the arrays it has
         for term in given_terms[:-1]:
             kept = term.copy()
-            tally.add(term)
+            tree_sum.add(term)
             assert (term == kept).all()
         out = given_terms[-1].copy()
-        tally.finish(out)
+        tree_sum.finish(out)
         assert out.tobytes() == tree(given_terms).tobytes()
-    assert tally.bytes <= 200 * max(1, terms.bit_length())
+    assert tree_sum.bytes <= 200 * max(1, terms.bit_length())
 
 
 def test_a_term_that_is_missing_is_zeros(rng: np.random.Generator) -> None:
     a, b = (rng.standard_normal(9).astype(np.float32) for _ in range(2))
     a[0] = -0.0
-    one, other = Tally(9, np.float32, np), Tally(9, np.float32, np)
-    for tally, missing in ((one, None), (other, np.zeros(9, np.float32))):
-        tally.add(a)
-        tally.add(missing)
-        tally.add(missing)
+    one, other = TreeSum(9, np.float32, np), TreeSum(9, np.float32, np)
+    for tree_sum, missing in ((one, None), (other, np.zeros(9, np.float32))):
+        tree_sum.add(a)
+        tree_sum.add(missing)
+        tree_sum.add(missing)
     x, y = b.copy(), b.copy()
     one.finish(x)
     other.finish(y)

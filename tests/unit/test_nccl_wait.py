@@ -20,7 +20,7 @@ from lowshard.comm.nccl_bindings import Binding
 from lowshard.comm.nccl_wait import InThread, wait_for
 from lowshard.comm.pinned import Slots
 from lowshard.errors import CommError, PeerFailed, TimedOut
-from lowshard.fsdp.links import StreamLane, _StreamWork
+from lowshard.fsdp.groups import StreamQueue, _StreamWork
 
 
 class Never:
@@ -152,20 +152,20 @@ def test_an_error_of_the_gpu_is_not_taken_for_work_that_goes_on(monkeypatch: pyt
         "broadcast: the copy",
         "cudaError700",
     )
-    lane = StreamLane(60.0)
-    refused(lambda: lane.idle, CommError, "cudaError700")
-    refused(lane.settle, CommError, "what a sharded model has queued: the GPU reports cudaError700")
+    queue = StreamQueue(60.0)
+    refused(lambda: queue.idle, CommError, "cudaError700")
+    refused(queue.settle, CommError, "what a sharded model has queued: the GPU reports cudaError700")
     work = _StreamWork(binding, binding.new_event(), None, None, "gather of l0")
     refused(work.done, CommError, "gather of l0: the GPU reports cudaError700")
 
 
 def test_a_lane_of_a_sharded_model_settles_by_its_deadline() -> None:
     host = Host()
-    lane = StreamLane(0.05, host.binding(with_nccl=False))
-    assert lane.submit(lambda: 7, "a gather").wait() == 7
-    lane.settle()
-    lane._stream.asked = lambda up_to: False  # type: ignore[method-assign]
-    refused(lane.settle, TimedOut, "what a sharded model has queued was not done")
+    queue = StreamQueue(0.05, host.binding(with_nccl=False))
+    assert queue.submit(lambda: 7, "a gather").wait() == 7
+    queue.settle()
+    queue._stream.asked = lambda up_to: False  # type: ignore[method-assign]
+    refused(queue.settle, TimedOut, "what a sharded model has queued was not done")
 
 
 # ---- what an NCCL communicator does with it

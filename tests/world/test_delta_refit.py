@@ -297,7 +297,7 @@ def test_sources_that_are_served_too_and_lie_over_each_other(
 
 
 @pytest.mark.parametrize("buffering", ["double", "in_place"])
-@pytest.mark.parametrize("where", ["find", "flip", "apply", "bring_up", "copy_up", "lie"])
+@pytest.mark.parametrize("where", ["find", "flip", "write", "catch_up", "copy_missing", "lie"])
 def test_a_push_that_fails_leaves_the_old_version_and_the_next_one_is_right(
     rng: np.random.Generator, buffering: Any, where: str
 ) -> None:
@@ -335,7 +335,7 @@ def test_a_push_that_fails_leaves_the_old_version_and_the_next_one_is_right(
         for number in (0, 1, 2):
             push(number)
             serves(number)
-        broken = {"find": 0, "flip": 1, "lie": 1, "apply": 3, "bring_up": 2, "copy_up": 2}[where]
+        broken = {"find": 0, "flip": 1, "lie": 1, "write": 3, "catch_up": 2, "copy_missing": 2}[where]
         held = dict(vars(changes))
         if comm.rank == broken:
             if where == "flip":
@@ -343,22 +343,22 @@ def test_a_push_that_fails_leaves_the_old_version_and_the_next_one_is_right(
 
                 def flip(target: int, follows: bool) -> None:
                     text_of(target, follows)
-                    for group in changes._given():
+                    for group in changes._sent_groups():
                         if group.sent.encoded is not None and group.sent.units:
                             group.sent.encoded[-1] ^= 0x80
                             group.sent.encoded[-2] ^= 0x80
 
                 changes._find = flip  # type: ignore[method-assign]
             elif where == "lie":
-                tell = changes._tell
+                tell = changes._exchange_sizes
 
                 def lie() -> Any:
-                    for group in changes._given():
+                    for group in changes._sent_groups():
                         if group.sent.encoded is not None:
                             group.sent = group.sent._replace(gaps_bytes=group.sent.gaps_bytes + 1)
                     return tell()
 
-                changes._tell = lie  # type: ignore[method-assign]
+                changes._exchange_sizes = lie  # type: ignore[method-assign]
             else:
                 setattr(changes, f"_{where}", fail)
         with pytest.raises(LowshardError) as caught:
@@ -369,7 +369,7 @@ def test_a_push_that_fails_leaves_the_old_version_and_the_next_one_is_right(
         if not torn:
             serves(2)
         if comm.rank == broken:
-            for name in ("_find", "_exchange_sizes", "_apply", "_catch_up", "_copy_missing"):
+            for name in ("_find", "_exchange_sizes", "_write", "_catch_up", "_copy_missing"):
                 vars(changes).pop(name, None)
         assert vars(changes).keys() == held.keys()
         for number in (4, 5, 6, 7):

@@ -22,7 +22,7 @@ from lowshard import comm as lc
 from lowshard import errors
 from lowshard.errors import LowshardError
 from lowshard.fsdp import FSDP, SGD, AdamW, Param, Precision, ShardingStrategy
-from lowshard.fsdp.links import Channel
+from lowshard.fsdp.groups import Channel
 from lowshard.fsdp.step_buffer import Pool
 
 ONE = {"u": [Param("w", (40,))]}
@@ -93,7 +93,7 @@ def test_bytes_and_memory_are_the_formulas(world: int, name: str, accumulate: An
                 engine.update(AdamW(lr=1e-3))
                 engine.broadcast_updated_params()
             after = engine.report()
-            counted = sum(channel.comm.traffic.sent_bytes for channel, _ in engine._links.channels)
+            counted = sum(channel.comm.traffic.sent_bytes for channel, _ in engine._groups.channels)
             assert counted == sum(after.wire_bytes.values())
             assert after.unused_gathers == 0
             spent = {key: after.wire_bytes.get(key, 0) - before.get(key, 0) for key in after.wire_bytes}
@@ -375,13 +375,13 @@ def test_refusals_that_begin_late_are_not_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rank that counted only those that had begun was always one behind, or ahead, of the others."""
-    begin, delays = Channel._refuse, itertools.cycle([0.03, 0.0, 0.01])
+    begin, delays = Channel._fail_call, itertools.cycle([0.03, 0.0, 0.01])
 
     def late(channel: Channel, *args: Any) -> None:
         time.sleep(next(delays))
         begin(channel, *args)
 
-    monkeypatch.setattr(Channel, "_refuse", late)
+    monkeypatch.setattr(Channel, "_fail_call", late)
     test_a_wrong_call_raises_on_every_rank_and_reset_mends_it("clip before join", "one", 2, tmp_path)
 
 

@@ -18,7 +18,7 @@ from support.fsdp_kit import STRATEGIES, UNITS, filler, fits
 from lowshard import comm as lc
 from lowshard.fsdp import FSDP, SGD, AdamW, Param, Precision, ShardingStrategy, Slot
 from lowshard.fsdp.fsdp_strategy import Grid
-from lowshard.fsdp.links import Links
+from lowshard.fsdp.groups import Groups
 from lowshard.fsdp.opening import Opener
 from lowshard.kernels import dequantize_mxfp8, quantize_mxfp8
 
@@ -201,19 +201,19 @@ def _no_resync(monkeypatch: pytest.MonkeyPatch) -> None:
         for state in self.state.values():
             state.stale = False
 
-    monkeypatch.setattr(Opener, "resync", forget)
+    monkeypatch.setattr(Opener, "gather_stale", forget)
 
 
 def _swapped_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     # Replica groups of neighbours: shard groups {0, 2}, {1, 3} reduce what others hold.
-    made = Links.__init__
+    made = Groups.__init__
 
-    def wrong(self: Links, comm: lc.Communicator, grid: Grid, communicators: int) -> None:
+    def wrong(self: Groups, comm: lc.Communicator, grid: Grid, communicators: int) -> None:
         made(self, comm, grid, communicators)
         if self.replica is not None and grid.shards > 1:
             self.replica.comm = comm.split(grid.rank // grid.replicas, grid.rank)  # type: ignore[assignment]
 
-    monkeypatch.setattr(Links, "__init__", wrong)
+    monkeypatch.setattr(Groups, "__init__", wrong)
 
 
 def _sum_for_mean(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,7 +223,7 @@ def _sum_for_mean(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _first_rank_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lowshard.fsdp.links import Channel
+    from lowshard.fsdp.groups import Channel
 
     call = Channel.call
 

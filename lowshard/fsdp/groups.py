@@ -1,4 +1,4 @@
-"""The groups of a sharded model, and what drives them: calls in order, beside the caller's own work."""
+"""The process groups of a sharded model, and the queues in which their collectives run in order."""
 
 from __future__ import annotations
 
@@ -24,29 +24,29 @@ from lowshard.fsdp.fsdp_strategy import Grid
 Array = Any  # a NumPy or CuPy array; CuPy ships no types
 
 _POLL_S = 0.001
-_KNOWN_ELSEWHERE = "_lowshard_known_elsewhere"
+_REPORTED = "_lowshard_reported"
 
 
 class Channel:
-    """A communicator of this model's own, with its bytes by purpose and its failures."""
+    """A communicator of this model, with its traffic by purpose and its failures."""
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
         self.sent_bytes: Counter[str] = Counter()
         self.failed: LowshardError | None = None
-        """It makes no call until this is cleared: the ranks would not be at the same one."""
+        """Until this is cleared no call is made: the ranks would not be at the same one."""
         self.failures = 0
-        """Failed calls and refusals so far: equal on all ranks once each has met the others."""
-        self.refusing = False
-        """Whether it waits for the others to come and be told."""
+        """Failed calls so far: equal on all ranks once each failure has reached the others."""
+        self.failing = False
+        """Whether a call is being failed, which waits for the other ranks."""
         self._due = 0
-        """Refusals that were started, will fail for certain, and are not counted among the failures yet."""
+        """Failures that were started and are not counted yet."""
         self._count = threading.Lock()
         self._calling = False
-        self._teller = Worker("lowshard fsdp refusals")
+        self._worker = Worker("lowshard fsdp failures")
 
     def call(self, purpose: str, name: str, *args: Any) -> None:
-        """Make a collective call and count what this rank sent."""
+        """Make a collective call and count the bytes this rank sent."""
         if self.failed is not None:
             raise self.failed
         before = self.comm.traffic.sent_bytes
@@ -54,7 +54,7 @@ class Channel:
         try:
             getattr(self.comm, name)(*args)
         except LowshardError as error:
-            setattr(error, _KNOWN_ELSEWHERE, True)
+            setattr(error, _REPORTED, True)
             self.failed = error
             with self._count:
                 self.failures += 1
@@ -64,75 +64,75 @@ class Channel:
         self.sent_bytes[purpose] += self.comm.traffic.sent_bytes - before
 
     @property
-    def quiet(self) -> bool:
-        """Whether all refusals have met the other ranks."""
-        return self._teller.idle
+    def idle(self) -> bool:
+        """Whether the other ranks have received all failures."""
+        return self._worker.idle
 
     @property
-    def failures_to_come(self) -> int:
-        """Failures, with those that are certain to come: a refusal that has not begun must not be started again."""
+    def expected_failures(self) -> int:
+        """Failures, with those that will certainly come."""
         with self._count:
             return self.failures + self._due
 
     def close(self) -> None:
-        """Give the communicator and the thread back; all ranks of it call this."""
+        """Close the communicator and the thread; all ranks of it call this."""
         self.comm.close()
-        self._teller.end()
+        self._worker.end()
 
-    def start_refusal(self, error: LowshardError, again: bool, after: Work) -> Work:
-        """Refuse the next call, in a thread of its own: ranks may come to several channels in any order."""
+    def fail_next_call(self, error: LowshardError, again: bool, after: Work) -> Work:
+        """Make the group's next call fail, in a thread: ranks may come to several channels in any order."""
 
         def job() -> None:
             with contextlib.suppress(Exception):
                 after.wait()
-            while self._calling:  # that call ends by a refusal of the others
+            while self._calling:  # it ends when another rank fails it
                 time.sleep(_POLL_S)
-            self._refuse(error, again)
+            self._fail_call(error, again)
 
         if again:
             with self._count:
                 self._due += 1
-        work = ThreadWork(job, "a refusal")
-        self._teller.submit(work)
+        work = ThreadWork(job, "a failed call")
+        self._worker.submit(work)
         return work
 
-    def _refuse(self, error: LowshardError, again: bool) -> None:
+    def _fail_call(self, error: LowshardError, again: bool) -> None:
         if self.failed is not None and not again:
             return
         with self._count:
             self.failures += 1
             self._due -= again
-        self.refusing = True
+        self.failing = True
         try:
             with contextlib.suppress(LowshardError):
                 refuse(self.comm, error, "a step of the model")
         finally:
-            self.refusing = False
+            self.failing = False
 
 
 def _nothing() -> None:
-    """What marks a place in a lane."""
+    """A job that does nothing: it marks a position in a queue."""
 
 
 _ENDED = ThreadWork(_nothing, "nothing")
 _ENDED.run()
 
 
-def known_elsewhere(error: BaseException) -> bool:
-    """Say whether the other ranks raise this error too, or have been told of it."""
-    return getattr(error, _KNOWN_ELSEWHERE, False)
+def is_reported(error: BaseException) -> bool:
+    """Return whether the other ranks raise this error too, or have been told of it."""
+    return getattr(error, _REPORTED, False)
 
 
-def note_known(error: BaseException) -> None:
-    """Note that the other ranks are told of an error."""
-    setattr(error, _KNOWN_ELSEWHERE, True)
+def mark_reported(error: BaseException) -> None:
+    """Mark an error as known to the other ranks."""
+    setattr(error, _REPORTED, True)
 
 
-class Lane(Protocol):
-    """Runs what it is given one after the other, beside its caller."""
+class JobQueue(Protocol):
+    """Runs jobs one after the other, concurrently with its caller."""
 
     def submit(self, job: Callable[[], Any], text: str) -> Work:
-        """Start a job; what it raises is raised by the work's wait."""
+        """Queue a job; waiting for the work raises its error."""
 
     def settle(self) -> None:
         """Return when all jobs have ended."""
@@ -142,40 +142,35 @@ class Lane(Protocol):
         """Whether all jobs have ended."""
 
     def end(self) -> None:
-        """Give back what runs the jobs; for the last one."""
+        """Release the queue's resources."""
 
 
-class ThreadLane:
+class _ThreadQueue:
     """A thread, for host memory: compiled calls release the GIL."""
 
     def __init__(self, name: str) -> None:
         self._worker = Worker(name)
 
     def submit(self, job: Callable[[], Any], text: str) -> Work:
-        """Start a job."""
         work = ThreadWork(job, text, place=f"{source_line()} ({text})")
         self._worker.submit(work)
         return work
 
     def settle(self) -> None:
-        """Return when all jobs have ended."""
         self._worker.settle()
 
     @property
     def idle(self) -> bool:
-        """Whether all jobs have ended."""
         return self._worker.idle
 
     def end(self) -> None:
-        """Have the thread end."""
         self._worker.end()
 
 
-class InlineLane:
-    """Runs each job at once: where there is no other rank."""
+class _InlineQueue:
+    """Runs each job at once, for a single rank."""
 
     def submit(self, job: Callable[[], Any], text: str) -> Work:
-        """Run a job."""
         work = ThreadWork(job, text)
         work.run()
         return work
@@ -185,7 +180,6 @@ class InlineLane:
 
     @property
     def idle(self) -> bool:
-        """True."""
         return True
 
     def end(self) -> None:
@@ -193,7 +187,7 @@ class InlineLane:
 
 
 class _StreamWork:
-    """A job whose end is an event of a side stream."""
+    """A job that ends with an event of a side stream."""
 
     def __init__(
         self, binding: Binding, event: Any, error: BaseException | None, result: Any, text: str = "a job"
@@ -202,7 +196,6 @@ class _StreamWork:
         self._text = text
 
     def done(self) -> bool:
-        """Say whether it has ended."""
         return self._error is not None or is_done(self._event, None, None, self._text)
 
     def wait(self, timeout_s: float | None = None) -> Any:
@@ -213,8 +206,8 @@ class _StreamWork:
         return self._result
 
 
-class StreamLane:
-    """A side stream of the GPU: jobs begin after what the caller's stream holds when they are submitted."""
+class StreamQueue:
+    """A side stream of the GPU: jobs run after the work queued on the caller's stream at submission."""
 
     def __init__(self, timeout_s: float, binding: Binding | None = None) -> None:
         """Make the stream."""
@@ -254,11 +247,11 @@ class StreamLane:
         return bool(self._stream.done)
 
     def end(self) -> None:
-        """Return: the stream goes with this."""
+        """Do nothing."""
 
 
-class Links:
-    """The groups of one rank: `shard` (gathers), `reduce` (reductions), `replica`; None where it is alone in one."""
+class Groups:
+    """The groups of one rank: `shard` (gathers), `reduce` (reductions), `replica`; None for a group of one."""
 
     def __init__(self, comm: Communicator, grid: Grid, communicators: int) -> None:
         self.world, self.grid, self.xp = comm, grid, comm.xp
@@ -276,105 +269,107 @@ class Links:
             self.reduce = part(grid.replica_rank, grid.shard_rank, grid.shards)
         self.replica = part(grid.shard_rank, grid.replica_rank, grid.replicas)
         name = f"lowshard fsdp rank {grid.rank}"
-        self.gather_lane: Lane = self._lane(f"{name} gathers")
-        self.reduce_lane: Lane = self._lane(f"{name} reductions") if communicators == 2 else self.gather_lane
+        self.gather_queue = self._make_queue(f"{name} gathers")
+        self.reduce_queue: JobQueue = (
+            self._make_queue(f"{name} reductions") if communicators == 2 else self.gather_queue
+        )
 
-    def _lane(self, name: str) -> Lane:
+    def _make_queue(self, name: str) -> JobQueue:
         if self.xp is not np:
-            return StreamLane(self.world.timeout_s)
-        return InlineLane() if self.grid.world == 1 else ThreadLane(name)
+            return StreamQueue(self.world.timeout_s)
+        return _InlineQueue() if self.grid.world == 1 else _ThreadQueue(name)
 
     @property
-    def channels(self) -> list[tuple[Channel, Lane]]:
-        """Every channel once, with the lane that drives it."""
-        found: list[tuple[Channel, Lane]] = []
+    def channels(self) -> list[tuple[Channel, JobQueue]]:
+        """Every channel once, with its queue."""
+        found: list[tuple[Channel, JobQueue]] = []
         if self.shard is not None:
-            found.append((self.shard, self.gather_lane))
+            found.append((self.shard, self.gather_queue))
         if self.reduce is not None and self.reduce is not self.shard:
-            found.append((self.reduce, self.reduce_lane))
+            found.append((self.reduce, self.reduce_queue))
         if self.replica is not None:
-            found.append((self.replica, self.reduce_lane))
+            found.append((self.replica, self.reduce_queue))
         return found
 
-    def tell(self, error: BaseException) -> None:
-        """Let the other ranks raise an error of this rank at their next call; does not wait for them."""
-        # A rank that goes on after it was refused, where others could not, is refused again.
-        again = known_elsewhere(error)
-        note_known(error)
+    def report_error(self, error: BaseException) -> None:
+        """Make the other ranks raise this rank's error at their next call; does not wait for them."""
+        # A rank that went on after its call failed, where others could not, fails another call.
+        again = is_reported(error)
+        mark_reported(error)
         said = error
         if not isinstance(said, LowshardError):
             said = CommError(f"rank {self.grid.rank} failed: {type(error).__name__}: {error}")
         works = []
-        for channel, lane in self.channels:
-            # Where this rank was not refused yet one refusal meets that of the rank that was first, one its next call.
+        for channel, queue in self.channels:
+            # If no call has failed here yet, the first meets the failure of another rank, the second its next call.
             times = 2 if again and channel.failed is None else 1
             works += [
-                channel.start_refusal(said, again, lane.submit(_nothing, "a mark")) for _ in range(times)
+                channel.fail_next_call(said, again, queue.submit(_nothing, "a mark")) for _ in range(times)
             ]
-        if not again and self.xp is np:  # who goes on does so when all have been told
-            for lane in dict.fromkeys((self.gather_lane, self.reduce_lane)):
-                lane.submit(lambda: wait_all(works), "refusals")
+        if not again and self.xp is np:  # this rank goes on when all have received the error
+            for queue in dict.fromkeys((self.gather_queue, self.reduce_queue)):
+                queue.submit(lambda: wait_all(works), "failures")
 
     def follow(self, after: Any) -> None:
-        """Make what is queued from now on wait for work of the GPU: CuPy's event or stream. The host does not wait."""
-        if isinstance(self.gather_lane, StreamLane):
-            self.gather_lane.follow(after)
+        """Make later jobs wait for work of the GPU: CuPy's event or stream. The host does not wait."""
+        if isinstance(self.gather_queue, StreamQueue):
+            self.gather_queue.follow(after)
 
     def settle(self) -> None:
-        """Return when nothing is under way."""
-        self.gather_lane.settle()
-        self.reduce_lane.settle()
+        """Return when all queues are empty."""
+        self.gather_queue.settle()
+        self.reduce_queue.settle()
 
-    def even_out(self) -> None:
-        """After a failure: bring all ranks to the same call on every channel."""
+    def catch_up(self) -> None:
+        """After a failure: make failed calls until all ranks are at the same call on every channel."""
         end = CommError("a step was given up")
         while True:
             idle = self._idle()
-            while not idle and not any(channel.refusing for channel, _ in self.channels):
+            while not idle and not any(channel.failing for channel, _ in self.channels):
                 time.sleep(_POLL_S)
                 idle = self._idle()
-            # The lowest count as a highest, so that one call gives both.
-            counts = [channel.failures_to_come for channel, _ in self.channels]
-            most = self.highest([*counts, *(-count for count in counts), 0 if idle else 1])
+            # Negated counts give the minimum in the same call.
+            counts = [channel.expected_failures for channel, _ in self.channels]
+            most = self.max_over_ranks([*counts, *(-count for count in counts), 0 if idle else 1])
             n = len(counts)
-            for (channel, lane), mine, wanted in zip(self.channels, counts, most[:n], strict=True):
+            for (channel, queue), mine, wanted in zip(self.channels, counts, most[:n], strict=True):
                 for _ in range(wanted - mine):
-                    channel.start_refusal(end, True, lane.submit(_nothing, "a mark") if idle else _ENDED)
+                    channel.fail_next_call(end, True, queue.submit(_nothing, "a mark") if idle else _ENDED)
             if not most[-1] and all(high == -low for high, low in zip(most[:n], most[n:-1], strict=True)):
                 break
         for channel, _ in self.channels:
             channel.failed = None
 
     def _idle(self) -> bool:
-        lanes = self.gather_lane.idle and self.reduce_lane.idle
-        return lanes and all(channel.quiet for channel, _ in self.channels)
+        queues = self.gather_queue.idle and self.reduce_queue.idle
+        return queues and all(channel.idle for channel, _ in self.channels)
 
-    def highest(self, numbers: list[int]) -> list[int]:
-        """Return the highest of each number over all ranks."""
+    def max_over_ranks(self, numbers: list[int]) -> list[int]:
+        """Return the maximum of each number over all ranks."""
         control = self.world.control
         send = control.xp.asarray(np.array(numbers, np.int64))
         recv = control.xp.empty_like(send)
         control.all_reduce(send, recv, "max")
         return host_of(recv).tolist()  # type: ignore[no-any-return]
 
-    def same_calls(self, what: str, calls: list[str], digest: bytes) -> None:
-        """Raise Disagree on all ranks unless all have made the same calls; `what` is the one that compares them."""
+    def compare_calls(self, what: str, calls: list[str], digest: bytes) -> None:
+        """Raise Disagree on all ranks unless all have made the same calls; `what` names the comparing call."""
         bad, said = False, ""
-        for channel, lane in ((self.shard, self.gather_lane), (self.replica, self.reduce_lane)):
+        for channel, queue in ((self.shard, self.gather_queue), (self.replica, self.reduce_queue)):
             if channel is None:
                 continue
-            work = lane.submit(partial(self._compare, channel, calls, digest, bad), what)
+            work = queue.submit(partial(self._compare, channel, calls, digest, bad), what)
             group_bad, text = work.wait()
             bad, said = bad or group_bad, said or text
         if bad:
             error = Disagree(
                 f"all ranks make the same calls in the same order, but {said or 'another group differs'}"
             )
-            note_known(error)
+            mark_reported(error)
             raise error
 
     def _compare(self, channel: Channel, calls: list[str], digest: bytes, bad: bool) -> tuple[bool, str]:
-        """Return, on all ranks of a group alike, whether their calls differ or one of them knows of others that do."""
+        """Return, the same on all ranks of a group, whether calls differ here or in a group compared before."""
         record = np.frombuffer(digest + bytes([bad]), np.uint8).copy()
         rows = self.xp.empty((channel.comm.size, record.size), np.uint8)
         channel.call("control", "all_gather", self.xp.asarray(record), rows)
@@ -385,15 +380,15 @@ class Links:
         return True, _difference(texts, channel.comm.rank)
 
     def close(self) -> None:
-        """Give the groups back."""
+        """Close all groups."""
         self.settle()
-        for channel, lane in self.channels:
+        for channel, queue in self.channels:
             channel.close()
-            lane.end()
+            queue.end()
 
 
 def _difference(texts: list[str], rank: int) -> str:
-    """Return where the calls of the first other rank begin to differ from this one's."""
+    """Return the first difference between this rank's calls and another's."""
     mine = texts[rank].split("\n")
     for other, text in enumerate(texts):
         theirs = text.split("\n")
