@@ -1,9 +1,7 @@
-"""Kernels over raw arrays: MXFP8 quantise and dequantise, packing of slices, casts, sums, scale layouts,
-optimizer steps.
+"""Kernels over raw arrays: MXFP8 quantisation, packing of slices, casts, sums, scale layouts, optimizer steps.
 
-One call for each job, for NumPy arrays (Numba; plain NumPy where it is missing) and for CuPy arrays (CUDA). Numba
-and CuPy are loaded on first use. GPU calls run on the current stream, or the one that is named, and wait for
-nothing.
+One call for each job, for NumPy arrays (Numba; plain NumPy without it) and for CuPy arrays (CUDA). Numba and CuPy are
+loaded on first use. GPU calls run asynchronously on the current stream, or the one that is given.
 """
 
 from __future__ import annotations

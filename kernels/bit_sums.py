@@ -1,4 +1,4 @@
-"""`content_sum`: sums over the bits of a part of an array that add up to those of the whole, however it is cut."""
+"""`content_sum`: weighted sums over an array's bits; those of any partition of an array add up to its own."""
 
 from __future__ import annotations
 
@@ -55,7 +55,9 @@ def content_sum(x: Array, box: Box, shape: Sequence[int], *, stream: Stream = No
         array = array.get()
     places = strides_of(shape)
     runs = whole_array_runs(array.shape, array.strides, tuple(places), array.dtype.itemsize, 1)
-    return host_engine().weigh(array, runs, sum(a * step for (a, _), step in zip(box, places, strict=True)))
+    return host_engine().bit_digest(
+        array, runs, sum(a * step for (a, _), step in zip(box, places, strict=True))
+    )
 
 
 def _checked_box(box: Box) -> Box:

@@ -1,7 +1,6 @@
-"""What every kernel asks of the arrays it gets: NumPy's, CuPy's or seen as such, apart from each other, of the right
-form.
+"""Checks of the arrays given to a kernel: NumPy's, CuPy's or viewed as such, of the right form, not overlapping.
 
-The checks look at shapes, dtypes, strides and addresses only; no element is read and no GPU is waited for.
+The checks read shapes, dtypes, strides and addresses only; no element is read and no GPU is waited for.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ Array = Any
 
 
 def is_gpu(array: object) -> bool:
-    """Return True for a CuPy array. Asked of the type: that runs no code of a foreign array."""
+    """Return True for a CuPy array. The type decides: no code of a foreign array runs."""
     return is_cupy(type(array))  # type: ignore[arg-type]  # types can be hashed
 
 
@@ -75,7 +74,7 @@ def require_apart(out: Array, out_name: str, other: Array, name: str) -> None:
 
 
 def may_overlap(a: Array, b: Array) -> bool:
-    """Say whether two arrays of one place cross between their first and last bytes; arrays apart never do."""
+    """Return whether the address ranges of two arrays in one place overlap; arrays apart never do."""
     if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
         return np.may_share_memory(a, b)
     ours, theirs = address_range(a), address_range(b)
@@ -109,12 +108,12 @@ def require_results_apart(
 
 
 def place_of(array: Array) -> tuple[object, ...]:
-    """Return what two arrays have in common exactly where they are one."""
+    """Return a key that is equal for two arrays only if they are the same."""
     return address(array), array.shape, array.strides, array.dtype
 
 
 def twins_of(arrays: Mapping[str, Array], make: Callable[[Array], Array]) -> dict[str, Array]:
-    """Return another array for each; what is one array under several names stays one."""
+    """Return a new array for each; an array that has several names gets one."""
     made: dict[tuple[object, ...], Array] = {}
     for array in arrays.values():
         if place_of(array) not in made:
@@ -123,7 +122,7 @@ def twins_of(arrays: Mapping[str, Array], make: Callable[[Array], Array]) -> dic
 
 
 def _share(a: Array, b: Array) -> bool:
-    """Say whether two arrays that cross share elements; False where that is hard to tell."""
+    """Return whether two arrays with overlapping ranges share elements; False if that is hard to tell."""
     if not (isinstance(a, np.ndarray) and isinstance(b, np.ndarray)):
         return bool(a.flags.c_contiguous and b.flags.c_contiguous)
     try:  # columns of one array cross and share none
@@ -134,7 +133,7 @@ def _share(a: Array, b: Array) -> bool:
 
 @cache
 def dtype_name(dtype: np.dtype[Any]) -> str:
-    """Return `dtype.name`, which NumPy puts together anew each time, for more than the rest of a small call."""
+    """Return `dtype.name`, cached: NumPy computes it each time."""
     return str(dtype.name)
 
 
@@ -176,7 +175,7 @@ def allocate(shape: tuple[int, ...], dtype: np.dtype[Any], like: Array) -> Array
 
 
 class _Outline:
-    """Shape and strides of an array under its address, for NumPy's integer arithmetic on overlaps."""
+    """Shape, strides and address of an array, for NumPy's test of overlaps."""
 
     def __init__(self, array: Array) -> None:
         self.__array_interface__ = {

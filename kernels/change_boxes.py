@@ -1,22 +1,31 @@
-"""The boxes of an array whose changes are told together: their units, and where a text says that they differ."""
+"""Boxes of an array whose changes are encoded together, and the interface of the searches for changes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
 from math import prod
+from typing import Protocol
 
 import numpy as np
 
 from lowshard.box import Box, shape_of
 from lowshard.errors import KernelError, VerificationError
-from lowshard.kernels.buffer import Array
-from lowshard.kernels.change_encoding import STEP_BYTES, Changes, Numbers, module_of, numbers_of, on_host
+from lowshard.kernels.buffer import Array, address
+from lowshard.kernels.change_encoding import (
+    STEP_BYTES,
+    Bytes,
+    Changes,
+    Numbers,
+    module_of,
+    numbers_of,
+    on_host,
+)
 from lowshard.kernels.runs import RunTable, lower
 
 
 class BoxUnits:
-    """Boxes of an array, and the units that they are made of: elements, or blocks of several.
+    """Boxes of an array, and their units: elements, or blocks of several.
 
     Args:
         boxes: of the array, in the order in which their units are counted.
@@ -40,12 +49,12 @@ class BoxUnits:
 
     @cached_property
     def by_elem(self) -> BoxUnits:
-        """The same boxes, whose units are elements; to be asked for where they are blocks."""
+        """The same boxes with elements as units."""
         return BoxUnits(self.boxes, self.itemsize)
 
     @property
     def has_steps(self) -> bool:
-        """Whether its texts may be of steps."""
+        """Whether its encodings may have steps."""
         return self.block_elems == 1 and self.itemsize in STEP_BYTES
 
     def places(self, changes: Changes, unit_bytes: int) -> Numbers:
@@ -53,10 +62,10 @@ class BoxUnits:
 
         Args:
             changes: of these boxes.
-            unit_bytes: bytes of a unit in the text; another number than here where the values were converted.
+            unit_bytes: bytes of a unit in the encoding; another number than here if the values were converted.
 
         Raises:
-            VerificationError: the text is none of these boxes.
+            VerificationError: the encoding does not fit these boxes.
         """
         self.check(changes, unit_bytes)
         assert changes.encoded is not None
@@ -76,7 +85,7 @@ class BoxUnits:
         return np.arange(changes.units) + np.repeat(begins - np.cumsum(lengths) + lengths, lengths)
 
     def check(self, changes: Changes, unit_bytes: int) -> None:
-        """Raise VerificationError where a text cannot be one of these boxes for its size."""
+        """Raise VerificationError if the size of an encoding does not fit these boxes."""
         encoded_bytes = changes.encoded_bytes(unit_bytes)
         if changes.steps_bytes and not (
             changes.steps_bytes > 0 and unit_bytes == self.itemsize and self.has_steps
@@ -90,11 +99,11 @@ class BoxUnits:
             raise VerificationError(self.wrong(f"it is {encoded_bytes} bytes for {changes.units} units"))
 
     def wrong(self, fault: str) -> str:
-        """Return what is said of a text that is none of these boxes."""
+        """Return the message for an encoding that does not fit these boxes."""
         return f"a text of changes fits {self.units} units of {self.unit_bytes} bytes, but {fault}"
 
     def steps_of(self, changes: Changes) -> Array:
-        """Return what the elements that differ have grown by, as bytes, uint8 [elements, bytes of one].
+        """Return the differences of changed elements as bytes, uint8 [elements, bytes of one].
 
         Raises:
             VerificationError: there are not so many.
@@ -108,10 +117,10 @@ class BoxUnits:
         return module_of(encoded).asarray(grown.view(np.uint8).reshape(changes.units, self.itemsize))
 
     def table(self, first: Array, second: Array) -> RunTable:
-        """Return the runs of the boxes in two arrays, in units; kept.
+        """Return the runs of the boxes in two arrays, in units; cached.
 
         Raises:
-            KernelError: units are blocks, and elements of one do not lie side by side.
+            KernelError: units are blocks, and the elements of one are not contiguous.
         """
         key = tuple(first.strides), tuple(second.strides)
         found = self._tables.get(key)
@@ -134,3 +143,42 @@ class BoxUnits:
             )
             self._tables[key] = found
         return found
+
+
+class ChangeSearch(Protocol):
+    """Finds and applies changes; `ChangeBoxes` has checked the arguments."""
+
+    def find(
+        self, boxes: BoxUnits, new: Array, old: Array, scratch: ScratchBuffer, may_stop: bool, may_step: bool
+    ) -> Changes:
+        """Return the changes from `old` to `new`; not encoded if there are too many."""
+
+    def write(self, boxes: BoxUnits, array: Array, changes: Changes) -> None:
+        """Apply changes.
+
+        Raises:
+            VerificationError: the encoding does not fit these boxes; a part of it is written.
+        """
+
+
+class ScratchBuffer:
+    """Scratch memory shared by successive searches."""
+
+    def __init__(self) -> None:
+        self._held: Bytes = np.empty(0, np.uint8)
+        self._scratch: Bytes = np.empty(0, np.uint8)
+
+    def aligned(self, size_bytes: int) -> Bytes:
+        """Return so many bytes, aligned to a cache line."""
+        if self._scratch.size < size_bytes + 64:
+            self._scratch = np.empty(size_bytes + 64, np.uint8)
+        return self._scratch[-address(self._scratch) % 64 :]
+
+    def streams(self, units: int, unit_bytes: int, step_bytes: int) -> tuple[Bytes, Bytes, Bytes, Bytes]:
+        """Return memory for the gaps, lengths, values and steps of so many units."""
+        sizes = [units + 64, units // 2 + 64, units * unit_bytes + 64, units * step_bytes + 64]
+        if self._held.size < sum(sizes):
+            self._held = np.empty(0, np.uint8)
+            self._held = np.empty(sum(sizes), np.uint8)
+        gaps, lengths, values, steps = np.split(self._held[: sum(sizes)], np.cumsum(sizes[:3]))
+        return gaps, lengths, values, steps

@@ -1,18 +1,18 @@
-"""What differs between two arrays, as a short text of it.
+"""The encoding of the differences of two arrays.
 
-A text is of units: elements, or blocks of several elements of the last dim that go whole. The units of all boxes are
-counted one behind the other, each box row-major. Runs of units that differ are told by two streams of numbers, and
-their bits by a third:
+An encoding consists of units: elements, or blocks of several elements of the last dim. The units of all boxes are
+counted one after the other, each box row-major. Two streams of numbers give the runs of units that differ, a third
+their bits:
 
-- gaps: for each run, twice the units since the end of the run before it; plus one where the run is longer than a unit;
+- gaps: for each run, twice the units since the end of the run before it; plus one if the run is longer than a unit;
 - lengths: for each run longer than a unit, its units less two;
-- values: the bits of all units, one behind the other; or, of elements of two or four bytes, steps where these are
-  shorter: for each element twice what its bits, read as an integer, have grown by, or less one than twice what they
-  have shrunk by. A small update of a weight moves its bits by little: a byte.
+- values: the bits of all units; or, for elements of two or four bytes, steps if these are shorter: for each element the
+  zigzag code of the difference of its bits, read as integers. A small update of a weight changes its bits by little:
+  a byte.
 
-Values do not ask what was there before. Steps do, and are taken once.
+Values can be applied to any base and repeatedly; steps only to the base they were made from, once.
 
-Numbers are written seven bits a byte, low ones first; the high bit says that more follow. Bits are compared, not
+Numbers are varints: seven bits a byte, low ones first; the high bit says that more follow. Bits are compared, not
 numbers: NaNs differ by their payload, and -0.0 from 0.0.
 """
 
@@ -26,25 +26,25 @@ import numpy.typing as npt
 from lowshard.kernels.buffer import Array, is_gpu
 
 STEP_BYTES = {2: 3, 4: 5}
-"""Bytes of elements that are told by steps as well, and the most that a step takes."""
+"""Bytes of elements that may be encoded as steps, and the most that a step takes."""
 _RUN_COPY_BYTES = 128
-"""Bytes that are copied in about the time of writing a run somewhere in memory."""
+"""Writing a run takes about as long as copying so many bytes."""
 
 Bytes = npt.NDArray[np.uint8]
 Numbers = npt.NDArray[np.int64]
 
 
 class Changes(NamedTuple):
-    """What differs.
+    """Encoded differences.
 
     Attributes:
-        units: that differ.
+        units: number of units that differ.
         gaps_bytes: of the first stream.
         lengths_bytes: of the second.
-        text: uint8, the values or steps, then gaps, then lengths; None where it is too long to be worth it.
+        encoded: uint8, the values or steps, then gaps, then lengths; None if it is too long to be worth it.
         changed_elems: elements that differ.
-        steps_bytes: of the steps in the text; 0 where there are values.
-        steps: beside a text of values, steps that could stand in their place.
+        steps_bytes: of the steps in the encoding; 0 if it has values.
+        steps: beside an encoding of values, steps that could replace them.
     """
 
     units: int
@@ -57,11 +57,11 @@ class Changes(NamedTuple):
 
     @property
     def cost_in_copied_bytes(self) -> int:
-        """How many bytes are copied in about the time of writing this."""
+        """Bytes that are copied in about the time that applying this takes."""
         return _RUN_COPY_BYTES * min(self.units, self.gaps_bytes)
 
     def shorter(self, unit_bytes: int) -> Changes:
-        """Return the same with a text of steps, where there are any and they are shorter than the values."""
+        """Return the same encoded by steps, if there are any and they are shorter than the values."""
         if self.encoded is None or self.steps is None or not 0 < self.steps.size < self.units * unit_bytes:
             return self._replace(steps=None)
         rest = self.encoded[self.units * unit_bytes :]
@@ -69,7 +69,7 @@ class Changes(NamedTuple):
         return self._replace(encoded=encoded, steps_bytes=self.steps.size, steps=None)
 
     def encoded_bytes(self, unit_bytes: int) -> int:
-        """Return the bytes of the text, for units of so many bytes."""
+        """Return the bytes of the encoding, for units of so many bytes."""
         return self.values_bytes(unit_bytes) + self.gaps_bytes + self.lengths_bytes
 
     def values_bytes(self, unit_bytes: int) -> int:
@@ -85,7 +85,7 @@ def values_of(changes: Changes, unit_bytes: int) -> Array:
 
 
 def encode(values: Array, places: Array, changed_elems: int, steps: Array | None = None) -> Changes:
-    """Return the text of units that differ, from their bits and their places, both where the array is."""
+    """Return the encoding of units that differ, from their bits and their positions, both on the array's device."""
     gaps, lengths = run_streams(on_host(places))
     xp = module_of(values)
     encoded = xp.concatenate([values.reshape(-1), xp.asarray(gaps), xp.asarray(lengths)])
@@ -93,7 +93,7 @@ def encode(values: Array, places: Array, changed_elems: int, steps: Array | None
 
 
 def run_streams(places: Numbers) -> tuple[Bytes, Bytes]:
-    """Return the streams of gaps and lengths for units that differ, ascending."""
+    """Return the streams of gaps and lengths for ascending positions."""
     if not len(places):
         return np.empty(0, np.uint8), np.empty(0, np.uint8)
     edges = np.flatnonzero(np.diff(places) != 1) + 1
@@ -105,7 +105,7 @@ def run_streams(places: Numbers) -> tuple[Bytes, Bytes]:
 
 
 def bytes_of(numbers: Numbers) -> Bytes:
-    """Return a stream of numbers."""
+    """Return numbers as varints."""
     sizes = np.ones(len(numbers), np.int64)
     for step in range(1, 9):
         sizes += numbers >> (7 * step) > 0
@@ -119,7 +119,7 @@ def bytes_of(numbers: Numbers) -> Bytes:
 
 
 def numbers_of(raw: Bytes) -> Numbers:
-    """Return the numbers of a stream; -1 stands for one that is broken off or too long."""
+    """Return the numbers of a stream; -1 for a truncated or overlong one."""
     if not raw.size:
         return np.empty(0, np.int64)
     ends = np.flatnonzero(raw < 128)
@@ -139,7 +139,7 @@ def on_host(array: Array) -> npt.NDArray[Any]:
 
 
 def module_of(array: Array) -> Any:
-    """Return NumPy or CuPy, whose the array is."""
+    """Return the array's library, NumPy or CuPy."""
     if is_gpu(array):
         import cupy
 

@@ -24,14 +24,14 @@ from lowshard.settings import KERNELS
 
 
 class Engine(Protocol):
-    """The kernels over buffers whose form has been checked."""
+    """The kernels, over checked buffers."""
 
     name: str
 
     def copy(self, src: Array, dst: Array, runs: RunTable, streaming: bool | None = None) -> None:
-        """Copy every run of `src` to its place in `dst`; both itemsizes of the table are equal.
+        """Copy every run of `src` to `dst`; both itemsizes of the table are equal.
 
-        streaming: past the caches, on a CPU; None: where all that is written would not stay in them.
+        streaming: bypass the caches, on a CPU; None: if the written bytes do not fit in them.
         """
 
     def quantize(
@@ -114,9 +114,9 @@ class HostEngine(Engine, Protocol):
     def rows_copier(
         self, src: Array, dst: Array, runs: RunTable, streaming: bool, fetching: bool = False
     ) -> Callable[[], None]:
-        """Return what copies every run by itself, past the caches if asked: for rows of a KB and more."""
+        """Return a function that copies every run separately, bypassing the caches if asked: for rows from a KB on."""
 
-    def weigh(self, src: Array, runs: RunTable, first: int = 0) -> npt.NDArray[np.uint32]:
+    def bit_digest(self, src: Array, runs: RunTable, first: int = 0) -> npt.NDArray[np.uint32]:
         """Return the weighted sums of a source's bits; the table's target side counts elements of the whole array."""
 
 

@@ -1,4 +1,4 @@
-"""The `stream=` of every kernel call: made current on the GPU of the call's arrays."""
+"""The `stream=` argument of every kernel call."""
 
 from __future__ import annotations
 
@@ -18,10 +18,7 @@ Call = TypeVar("Call", bound=Callable[..., Any])
 
 
 def takes_stream(call: Call) -> Call:
-    """Let a call over arrays take `stream`: it runs with that stream current on the GPU that holds its arrays.
-
-    The call names `stream` among its arguments and never looks at it. None leaves the current stream of that GPU.
-    """
+    """Make a call run with its `stream` argument current on the GPU of its arrays; None keeps the current one."""
 
     @wraps(call)
     def with_stream(*args: Any, stream: Stream = None, **options: Any) -> Any:

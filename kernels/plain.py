@@ -1,7 +1,7 @@
 """The plain engine: every kernel in NumPy, on the integer rules of `reference`.
 
-It is the twin the fast engines are compared with byte for byte, and what runs where Numba is missing. It is written
-to be read: each box of a run table becomes a pair of strided views.
+The fast engines are compared with it byte for byte, and it runs without Numba. It is written to be read: each box of
+a run table becomes a pair of strided views.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class PlainEngine:
     def rows_copier(
         self, src: Array, dst: Array, runs: RunTable, streaming: bool, fetching: bool = False
     ) -> Callable[[], None]:
-        """Return what copies every run of `src` to its place in `dst`; NumPy knows one way to write."""
+        """Return a function that copies every run of `src` to `dst`; NumPy has one way to write."""
         return partial(self.copy, src, dst, runs)
 
     def quantize(
@@ -142,7 +142,7 @@ class PlainEngine:
                     b[...] = d
                 p[...] = p - d * lr
 
-    def weigh(self, src: Array, runs: RunTable, first: int = 0) -> npt.NDArray[np.uint32]:
+    def bit_digest(self, src: Array, runs: RunTable, first: int = 0) -> npt.NDArray[np.uint32]:
         """Return the weighted sums of a source's bits."""
         width = unit_weights.unit_bytes(runs.src_itemsize)
         units = runs.src_itemsize // width
@@ -175,7 +175,7 @@ class PlainEngine:
 
 
 class _Window:
-    """A strided stretch of memory, described as NumPy's array interface wants it."""
+    """A strided view of memory, as NumPy's array interface."""
 
     def __init__(
         self, base: Array, start: int, typestr: str, shape: tuple[int, ...], strides: tuple[int, ...]
@@ -210,7 +210,7 @@ def _boxes(array: Array, dtype: np.dtype[Any], runs: RunTable, side: int, per: i
         dims = [column[i : i + 3] for i in range(FIRST_DIM, len(column), 3)][::-1]
         counts = [*(dim[0] for dim in dims), column[RUN]]
         strides = [*(dim[1 + side] for dim in dims), item]
-        for begin, extents in _cuts(counts):
+        for begin, extents in _tiles(counts):
             offset = column[side] + sum(i * stride for i, stride in zip(begin, strides, strict=True))
             shape = (*extents[:-1], extents[-1] // per)
             steps = (*(stride // per for stride in strides[:-1]), itemsize)
@@ -218,18 +218,18 @@ def _boxes(array: Array, dtype: np.dtype[Any], runs: RunTable, side: int, per: i
 
 
 def _places(runs: RunTable) -> Iterator[npt.NDArray[np.int64]]:
-    """Yield where the elements of every box lie on the side written, in elements, cut as `_boxes` cuts."""
+    """Yield the positions of the elements of every box on the target side, in elements, split as `_boxes` does."""
     for column in runs.columns.T.tolist():
         dims = [column[i : i + 3] for i in range(FIRST_DIM, len(column), 3)][::-1]
         counts, steps = [*(dim[0] for dim in dims), column[RUN]], [*(dim[2] for dim in dims), 1]
-        for begin, extents in _cuts(counts):
+        for begin, extents in _tiles(counts):
             places = np.array(column[DST_OFFSET], np.int64)
             for first, extent, step in zip(begin, extents, steps, strict=True):
                 places = places[..., None] + np.arange(first, first + extent) * step
             yield places
 
 
-def _cuts(counts: list[int]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+def _tiles(counts: list[int]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Yield the first index and the extents of the tiles of a grid, none above `_TILE_ELEMS`."""
     cut = len(counts) - 1
     inner = 1

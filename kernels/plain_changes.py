@@ -1,4 +1,4 @@
-"""What differs between arrays, by NumPy: the twin that the others are compared with."""
+"""Differences of arrays by NumPy: the reference for the other searches."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import numpy as np
 
 from lowshard.box import slices_of
 from lowshard.kernels.buffer import Array
-from lowshard.kernels.change_boxes import BoxUnits
+from lowshard.kernels.change_boxes import BoxUnits, ScratchBuffer
 from lowshard.kernels.change_encoding import Bytes, Changes, bytes_of, encode, values_of
-from lowshard.kernels.change_search import ScratchBuffer
 
 
 class PlainSearch:
-    """Searches in host memory."""
+    """Searches host memory."""
 
     def find(
         self, boxes: BoxUnits, new: Array, old: Array, scratch: ScratchBuffer, may_stop: bool, may_step: bool

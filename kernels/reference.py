@@ -193,7 +193,7 @@ def value_table(elem: Elem, dtype: str) -> npt.NDArray[Any]:
 
 
 def _fp32_bits_of_exact(values: npt.NDArray[np.float64]) -> npt.NDArray[np.uint32]:
-    """Return the fp32 bits of float64 values that fp32 holds exactly, or that overflow; by integers, as all here."""
+    """Return the fp32 bits of float64 values that fp32 holds exactly or that overflow, by integer arithmetic."""
     bits = values.view(np.int64)
     field = ((bits >> 52) & 0x7FF) - 1023 + 127
     significand = ((bits >> 29) & 0x7FFFFF) | _FP32_ONE_FIELD

@@ -1,8 +1,8 @@
-"""Boxes turned into runs: how every strided kernel, on the CPU and on the GPU, is told what to move.
+"""Run tables: boxes as strided runs, the common input of all strided kernels on CPU and GPU.
 
-A run is a stretch of elements that is contiguous on both sides, the one read and the one written. The runs of
-a box repeat along at most four outer dims, each with a count and a byte stride a side. That is all a kernel
-has to know, so packing, unpacking, quantising a slice and quantising a whole array are the same loop.
+A run is a range of elements that is contiguous on both sides, source and target. The runs of a box repeat along at
+most four outer dims, each with a count and a byte stride a side. So packing, unpacking, quantising a slice and
+quantising a whole array are the same loop.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy.typing as npt
 from lowshard.bounded import bounded_cache
 
 MAX_OUTER_DIMS = 4
-"""Outer dims of a table; a box with more is cut into several."""
+"""Outer dims of a table; a box with more is split into several."""
 
 SRC_OFFSET, DST_OFFSET, RUN, FIRST_DIM = 0, 1, 2, 3
 """Rows of `RunTable.columns`; from FIRST_DIM on three rows an outer dim: count, source and target stride."""
@@ -66,18 +66,18 @@ class RunTable:
 
     @cached_property
     def run_limits_bytes(self) -> tuple[int, int]:
-        """Bytes of the shortest and of the longest run on the side read; zeros if there is none."""
+        """Bytes of the shortest and of the longest run on the source side; zeros if there is none."""
         run = self.columns[RUN] if self.boxes else np.zeros(1, np.int64)
         return int(run.min()) * self.src_itemsize, int(run.max()) * self.src_itemsize
 
     @cached_property
     def dst_is_gapless(self) -> bool:
-        """Whether the runs, in their order, fill one stretch of the side written."""
+        """Whether the runs, in their order, fill one contiguous range of the target."""
         return self._is_gapless(DST_OFFSET, 2, self.dst_itemsize)
 
     @cached_property
     def src_is_gapless(self) -> bool:
-        """Whether the runs, in their order, fill one stretch of the side read."""
+        """Whether the runs, in their order, fill one contiguous range of the source."""
         return self._is_gapless(SRC_OFFSET, 1, self.src_itemsize)
 
     @cached_property
@@ -87,12 +87,12 @@ class RunTable:
 
     @cached_property
     def src_divisor_bytes(self) -> int:
-        """Largest power of two, up to 4096, that divides every run's first byte and length on the side read."""
+        """Largest power of two, up to 4096, that divides every run's first byte and length in the source."""
         return self._divisor_bytes(SRC_OFFSET, 1, self.src_itemsize)
 
     @cached_property
     def dst_divisor_bytes(self) -> int:
-        """The same on the side written."""
+        """The same for the target."""
         return self._divisor_bytes(DST_OFFSET, 2, self.dst_itemsize)
 
     def _is_gapless(self, offset_row: int, stride_row: int, itemsize: int) -> bool:
@@ -123,7 +123,7 @@ def lower(
     src_itemsize: int,
     dst_itemsize: int,
 ) -> RunTable:
-    """Return the runs of boxes: dims that continue each other on both sides are folded into one."""
+    """Return the runs of boxes: dims that are contiguous on both sides are merged into one."""
     full = np.flatnonzero((extents > 0).all(axis=1))
     extents, src_strides, dst_strides = extents[full], src_strides[full], dst_strides[full]
     boxes, dims = extents.shape
@@ -177,7 +177,7 @@ def whole_array_runs(
 
 
 def _unrolled(columns: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Make the outermost dim of every box into boxes of their own."""
+    """Turn the outermost dim of every box into separate boxes."""
     count, src_step, dst_step = columns[-3:]
     box = np.repeat(np.arange(columns.shape[1]), count)
     index = np.arange(len(box)) - np.repeat(np.cumsum(count) - count, count)

@@ -1,4 +1,4 @@
-"""Copies where strides or byte order keep a kernel from working on an array in place."""
+"""Copies for arrays whose strides or byte order keep a kernel from working in place."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lowshard.kernels.runs import whole_array_runs
 
 
 def contiguous(array: Array) -> Array:
-    """Return a new C-contiguous copy in this machine's byte order."""
+    """Return a new C-contiguous copy in native byte order."""
     if isinstance(array, np.ndarray):
         return array.astype(array.dtype.newbyteorder("="), order="C")
     made = allocate(array.shape, array.dtype, array)
@@ -19,7 +19,7 @@ def contiguous(array: Array) -> Array:
 
 
 def assign(target: Array, values: Array) -> None:
-    """Copy values into an array of the same shape and dtype, in whatever strides and byte order it has."""
+    """Copy values into an array of the same shape and dtype, of any strides and byte order."""
     if isinstance(target, np.ndarray):
         target[...] = values
     else:

@@ -33,7 +33,7 @@ def split_interval(interval: Interval, parts: int, index: int, split: Split = "b
 
 
 def full_box(shape: Sequence[int]) -> Box:
-    """Return the box that covers an array of this shape."""
+    """Return the box of a whole array of this shape."""
     return tuple((0, n) for n in shape)
 
 
@@ -59,14 +59,14 @@ def intersect(a: Box, b: Box) -> Box | None:
 
 
 def contains(outer: Box, inner: Box) -> bool:
-    """Return True when every element of `inner` lies in `outer`."""
+    """Return whether every element of `inner` is in `outer`."""
     return volume(inner) == 0 or all(
         a0 <= b0 and b1 <= a1 for (a0, a1), (b0, b1) in zip(outer, inner, strict=True)
     )
 
 
 def is_within(box: Box, shape: Sequence[int]) -> bool:
-    """Return True when a box, an empty one too, lies in an array of this shape."""
+    """Return whether a box, possibly empty, is within an array of this shape."""
     return len(box) == len(shape) and all(0 <= a <= b <= n for (a, b), n in zip(box, shape, strict=True))
 
 
@@ -86,7 +86,7 @@ def subtract(box: Box, hole: Box) -> list[Box]:
 
 
 def covers(boxes: Iterable[Box], target: Box) -> bool:
-    """Return True when the union of `boxes` holds every element of `target`."""
+    """Return whether the union of `boxes` holds every element of `target`."""
     left = [target] if volume(target) else []
     for box in boxes:
         left = [piece for part in left for piece in subtract(part, box)]
@@ -96,7 +96,7 @@ def covers(boxes: Iterable[Box], target: Box) -> bool:
 
 
 def any_overlap(boxes: Iterable[Box]) -> bool:
-    """Return True when two boxes share an element: a sweep along the first dim."""
+    """Return whether two boxes overlap: a sweep along the first dim."""
     found = sorted(box for box in boxes if volume(box))
     for i, box in enumerate(found):
         for other in found[i + 1 :]:
@@ -128,7 +128,7 @@ def row_major_parts(box: Box, most_elems: int, whole_dims: int = 0) -> Iterator[
 
 
 def box_text(box: Box) -> str:
-    """Return a box as text, `[0:4, 2:8]`; files of a sharded checkpoint say so which slice of a tensor they hold."""
+    """Return a box as text, such as `[0:4, 2:8]`."""
     return f"[{', '.join(f'{start}:{stop}' for start, stop in box)}]"
 
 
@@ -138,18 +138,18 @@ def slices_of(box: Box) -> tuple[slice, ...]:
 
 
 def moved(box: Box, origin: Box, target: Box) -> Box:
-    """Return a box that lies within `origin` in the coordinates in which that is `target`."""
+    """Return a box within `origin` in the coordinates of `target`."""
     moves = zip(box, origin, target, strict=True)
     return tuple((a - lo + at, b - lo + at) for (a, b), (lo, _), (at, _) in moves)
 
 
 def relative_slices(box: Box, origin: Box) -> tuple[slice, ...]:
-    """Return the slices that take `box` out of a local array whose own box is `origin`."""
+    """Return the slices of `box` in a local array whose own box is `origin`."""
     return tuple(slice(b0 - o0, b1 - o0) for (b0, b1), (o0, _) in zip(box, origin, strict=True))
 
 
 def single_run(box: Box, shape: Sequence[int]) -> int | None:
-    """Return the first flat index of a box that is one run of a row-major array, or None if it is not."""
+    """Return the first flat index of a box that is contiguous in a row-major array, or None."""
     if volume(box) == 0:
         return 0
     dim, inner, start = len(shape), 1, 0
@@ -166,7 +166,7 @@ def single_run(box: Box, shape: Sequence[int]) -> int | None:
 
 
 def strides_of(shape: Sequence[int], last: int = 1) -> list[int]:
-    """Return how far apart two neighbours of each dim lie in a row-major array; `last` of the last dim, 1 or bytes."""
+    """Return the row-major strides of a shape; `last` is that of the last dim, 1 or bytes."""
     strides = [last] * len(shape)
     for d in range(len(shape) - 2, -1, -1):
         strides[d] = strides[d + 1] * shape[d + 1]
@@ -174,7 +174,7 @@ def strides_of(shape: Sequence[int], last: int = 1) -> list[int]:
 
 
 def contiguous_runs(box: Box, shape: Sequence[int]) -> tuple[int, list[int]]:
-    """Return how a box lies in a row-major array: elements a run, and each run's first flat index."""
+    """Return a box's contiguous runs in a row-major array: their length, and each one's first flat index."""
     if volume(box) == 0:
         return 0, []
     run = 1

@@ -1,11 +1,11 @@
-"""What a collective takes: a time model of a cluster, given in a file, or without that a stated default.
+"""The time model of collectives on a cluster, read from a file or a built-in default.
 
 A collective over n ranks of S bytes (the larger of its two buffers) takes
 
     steps(n) * alpha + factor(n) * S * beta + sums(n) * S * gamma
 
 seconds: alpha a message, beta a byte moved, gamma a byte summed. One such line is off by up to 70% across the edges
-of caches and protocols, so a `Curve` is made of pieces, each for a range of sizes.
+of caches and protocols, so a `Curve` has pieces, each for a range of sizes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SCHEMA = "lowshard-profile-1"
 LEVELS: tuple[Level, ...] = ("node", "network")
 
 _MOST = 1e6
-"""Seconds, and seconds a byte, in a profile, at most: no machine comes near."""
+"""Largest plausible value in a profile, in seconds or seconds a byte."""
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class ClusterProfile:
-    """What collectives take on a cluster: curves, and facts of the machine.
+    """The costs of collectives on a cluster: curves, and facts of the machine.
 
     `ClusterProfile.default().save("cluster.json")` writes a file whose numbers can be replaced by measured ones.
 
@@ -227,7 +227,7 @@ class ClusterProfile:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> ClusterProfile:
-        """Return the profile that `to_json` wrote; what is wrong raises ProfileError with its place."""
+        """Return the profile that `to_json` wrote; invalid data raises ProfileError with its place."""
         return _read(data)
 
     def save(self, path: str | Path) -> None:

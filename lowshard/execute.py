@@ -1,4 +1,4 @@
-"""Runs a plan: packs what each rank gives, exchanges it, unpacks and folds what arrives."""
+"""Runs a redistribution plan: packs, exchanges, unpacks and folds."""
 
 from __future__ import annotations
 
@@ -169,12 +169,12 @@ def redistribute(
 
 
 def _words(plan: RedistributePlan) -> str:
-    """Return what a plan moves, for a message about ranks that hold different ones."""
+    """Return a plan's description, for a message about ranks with different plans."""
     return f"{plan.src} to {plan.dst} on mesh {plan.dst.mesh}"
 
 
 def _seen(local: object, out: object) -> tuple[Array | None, Array | None, LowshardError | None]:
-    """Return arrays of any library as NumPy's or CuPy's, and what is wrong with one that cannot be seen so."""
+    """Return arrays of any library as NumPy's or CuPy's, and the error if one cannot be viewed so."""
     if (local is None or type(local) is np.ndarray) and (out is None or type(out) is np.ndarray):
         return local, out, None
     try:
@@ -184,7 +184,7 @@ def _seen(local: object, out: object) -> tuple[Array | None, Array | None, Lowsh
 
 
 def _given_back(result: Array | None, local: object, out: Any) -> Any:
-    """Return the result as the array that it was written into, or as one of the library that the input is of."""
+    """Return the result as the given array, or as one of the input's library."""
     if result is None:
         return None
     return like(result, local, apart=True) if out is None else out
@@ -194,7 +194,7 @@ def _walk(
     plan: RedistributePlan, local: Array | None, comm: Communicator, out: Array | None,
     pool: BufferPool | None, times: list[float] | None = None,
 ) -> Array | None:  # fmt: skip
-    """Do the steps of a plan that all ranks have agreed on, in a turn of this thread."""
+    """Run the steps of a plan that all ranks have agreed on."""
     if not plan.steps:
         return _same(local, out)
     with comm.turn("execute"):
@@ -236,7 +236,7 @@ def _wait_for_device(comm: Communicator) -> None:
 
 
 def _collective(step: StepProgram, local: Array | None, out: Array | None, comm: Communicator) -> None:
-    """Do a step by the communicator's own collective."""
+    """Run a step with the communicator's own collective."""
     first = step.parts[0]
     op = "avg" if first.divisor != 1 else first.op
     if step.native == "all_gather":
@@ -253,7 +253,7 @@ def _run(
     program: Program, local: Array | None, comm: Communicator, out: Array | None, is_last: bool,
     pool: BufferPool | None,
 ) -> Array | None:  # fmt: skip
-    """Do one exchange and return this rank's result."""
+    """Run one exchange and return this rank's result."""
     if out is None and local is not None and program.view is not None:
         view = local[(*program.view, ...)]  # an array even when 0-d
         return read_only_view(view) if is_last else view
@@ -263,7 +263,7 @@ def _run(
 
 
 def _result(program: Program, comm: Communicator, is_last: bool, pool: BufferPool | None) -> Array | None:
-    """Return a new array for a result; what is between two steps lies where the others read it."""
+    """Return a new array for a result; an intermediate one is allocated where peers can read it."""
     if program.shape is None:
         return None
     dtype = program.dtype if comm.xp is np else dtypes.get(program.dtype).in_memory(comm.xp)
@@ -284,7 +284,7 @@ def _same(local: Array | None, out: Array | None) -> Array | None:
 
 
 def read_only_view(view: Array) -> Array:
-    """Return an array that is a view of another's memory so that it cannot be written; on a GPU a copy."""
+    """Return a view that cannot be written; on a GPU a copy."""
     if not isinstance(view, np.ndarray):
         return view.copy()  # CuPy has no read-only arrays
     view = view.view()
@@ -303,7 +303,7 @@ def _argument_error(
     pool: object,
     profile: object = False,
 ) -> LowshardError | None:
-    """Return what is wrong with this rank's arguments, or None: the caller compares over all ranks."""
+    """Return what is wrong with this rank's arguments, or None."""
     if not isinstance(plan, RedistributePlan):
         return PlanError(f"plan is a RedistributePlan, from plan_redistribute, got {type(plan).__name__}")
     if pool is not None and not isinstance(pool, BufferPool):

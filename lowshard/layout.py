@@ -1,8 +1,8 @@
-"""Layout: one array's global shape and dtype, and how a mesh holds it. A value any process can read.
+"""Layout: one array's global shape and dtype, and how a mesh holds it.
 
-A layout answers for every rank, with no communicator: which box of the global array it holds, what
-shape and how many bytes. Its truth is the spec (for each array dim, the mesh axes that cut it, outer
-first), the split rule of each such axis, and the op of each partial axis.
+A layout answers for every rank, without communication: which box of the global array it holds, its shape and its
+bytes. It is defined by the spec (for each array dim the mesh axes that shard it, outer first), the split rule of each
+such axis, and the op of each partial axis.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Layout:
     spec: Spec
     """For each dim: None, one axis name, or names (outer first)."""
     splits: tuple[Split, ...]
-    """The split rule of each mesh axis ("balanced" where it cuts nothing)."""
+    """The split rule of each mesh axis ("balanced" for one that shards nothing)."""
     partials: tuple[ReduceOp | None, ...]
     """The op of each mesh axis that is partial, else None."""
     _cutters: tuple[tuple[int, ...], ...] = field(repr=False, compare=False)
@@ -108,15 +108,15 @@ class Layout:
         *,
         partial: Mapping[str, ReduceOp] | None = None,
     ) -> Layout:
-        """Return the layout in which each dim is cut by the named mesh axes, outer first.
+        """Return the layout in which each dim is sharded by the named mesh axes, outer first.
 
         Args:
             mesh: the device mesh.
             shape: global shape.
             dtype: any name of the dtype table.
             spec: per dim None, a mesh axis name, or names. It may be shorter than the shape: the
-                dims left out are not cut.
-            split: the rule for every cut.
+                dims left out are not sharded.
+            split: the split rule of every sharded dim.
             partial: op by mesh axis, for axes that hold terms.
 
         Raises:
@@ -281,7 +281,7 @@ class Layout:
 
     @property
     def cutters(self) -> tuple[tuple[int, ...], ...]:
-        """For each dim the positions of the mesh axes that cut it, outer first."""
+        """For each dim the positions of the mesh axes that shard it, outer first."""
         return self._cutters
 
     @property
@@ -290,11 +290,11 @@ class Layout:
         return not any(self._cutters) and not any(self.partials)
 
     def with_placements(self, placements: Sequence[Placement]) -> Layout:
-        """Return the same array laid out otherwise on the same mesh."""
+        """Return the same array with other placements on the same mesh."""
         return Layout(self.mesh, self.shape, self.dtype, placements)
 
     def with_shape(self, shape: Sequence[int]) -> Layout:
-        """Return another array of as many dims, of the same dtype and cut the same way on the same mesh.
+        """Return another array of as many dims, with the same dtype, mesh and sharding.
 
         Cheaper than a layout from a spec: nothing but the shape is checked.
 
@@ -310,7 +310,7 @@ class Layout:
         return made
 
     def with_spec(self, spec: Sequence[SpecEntry | Sequence[str]], split: Split = "balanced") -> Layout:
-        """Return the same array cut by another spec on the same mesh."""
+        """Return the same array sharded by another spec on the same mesh."""
         return Layout.from_spec(self.mesh, self.shape, self.dtype, spec, split)
 
     # ---- text, JSON, digest
@@ -318,7 +318,7 @@ class Layout:
     def __str__(self) -> str:
         """One line that `parse` reads back, such as `float32[1024,4096] dp=R tp=S0`.
 
-        Axes that cut one dim are written outer first; else axes come in mesh order.
+        Axes that shard one dim are written outer first; else axes come in mesh order.
         """
         order = list(range(self.mesh.ndim))
         for cutters in self._cutters:
@@ -372,11 +372,11 @@ class Layout:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Layout:
-        """Return the layout that `to_json` wrote; what is wrong raises LayoutError with its place."""
+        """Return the layout that `to_json` wrote; invalid data raises LayoutError with its place."""
         return _read(data)
 
     def digest(self) -> str:
-        """Return 32 hex digits that two layouts share exactly when they are equal."""
+        """Return 32 hex digits that are equal for equal layouts only."""
         if not self._digest:
             text = json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"))
             object.__setattr__(self, "_digest", text_digest(text).hex())

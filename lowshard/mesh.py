@@ -1,4 +1,4 @@
-"""DeviceMesh: named axes over ranks. A value; it starts nothing and knows no device."""
+"""DeviceMesh: named axes over ranks. A value without processes or devices."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lowshard.nearest import nearest
 from lowshard.reading import reader
 
 MOST_RANKS = (1 << 31) - 1
-"""Ranks in a mesh and the highest rank in one, at most: MPI counts them in a C int."""
+"""Most ranks in a mesh, and the highest rank number: MPI counts them in a C int."""
 _MOST_BYTES = 1 << 63
 _AXES = "mesh axes are given as a name or as names"
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.\-]*\Z")
@@ -189,7 +189,7 @@ class DeviceMesh:
 
     @property
     def smallest_budget_bytes(self) -> int | float | None:
-        """The least budget in bytes that a rank of the mesh has, or None where none has one."""
+        """The least budget in bytes of any rank, or None."""
         budget = self.memory_budget_bytes_per_device
         if isinstance(budget, tuple):
             return min((size for rank, size in budget if rank in self), default=None)
@@ -230,7 +230,7 @@ def _read(
 
 
 def _budget(given: object) -> int | float | tuple[tuple[int, float], ...] | None:
-    """Return a budget as it is kept: one number, None, or (rank, bytes) by rank."""
+    """Return a normalised budget: one number, None, or (rank, bytes) by rank."""
     if isinstance(given, Mapping):
         rule = "a memory budget by device has ranks >= 0 for keys"
         rows = [(whole(rank, rule, MeshError, 0), _bytes(size)) for rank, size in given.items()]
@@ -239,7 +239,7 @@ def _budget(given: object) -> int | float | tuple[tuple[int, float], ...] | None
 
 
 def _bytes(given: Any) -> int | float:
-    """Return a number of bytes, a whole one as an integer: equal meshes are written alike."""
+    """Return a number of bytes, as an integer if whole: equal meshes have equal JSON."""
     number = given.item() if isinstance(given, np.number) else given
     if isinstance(number, bool) or not isinstance(number, (int, float)) or not 0 <= number < _MOST_BYTES:
         raise MeshError(f"a memory budget is a number of bytes from 0, below 2^63, got {brief(given)}")

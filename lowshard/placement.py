@@ -1,4 +1,4 @@
-"""Placements: how one mesh axis treats an array. Values; they hold no rank and no memory."""
+"""Placements: how one mesh axis holds an array. Values, without ranks or memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ReduceOp = Literal["sum", "avg", "min", "max", "prod"]
 REDUCE_OPS: tuple[str, ...] = get_args(ReduceOp)
 SPLITS: tuple[str, ...] = get_args(Split)
 MOST_DIGITS = 19
-"""Of a number in a text: what fits int64, and far from where Python refuses to read it."""
+"""Most digits of a number in a text: those of int64."""
 
 
 class Placement:
@@ -32,9 +32,9 @@ class Replicated(Placement):
 
 @dataclass(frozen=True, slots=True)
 class Sharded(Placement):
-    """The axis cuts array dim `dim`.
+    """The axis shards array dim `dim`.
 
-    split: "balanced" (the first n % k shards hold one more) or "ceil" (as torch.chunk cuts).
+    split: "balanced" (the first n % k shards hold one more) or "ceil" (as torch.chunk).
     A negative dim counts from the end once a layout gives the number of dims.
 
     Raises:
@@ -79,7 +79,7 @@ def check_split(split: object) -> None:
 
 
 def mean_weight(extent: int, parts: int, index: int, split: Split = "balanced") -> float:
-    """Return what the mean over one part of a split extent is multiplied by to be a term of `Partial("avg")`."""
+    """Return the factor that makes the mean over one shard a term of `Partial("avg")` over all."""
     start, stop = split_interval((0, extent), parts, index, split)  # uneven parts count by their length
     return parts * (stop - start) / extent if extent else 0.0
 

@@ -1,8 +1,8 @@
-"""Warm memory for results: pages that were touched before, in place of new ones that the system clears first.
+"""A pool of result buffers: reused pages, which are already mapped.
 
-A fresh result of 64 to 256 MB takes two to four times as long to fill as a warm one. Memory of a pool comes back to it
-when nothing refers to the array any more, and where ranks of a node share memory, results lie where the others can
-read them, so that the next move of them takes one pass.
+A new result of 64 to 256 MB takes two to four times as long to fill as a reused one. A buffer returns to the pool when
+nothing refers to its array any more. If ranks of a node share memory, results are allocated where the others can read
+them, so that their next move takes one pass.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _SMALL_BYTES = 64 << 10  # below, a new array is warm already
 
 
 class BufferPool:
-    """Gives out arrays and takes their memory back when they are gone.
+    """A pool of arrays whose memory is reused.
 
     Args:
-        comm: whose buffers they are. On a GPU its library keeps a pool of its own, and this one passes on to it.
-        limit_bytes: idle memory kept at most; what comes back beyond that is let go. None keeps all.
+        comm: the communicator that uses the buffers. On a GPU its library has a pool, which this one uses.
+        limit_bytes: most idle memory; more is freed. None keeps all.
     """
 
     def __init__(self, comm: Communicator, limit_bytes: int | None = None) -> None:
@@ -52,12 +52,12 @@ class BufferPool:
 
     @property
     def idle_bytes(self) -> int:
-        """Bytes that wait to be used again."""
+        """Bytes of idle memory."""
         self._take_back()
         return self._idle_bytes
 
     def empty(self, shape: int | Sequence[int], dtype: Any = "float32") -> Array:
-        """Return an array, not filled. Not collective.
+        """Return an uninitialised array. Not collective.
 
         Raises:
             DTypeError: a dtype outside the table.
@@ -91,10 +91,10 @@ class BufferPool:
 
 
 def _lent(block: Array, give_back: Callable[[Array], object]) -> Array:
-    """Return a block of uint8 under another identity, given back when nothing refers to that any more.
+    """Return a block of uint8 as a new object, given back when nothing refers to that any more.
 
     Views, memoryviews, DLPack capsules and what other libraries make of them all refer to it. `give_back` runs in
-    whatever thread drops the last reference, amid anything: it may take no lock.
+    whatever thread drops the last reference, at any point: it may take no lock.
     """
     handle = _Handle(block)
     weakref.finalize(handle, give_back, block).atexit = False

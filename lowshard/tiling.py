@@ -1,8 +1,7 @@
-"""Tiling: an array cut into boxes, any number of them on each rank. What a layout cannot say in one box a rank.
+"""Tiling: any number of boxes of an array on each rank; a layout has one box a rank.
 
-A rank's local array is made of tiles. A tile says where its elements lie in the global array and where
-in the local one: a stacked query-key-value weight gives each rank three tiles, one behind the other.
-Like a layout it is a value: any process can ask for any rank's tiles.
+A rank's local array is made of tiles. A tile says where its elements lie in the global array and in the local one: a
+stacked query-key-value weight gives each rank three tiles, one behind the other.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _BOX = "a tile has two boxes of integers, ((start, stop), ...)"
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """A box of the global array, and the box of the local array that holds it. Both have one shape."""
+    """A box of the global array, and the equally shaped box of the local array that holds it."""
 
     box: Box
     """`((start, stop), ...)` in global coordinates."""
@@ -211,7 +210,7 @@ class Tiling:
         )
 
     def stored(self, name: str, form: BlockFormat) -> dict[str, Tiling]:
-        """Return the tilings of the arrays that a tensor of values is stored as, by name: codes, then scales.
+        """Return the tilings of the arrays that store a tensor, by name: codes, then scales.
 
         Args:
             name: of the tensor.
@@ -240,7 +239,7 @@ class Tiling:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks that the tiling speaks of, 0 to num_ranks - 1."""
+        """Number of ranks of the tiling, those that take no part included."""
         return len(self.rank_tiles)
 
     def __contains__(self, rank: object) -> bool:
@@ -319,7 +318,7 @@ class Tiling:
 
     @property
     def is_cover(self) -> bool:
-        """True when every element of the global array is on some rank: only then can it be moved from."""
+        """True when every element of the global array is on some rank, so that it can be a source."""
         boxes = dict.fromkeys(t.box for tiles in self.rank_tiles for t in tiles)
         return covers(boxes, full_box(self.shape))
 
@@ -351,11 +350,11 @@ class Tiling:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Tiling:
-        """Return the tiling that `to_json` wrote; what is wrong raises LayoutError with its place."""
+        """Return the tiling that `to_json` wrote; invalid data raises LayoutError with its place."""
         return _read(data)
 
     def digest(self) -> str:
-        """Return 32 hex digits that two tilings share exactly when they are equal."""
+        """Return 32 hex digits that are equal for equal tilings only."""
         if not self._digest:
             text = json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"))
             self._digest.append(text_digest(text).hex())
@@ -408,14 +407,14 @@ def _extents(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _checked(tile: object) -> Tile:
-    """Return a tile whose boxes are pairs of Python's integers, or raise LayoutError."""
+    """Return a tile whose boxes are pairs of Python integers, or raise LayoutError."""
     given = instance(tile, Tile, _BOX, LayoutError)
     box, local = _box(given.box, _BOX), _box(given.local, _BOX)
     return given if box is given.box and local is given.local else Tile(box, local)
 
 
 def _box(box: object, rule: str) -> Box:
-    """Return a box as pairs of Python's integers: itself where it is that, or raise LayoutError."""
+    """Return a box as pairs of Python integers, or raise LayoutError."""
     if type(box) is tuple and all(map(_is_plain, box)):
         return box
     pairs = [wholes(pair, rule, LayoutError) for pair in items(box, rule, LayoutError)]
@@ -429,7 +428,7 @@ def _is_plain(pair: object) -> bool:
 
 
 def _ranks_over(mesh: DeviceMesh, num_ranks: object) -> int:
-    """Return how many ranks a tiling over a mesh has; by default up to the highest of the mesh."""
+    """Return the number of ranks of a tiling over a mesh; by default up to the mesh's highest."""
     needed = mesh.world_size
     size = needed if num_ranks is None else _count(num_ranks)
     if size < needed:

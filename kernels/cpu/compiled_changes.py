@@ -1,4 +1,4 @@
-"""What differs between arrays of the host, by compiled code."""
+"""Differences of host arrays by compiled code."""
 
 from __future__ import annotations
 
@@ -6,19 +6,18 @@ import numpy as np
 
 from lowshard.errors import VerificationError
 from lowshard.kernels.buffer import Array, address
-from lowshard.kernels.change_boxes import BoxUnits
+from lowshard.kernels.change_boxes import BoxUnits, ScratchBuffer
 from lowshard.kernels.change_encoding import STEP_BYTES, Changes
-from lowshard.kernels.change_search import ScratchBuffer
 from lowshard.kernels.cpu import cpu_changes as cpu
 from lowshard.kernels.cpu.memory_steps import CACHE_LINE_BYTES
 
 
 class CompiledSearch:
-    """Searches in host memory, at the speed of reading it."""
+    """Searches host memory, at the speed of reading it."""
 
     @staticmethod
     def takes(boxes: BoxUnits) -> bool:
-        """Say whether there are kernels: for elements of a register's sizes, and for blocks of cache lines."""
+        """Return whether there are kernels for these units: elements of 1 to 8 bytes, or blocks of cache lines."""
         by_line = boxes.block_elems == 1 or boxes.unit_bytes % CACHE_LINE_BYTES == 0
         return by_line and boxes.itemsize in cpu.WIDTHS
 

@@ -1,4 +1,4 @@
-"""What differs between two arrays, found in one pass at the speed of reading both, and written into a third."""
+"""Differences of two arrays, found in one pass at the speed of reading both, and applied to a third."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ STATE_ELEMS = 10
 WIDTHS = (1, 2, 4, 8)
 """Bytes of the elements that are compared."""
 STEP_WIDTHS = (2, 4)
-"""Those of elements that are told by steps as well."""
+"""Bytes of the elements that may be encoded as steps."""
 
 _ROW_BYTES, _AHEAD_BYTES = 64 << 10, 4 << 10
 """Of rows up to so long, lines are asked for so far ahead: the machine itself asks for what follows in a row alone."""

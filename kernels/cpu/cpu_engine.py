@@ -14,6 +14,13 @@ from lowshard.compiled.cache import level_made_for
 from lowshard.kernels import reference, unit_weights
 from lowshard.kernels.buffer import STREAM_FROM_BYTES, Array, address, dtype_name
 from lowshard.kernels.cpu import copy, cpu_cast, dequantize, quantize  # noqa: F401  their overloads
+from lowshard.kernels.cpu.bit_digest import (
+    LANES,
+    SCRATCH_ELEMS,
+    bit_digest_kernel,
+    edge_masks,
+    padded_weights,
+)
 from lowshard.kernels.cpu.cpu_optimizer import adamw_kernel, sgd_kernel
 from lowshard.kernels.cpu.drive import SCRATCH_BYTES, compiled
 from lowshard.kernels.cpu.gather import (
@@ -27,13 +34,6 @@ from lowshard.kernels.cpu.gather import (
 from lowshard.kernels.cpu.scalar import DTYPE_CODES
 from lowshard.kernels.cpu.scales import swizzle_kernel
 from lowshard.kernels.cpu.total import sum_kernel
-from lowshard.kernels.cpu.weigh import (
-    LANES,
-    SCRATCH_ELEMS,
-    edge_masks,
-    padded_weights,
-    weigh_kernel,
-)
 from lowshard.kernels.mxfp8_tensor import TILE_ROWS, swizzled_bytes
 from lowshard.kernels.plain import PlainEngine
 from lowshard.kernels.reference import BLOCK_ELEMS, Elem, Mode
@@ -98,7 +98,7 @@ class NumbaEngine:
     def rows_copier(
         self, src: Array, dst: Array, runs: RunTable, streaming: bool, fetching: bool = False
     ) -> Callable[[], None]:
-        """Return what copies every run by itself; no scratch memory is needed, so any thread may call it."""
+        """Return a function that copies every run separately; it needs no scratch, so any thread may call it."""
         first, second = runs.src_itemsize, _STREAMED_ROW_BYTES
         fetching = fetching and not streaming
         if fetching and _is_short(runs) and runs.dst_is_gapless:
@@ -199,17 +199,19 @@ class NumbaEngine:
         """Run one step of SGD in one pass."""
         sgd_kernel(mode)(param, grad, buffer, np.array(scalars, np.float32))
 
-    def weigh(self, src: Array, runs: RunTable, first: int = 0) -> npt.NDArray[np.uint32]:
+    def bit_digest(self, src: Array, runs: RunTable, first: int = 0) -> npt.NDArray[np.uint32]:
         """Return the weighted sums of a source's bits."""
         width, begin = unit_weights.unit_bytes(runs.src_itemsize), address(src)
         if not runs.boxes or begin % width or runs.src_divisor_bytes % width:
-            return PlainEngine().weigh(src, runs, first)
+            return PlainEngine().bit_digest(src, runs, first)
         units = runs.src_itemsize // width
         lead = units * (first + int(runs.columns[DST_OFFSET, 0]))
         lead -= (begin + int(runs.columns[SRC_OFFSET, 0])) // width
         weights, masks = padded_weights(width, lead % 64), edge_masks()
         scratch = np.zeros(SCRATCH_ELEMS, np.uint32)
-        weigh_kernel(width)(runs.columns, begin, first, units, weights[1], address(masks), address(scratch))
+        bit_digest_kernel(width)(
+            runs.columns, begin, first, units, weights[1], address(masks), address(scratch)
+        )
         sums: npt.NDArray[np.uint32] = scratch[: SUMS * LANES].reshape(SUMS, LANES).sum(1, dtype=np.uint32)
         return sums
 

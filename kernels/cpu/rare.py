@@ -1,4 +1,4 @@
-"""Blocks that the vector code leaves alone: Inf and NaN, and scales so low that subnormals can be seen."""
+"""Blocks that the vector code skips: Inf and NaN, and scales so low that subnormals matter."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""What differs between arrays on a GPU, found and written there; the host has the places, which it counts in runs.
+"""Differences of arrays on a GPU, found and applied there; positions are encoded on the host.
 
-An array is read once, an element that differs is written once, and beside two bytes for every sixteen nothing of the
-array's size is made.
+An array is read once, an element that differs is written once, and the temporary memory is an eighth of the array.
 """
 
 from __future__ import annotations
@@ -12,9 +11,8 @@ from typing import Any
 import numpy as np
 
 from lowshard.kernels.buffer import Array
-from lowshard.kernels.change_boxes import BoxUnits
+from lowshard.kernels.change_boxes import BoxUnits, ScratchBuffer
 from lowshard.kernels.change_encoding import Changes, encode, values_of
-from lowshard.kernels.change_search import ScratchBuffer
 from lowshard.kernels.cuda.cuda_engine import CudaEngine, device_engine
 from lowshard.kernels.runs import RunTable
 
@@ -23,7 +21,7 @@ _BITS = (
     .reshape(-1, 16)
     .sum(axis=1, dtype=np.uint8)
 )
-"""How many bits of a uint16 are set."""
+"""Number of set bits of each uint16."""
 
 
 class DeviceSearch:
@@ -31,7 +29,7 @@ class DeviceSearch:
 
     Args:
         engine: of the GPU.
-        xp: CuPy, or what stands in for it.
+        xp: CuPy, or a stand-in.
     """
 
     def __init__(self, engine: CudaEngine, xp: Any) -> None:
@@ -41,7 +39,7 @@ class DeviceSearch:
     def find(
         self, boxes: BoxUnits, new: Array, old: Array, scratch: ScratchBuffer, may_stop: bool, may_step: bool
     ) -> Changes:
-        """Compare elements; of blocks those differ that have one which does. There are no steps."""
+        """Compare elements; a block differs if any of its elements does. There are no steps."""
         by_block = boxes.block_elems > 1
         most = 7 * boxes.elems // 8 if may_stop and not by_block else boxes.elems
         changed, places = self._differing(
@@ -54,7 +52,7 @@ class DeviceSearch:
         return encode(self._gathered(new, places, boxes.table(new, new)), places, changed)
 
     def write(self, boxes: BoxUnits, array: Array, changes: Changes) -> None:
-        """Write units where the text says; the host reads the places."""
+        """Write the changed units; their positions are decoded on the host."""
         table = boxes.table(array, array)
         places = self._xp.asarray(boxes.places(changes, boxes.unit_bytes))
         if changes.steps_bytes:
@@ -95,7 +93,7 @@ class DeviceSearch:
 
 @cache
 def device_search(device_id: int) -> DeviceSearch:
-    """Return what searches on a GPU."""
+    """Return the search of a GPU."""
     import cupy
 
     return DeviceSearch(device_engine(device_id), cupy)

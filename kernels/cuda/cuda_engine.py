@@ -41,7 +41,7 @@ _SWIZZLE_TILES = 8  # of a CTA's turn
 
 
 class Launcher(Protocol):
-    """What the engine needs from a GPU, or from what stands in for it."""
+    """What the engine needs of a GPU, or of a stand-in."""
 
     multiprocessors: int
 
@@ -249,11 +249,11 @@ class CudaEngine:
         self._launch(f"differ_{unit_bytes}", table.units, THREADS, 8, args)
 
     def gather(self, array: Array, packed: Array, places: Array, runs: RunTable) -> None:
-        """Copy items of an array's runs, by number, one behind the other."""
+        """Copy items of an array's runs, by number, into a packed buffer."""
         self._move_listed("gather", array, packed, places, runs)
 
     def scatter(self, array: Array, packed: Array, places: Array, runs: RunTable) -> None:
-        """Copy items that lie one behind the other to their places in an array's runs: as `gather`, back."""
+        """Copy items of a packed buffer into an array's runs: the reverse of `gather`."""
         self._move_listed("scatter", array, packed, places, runs)
 
     def _move_listed(self, name: str, array: Array, packed: Array, places: Array, runs: RunTable) -> None:
@@ -333,13 +333,13 @@ class CudaEngine:
         return found
 
     def _source_table(self, bases: list[int], kinds: list[int]) -> Array | None:
-        """Return address and kind of each source in turns, on the device."""
+        """Return the address and kind of each source, interleaved, on the device."""
         if not bases:
             return None
         return self._words_on_device([word for pair in zip(bases, kinds, strict=True) for word in pair])
 
     def _words_on_device(self, words: Sequence[int]) -> Array:
-        """Return a table of sources on the device; kept for later calls."""
+        """Return a table of sources on the device; cached."""
         key = (self._launcher.current_stream, *words)
         with self._lock:
             found = self._sources.get(key)
@@ -352,7 +352,7 @@ class CudaEngine:
         return found
 
     def _launch(self, kernel: str, units: int, each: int, resident: int, args: tuple[int, ...]) -> None:
-        """Start the CTAs that the units need, `each` a turn, but no more than a GPU holds: kernels loop."""
+        """Start the CTAs that the units need, `each` a CTA, but no more than a GPU holds: kernels loop."""
         ctas = min(-(-units // each), self._launcher.multiprocessors * resident)
         self._launcher.launch(kernel, ctas, THREADS, args)
 
@@ -366,7 +366,7 @@ def device_engine(device_id: int) -> CudaEngine:
 
 
 def _first_offsets(runs: RunTable) -> list[int]:
-    """Return where the first run begins, in bytes: in the source, in the target."""
+    """Return the byte offsets of the first run in source and target."""
     key = "first offsets"
     found: list[int] | None = runs.derived.get(key)
     if found is None:

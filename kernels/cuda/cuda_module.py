@@ -1,4 +1,4 @@
-"""The CUDA sources, and CuPy as what compiles and starts them."""
+"""The CUDA sources, compiled and launched by CuPy."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _INCLUDE = re.compile(r'^#include "([a-z0-9_]+\.cuh)"$', re.MULTILINE)
 
 @cache
 def source(name: str) -> str:
-    """Return a .cu file as one text, our own includes put in, each once: RawModule takes no folders."""
+    """Return a .cu file as one text with our own includes inlined once each: RawModule takes no folders."""
     seen: set[str] = set()
 
     def read(file: str) -> str:
@@ -56,7 +56,7 @@ def source(name: str) -> str:
 
 
 def program_of(kernel: str) -> tuple[str, tuple[str, ...]]:
-    """Return the file of a kernel, and the options that it is compiled with: of a fold, for its dtype alone."""
+    """Return the file of a kernel and its compile options; a fold is compiled for its dtype alone."""
     words = kernel.split("_")
     only = (f"-DONLY={words[1]}",) if words[0] == "fold" else ()
     return _FILE_OF[words[0]], COMPILER_OPTIONS + only
@@ -85,7 +85,7 @@ class CuPyLauncher:
 
     @property
     def current_stream(self) -> Hashable:
-        """What tells the current stream of this GPU from others: its address, and the thread where it is a thread's."""
+        """Return a key of this GPU's current stream: its address, and the thread for a per-thread stream."""
         at = int(self._cupy.cuda.get_current_stream(self._device.id).ptr)
         return (at, threading.get_ident()) if at == _PER_THREAD else at
 

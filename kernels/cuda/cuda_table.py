@@ -14,7 +14,7 @@ import numpy.typing as npt
 from lowshard.kernels.runs import DST_OFFSET, FIRST_DIM, RUN, SRC_OFFSET, RunTable
 
 MAX_BOX_UNITS = 1 << 30
-"""Most units of a box; a larger one is cut in halves. Its divisions have 31 bits."""
+"""Most units of a box; a larger one is halved. Its divisions have 31 bits."""
 
 _FEW_BOXES = 4  # in a stretch of the map; more take more steps of a search
 _LEAST_SHIFT, _MOST_SHIFT = 3, 16
@@ -23,7 +23,7 @@ _SMALL_MAP = 1 << 16  # entries that need no excuse
 
 @dataclass(frozen=True, eq=False)
 class UnitTable:
-    """A run table cut in units."""
+    """A run table split into units."""
 
     words: npt.NDArray[np.int64]
     boxes: int
@@ -33,13 +33,13 @@ class UnitTable:
 
 
 def unit_table(runs: RunTable, unit_items: int, bytes_as_items: bool = False) -> UnitTable:
-    """Return a run table with its runs cut in units of `unit_items`; the last unit of a run may hold fewer."""
+    """Return a run table with its runs split into units of `unit_items`; the last unit of a run may hold fewer."""
     item_bytes = (1, 1) if bytes_as_items else (runs.src_itemsize, runs.dst_itemsize)
     columns = runs.columns
     if bytes_as_items:
         columns = columns.copy()
         columns[RUN] *= runs.src_itemsize
-    columns = _cut(columns, unit_items, item_bytes)
+    columns = _split(columns, unit_items, item_bytes)
     boxes, dims = columns.shape[1], (columns.shape[0] - FIRST_DIM) // 3
     run_units = -(-columns[RUN] // unit_items)
     units = run_units.copy()
@@ -101,7 +101,7 @@ def _map(starts: npt.NDArray[np.int64]) -> tuple[int, npt.NDArray[np.int64]]:
     return shift, np.append(np.searchsorted(starts, marks, side="right") - 1, boxes - 1)
 
 
-def _cut(
+def _split(
     columns: npt.NDArray[np.int64], unit_items: int, item_bytes: tuple[int, int]
 ) -> npt.NDArray[np.int64]:
     """Halve boxes along their outermost dim, then along the run, until their units fit in 31 bits."""

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from lowshard import owned
+from lowshard import private_dir
 
 _LOCK_WAIT_S = 120.0
 _DIGEST_BYTES = 32
@@ -46,7 +46,7 @@ class ObjectStore:
         """Return a function's code, None where there is none that may be used."""
         try:
             with self._opened() as inside:
-                content = owned.read_file(f"{name}.o", inside)
+                content = private_dir.read_file(f"{name}.o", inside)
         except OSError:
             return None
         return unsealed(self.key, name, content)
@@ -55,7 +55,7 @@ class ObjectStore:
         """Keep a function's code, and say whether that was possible; why it was not is said once, on stderr."""
         try:
             with self._opened(make=True) as inside:
-                owned.write_file(f"{name}.o", inside, _digest(self.key, name, code) + code)
+                private_dir.write_file(f"{name}.o", inside, _digest(self.key, name, code) + code)
         except OSError as error:
             self._say(error)
             return False
@@ -98,9 +98,9 @@ class ObjectStore:
         """Open the machine's folder."""
         if make:
             self.folder.parent.mkdir(parents=True, exist_ok=True)
-        outer = owned.open_folder(self.folder, make=make)
+        outer = private_dir.open_folder(self.folder, make=make)
         try:
-            inner = owned.open_folder(self.key, outer, make=make)
+            inner = private_dir.open_folder(self.key, outer, make=make)
         finally:
             os.close(outer)
         try:

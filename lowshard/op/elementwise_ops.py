@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from lowshard import dtypes
+from lowshard.erf import erf
 from lowshard.op.op_part import Part
 from lowshard.op.op_registry import Array, converted, in_accumulator, kernel
-from lowshard.special import erf
 
 _INV_SQRT2 = math.sqrt(0.5)
 

@@ -246,7 +246,7 @@ class Reshard:
         self._just_made = False
         if self.side.quantised:
             self.side.refresh()
-            mover.forget_sources()
+            mover.drop_sources()
         mover.run(version)
         if conversion is not None and errors.error is None:
             errors.collect_error(conversion.transform.end)

@@ -22,8 +22,8 @@ from lowshard.comm.agreement import agree, trade
 from lowshard.comm.communicator import Communicator
 from lowshard.errors import CommError
 from lowshard.kernels.buffer import address, address_range
+from lowshard.kernels.change_boxes import ScratchBuffer
 from lowshard.kernels.change_encoding import Changes, values_of
-from lowshard.kernels.change_search import ScratchBuffer
 from lowshard.kernels.changes import ChangeBoxes
 from lowshard.reshard.reshard_run import RefitCost, Report, Reshard
 from lowshard.transfer.changed_blocks import store_changed_blocks

@@ -18,8 +18,8 @@ from lowshard.box import Box, is_within
 from lowshard.checkpoint.crc import crc32
 from lowshard.comm.door import Door, Guest
 from lowshard.errors import KernelError
+from lowshard.kernels.change_boxes import ScratchBuffer
 from lowshard.kernels.change_encoding import Changes
-from lowshard.kernels.change_search import ScratchBuffer
 from lowshard.kernels.changes import ChangeBoxes
 from lowshard.reshard.version_store import Memory, Place, VersionStore
 from lowshard.reshard.version_wire import (

@@ -13,8 +13,8 @@ import numpy as np
 from lowshard import dtypes, kernels
 from lowshard.box import Box
 from lowshard.kernels import MXFP8Tensor, reference
+from lowshard.kernels.change_boxes import ScratchBuffer
 from lowshard.kernels.change_encoding import values_of
-from lowshard.kernels.change_search import ScratchBuffer
 from lowshard.kernels.changes import ChangeBoxes
 from lowshard.kernels.plain import PlainEngine
 from lowshard.kernels.reference import Elem, Mode

@@ -1,12 +1,12 @@
-"""The one mover of boxes; "The mover of boxes" in ARCHITECTURE.md has the drawing.
+"""The mover of boxes; "The mover of boxes" in ARCHITECTURE.md has the drawing.
 
-What is moved is a list for each peer: a span of its memory, a span of ours, perhaps a transform. `Communicator.reach`
-says whose memory is in reach, and the way is chosen for each peer.
+For each peer there is a list of moves: a span of its memory, a span of this rank's, perhaps a transform.
+`Communicator.reach` says whose memory this rank can read, which decides how bytes move for each peer.
 
 - `spans`: strided boxes in memory, and the one call that copies many: here, or (`cross_memory`) out of the private
   memory of another process; `peer_write_kernel`: into it.
-- `rounds`: what is staged or sent, in rounds of bounded size; two halves, filled and taken in turn.
+- `rounds`: staged or sent data, in rounds of bounded size; two buffers, filled and read in turn.
 - `rank_schedule`, `exchange_runner`: the exchanges of one array, for `execute`.
-- `item`, `mover`, `buckets`: many arrays, made ready once and moved again and again, for resharding; `conversion`,
-  `transform_contract`: what they go through; `piece_checksum`: what they are checked by.
+- `item`, `mover`, `buckets`: many arrays, prepared once and moved again and again, for resharding; `conversion`,
+  `transform_contract`: their transforms; `piece_checksum`: their checksums.
 """

@@ -1,6 +1,6 @@
-"""How items travel: cut into pieces and put into buckets of bounded size.
+"""Splits items into pieces and packs them into buckets of bounded size.
 
-Both ends cut alike, from the items alone. A piece begins at a multiple of 16 bytes of its bucket.
+Both ends split alike, from the items alone. A piece begins at a multiple of 16 bytes of its bucket.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from lowshard.bounded import bounded_cache
 from lowshard.box import Box, full_box, row_major_parts, volume
 
 Item = Any
-"""What travels, whatever its owner knows it by; it is handed through."""
+"""An item of any kind; it is only passed through."""
 
 ALIGN_BYTES = 16
 
 
 class Piece(NamedTuple):
-    """A part of an item that lies in one bucket."""
+    """A part of an item in one bucket."""
 
     item: Item
     component: int
-    """Which array of a transformed item, or -1: the box itself, as it is."""
+    """Number of the converted array, or -1 for the unconverted box."""
     box: Box
-    """Within the item's box, or the range of bytes of the component."""
+    """Within the item's box, or a byte range of the component."""
     offset_bytes: int
     """In the bucket."""
     size_bytes: int
@@ -34,14 +34,14 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """What travels as one message."""
+    """The pieces of one message."""
 
     pieces: tuple[Piece, ...]
     size_bytes: int
 
 
 class Part(NamedTuple):
-    """What is cut into pieces: the box of an item, or some bytes of one of the arrays that travel for it."""
+    """What is split into pieces: the box of an item, or some bytes of one of its converted arrays."""
 
     item: Item
     component: int
@@ -78,14 +78,14 @@ def buckets_of(parts: Iterable[Sequence[Part]], limit_bytes: int) -> tuple[Bucke
 def bands_of(
     item: Item, shapes: Sequence[tuple[int, ...]], sizes: Sequence[int], limit_bytes: int
 ) -> list[list[Part]]:
-    """Return the parts of arrays that travel together: bands of the same rows of each, where they have as many."""
+    """Return the parts of arrays that are sent together: the same rows of each, if they have equally many."""
     rows = {shape[0] if shape else 0 for shape in shapes}
     count = rows.pop()
     if len(shapes) > 1 and not rows and count and all(sizes):
         row_bytes = [size // count for size in sizes]
         most = (limit_bytes - ALIGN_BYTES * len(sizes)) // sum(row_bytes)
         if most > 0:
-            most = -(-count // -(-count // most))  # as many rows each, and no small rest
+            most = -(-count // -(-count // most))  # equal bands
             return [
                 [Part(item, c, ((min(most, count - r)) * n,), 1, r * n) for c, n in enumerate(row_bytes)]
                 for r in range(0, count, most)
@@ -99,5 +99,5 @@ def _aligned(size_bytes: int) -> int:
 
 @bounded_cache(1 << 20)
 def split_box(extents: tuple[int, ...], limit_elems: int) -> tuple[Box, ...]:
-    """Return boxes that make up `[0, extent)` in each dim, in row-major order, none of more than so many elements."""
+    """Return row-major boxes that make up `[0, extent)` in each dim, each of at most so many elements."""
     return tuple(row_major_parts(full_box(extents), limit_elems)) if prod(extents) else ()

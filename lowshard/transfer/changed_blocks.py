@@ -1,4 +1,4 @@
-"""Blocks of a tensor that changed, given to the transform that stores it."""
+"""Passes changed blocks of a tensor to the transform that stores it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def store_changed_blocks(
 
 
 def _index(box: Box, block_elems: int, places: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], ...]:
-    """Return where blocks lie in the rank's array, a row of indices for each dim; the last counts blocks."""
+    """Return the positions of blocks in the rank's array, a row of indices for each dim; the last counts blocks."""
     extents = shape_of(box)
     index = np.unravel_index(places, (*extents[:-1], extents[-1] // block_elems))
     begins = [start for start, _ in box]

@@ -1,4 +1,4 @@
-"""What a transform makes of items on their way: asked for pieces of buckets, by the mover."""
+"""Applies a transform to the pieces of buckets, for the mover."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Key = tuple[int, Box, bool]
 
 
 class Conversion:
-    """One rank's transform at work."""
+    """One rank's transform, with the arrays that are partly sent or received."""
 
     def __init__(self, transform: ReshardTransform, xp: Any) -> None:
         self.transform, self._xp = transform, xp
@@ -34,12 +34,12 @@ class Conversion:
         self._half: dict[int, tuple[list[Array], list[Array], int]] = {}
 
     def expect(self, item: Item) -> None:
-        """Note that an item will be given: replicas of a destination get one preparation."""
+        """Count the uses of an item: replicas of a destination share one preparation."""
         key = _reuse_key(item)
         self._uses[key] = self._uses.get(key, 0) + 1
 
     def begin(self, keeps_prepared: bool) -> None:
-        """Begin a run; what was prepared to learn its form is of this run's content, or it is forgotten."""
+        """Begin a run; prepared arrays are kept only if they are of this run's content."""
         if not keeps_prepared:
             self._kept.clear()
             self._pending.clear()
@@ -49,14 +49,14 @@ class Conversion:
     # ---- what travels
 
     def sent_forms(self, item: Item) -> list[Format]:
-        """Return what travels of an item that this rank makes."""
+        """Return the formats of the arrays sent for an item."""
         known = self.transform.send_format(item.src_name, item.src_box, item.dtype)
         if known is None:
             known = [(dtypes.get(a.dtype).name, tuple(a.shape)) for a in self._prepared(item)]
         return known
 
     def got_forms(self, item: Item) -> list[Format]:
-        """Return what is to come for an item that this rank stores."""
+        """Return the formats of the arrays received for an item."""
         known = self.transform.recv_format(item.dst_name, item.dst_box, item.dtype)
         if known is None:
             rooms = self._rooms[item.number] = self._made_room(item)
@@ -66,7 +66,7 @@ class Conversion:
     # ---- giving
 
     def put(self, pieces: Sequence[Piece], slot: Array) -> None:
-        """Have the pieces of one item, which belong together, made in a bucket."""
+        """Write the pieces of one item into a bucket."""
         item: Item = pieces[0].item
         box = self._box_of(pieces, item.sent)
         if box is not None and self._serves_one(item):
@@ -85,7 +85,7 @@ class Conversion:
                 self._given(item)
 
     def _prepared(self, item: Item) -> list[Array]:
-        """Return what this rank sends for an item; made once for all who get the same."""
+        """Return the arrays sent for an item; made once for all receivers of the same."""
         key = _reuse_key(item)
         found = self._kept.get(key)
         if found is None:
@@ -106,13 +106,13 @@ class Conversion:
             self._pending.pop(key, None)
 
     def _serves_one(self, item: Item) -> bool:
-        """Say whether what the transform makes for an item serves nobody else."""
+        """Return whether only one item uses what the transform prepares."""
         return self._uses.get(_reuse_key(item), 1) == 1
 
     # ---- taking
 
     def get(self, pieces: Sequence[Piece], slot: Array) -> None:
-        """Give the transform what pieces that belong together have brought."""
+        """Give received pieces of one item to the transform."""
         item: Item = pieces[0].item
         box = self._box_of(pieces, item.got)
         if box is not None:
@@ -123,7 +123,7 @@ class Conversion:
             self._gather(item, piece, slot)
 
     def _gather(self, item: Item, piece: Piece, slot: Array) -> None:
-        """Copy a piece into the room that the transform has made; finish the item with its last piece."""
+        """Copy a piece into the transform's buffer; finish the item with its last piece."""
         held = self._half.get(item.number)
         if held is None:
             wanted = self._take_room(item)
@@ -151,7 +151,7 @@ class Conversion:
         return [view_of(a, item.dst_name) for a in made]
 
     def _finalize(self, item: Item, wanted: list[Array], came: list[Array]) -> None:
-        """Give the transform what came; where it wants another dtype than was sent, converted."""
+        """Give the received arrays to the transform, cast if it wants another dtype."""
         if len(wanted) != len(came):
             raise MismatchError(
                 f"{item.dst_name}: prepare_recv makes room for {len(wanted)} arrays, {len(came)} are sent for "
@@ -169,7 +169,7 @@ class Conversion:
     # ---- within this rank
 
     def copy(self, item: Item) -> None:
-        """Do an item that stays on this rank."""
+        """Copy an item within this rank."""
         values = item.source[slices_of(item.src_box)]
         if self._in_place and item.stores and self._serves_one(item):
             self.transform.recv_rows(item.dst_name, slices_of(item.dst_box), [values])
@@ -185,7 +185,7 @@ class Conversion:
         item.target[slices_of(item.dst_box)] = came[0].reshape(shape_of(item.dst_box))
 
     def _box_of(self, pieces: Sequence[Piece], forms: Sequence[Format]) -> Box | None:
-        """Return which part of an item's box pieces carry all of, or None: they go through arrays of their own."""
+        """Return the part of an item's box that pieces have all arrays of, or None."""
         if not self._in_place:
             return None
         first = pieces[0]
@@ -208,7 +208,7 @@ class Conversion:
 
 
 def together(pieces: Sequence[Piece]) -> list[list[Piece]]:
-    """Return pieces by what they may carry together: an array of an item, and those after it."""
+    """Group the pieces of one item that may belong together."""
     found: list[list[Piece]] = []
     for piece in pieces:
         last = found[-1][-1] if found else None
@@ -224,7 +224,7 @@ def together(pieces: Sequence[Piece]) -> list[list[Piece]]:
 
 
 def _byte_range(piece: Piece) -> tuple[int, int]:
-    """Return where a piece of a prepared array begins and ends; such arrays are contiguous, and so are pieces."""
+    """Return the byte range of a piece in a prepared, contiguous array."""
     if piece.component >= 0:
         return piece.box[0]
     at, stride = 0, dtypes.get(piece.item.dtype).itemsize_bytes
@@ -235,7 +235,7 @@ def _byte_range(piece: Piece) -> tuple[int, int]:
 
 
 def _views(pieces: Sequence[Piece], forms: Sequence[Format], box: Box, slot: Array) -> list[Array]:
-    """Return what pieces that carry a part of an item are in a bucket."""
+    """Return pieces in a bucket as arrays."""
     found = []
     for piece, (dtype, shape) in zip(pieces, forms, strict=True):
         extents = shape_of(box) if piece.component < 0 else (box[0][1] - box[0][0], *shape[1:])
@@ -245,10 +245,10 @@ def _views(pieces: Sequence[Piece], forms: Sequence[Format], box: Box, slot: Arr
 
 
 def _moved(box: Box, into: Box) -> Box:
-    """Return a box that is counted from the begin of another as one beside that."""
+    """Return a box relative to `into` as an absolute one."""
     return tuple((at + start, at + stop) for (start, stop), (at, _) in zip(box, into, strict=True))
 
 
 def _reuse_key(item: Item) -> Key:
-    """Return what is equal for items that carry the same."""
+    """Return a key that is equal for items that can share a preparation."""
     return item.array, item.src_box, bool(item.dst_box) and any(end % 32 for end in item.dst_box[-1])

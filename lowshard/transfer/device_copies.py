@@ -1,7 +1,7 @@
-"""Copies between host memory and arrays on GPUs, by way of page-locked slots (`comm.pinned`).
+"""Copies between host memory and arrays on GPUs, through page-locked buffers (`comm.pinned`).
 
-They are for memory that a GPU does not reach by itself: what comes over a connection, snapshots that other processes
-have mapped. Tested over streams and arrays that stand in for CuPy's; not run on a GPU.
+They are for memory that a GPU cannot read by itself: received bytes, and snapshots mapped from other processes. Tested
+with stand-ins for CuPy; not run on a GPU.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from lowshard.kernels.staging import assign, contiguous
 
 Array = Any
 Part = Callable[[np.ndarray], None]
-"""Is given the next bytes of an array, row-major: to fill them, or to read them."""
+"""Fills, or reads, the next bytes of an array, row-major."""
 
 
 class DeviceCopies:
-    """Copies to and from arrays on GPUs, on a stream of their own for each GPU, behind what `follow` was told of."""
+    """Copies to and from arrays on GPUs, on a stream of their own for each GPU."""
 
     def __init__(self, arrays: Iterable[Array], timeout_s: float) -> None:
         on_gpus = [array for array in arrays if is_gpu(array)]
@@ -39,7 +39,7 @@ class DeviceCopies:
                 self._gpus[device] = _Gpu(binding.of_device(device), device, timeout_s)
 
     def follow(self, stream: Stream = None) -> None:
-        """Have copies from now on come behind what has been put on a stream. The host waits for nothing."""
+        """Make later copies wait for what is queued on a stream. The host does not wait."""
         if stream is not None and not self._gpus:
             raise StreamError("stream= is for GPU arrays, and none of these lies on a GPU; leave it out")
         for gpu in self._gpus.values():
@@ -47,7 +47,7 @@ class DeviceCopies:
 
     @contextmanager
     def current(self, array: Array) -> Iterator[None]:
-        """Make the stream of copies current on the GPU of an array, so that kernels over it come in their order."""
+        """Make the copy stream current on an array's GPU, so that kernels on it run in order."""
         if not is_gpu(array):
             yield
             return
@@ -55,7 +55,7 @@ class DeviceCopies:
             yield
 
     def store(self, target: Array, fill: Part) -> None:
-        """Fill an array on a GPU. It returns when the last bytes have been given, and may still be under way."""
+        """Fill an array on a GPU. The last copy may still be running when it returns."""
         with self.current(target):
             whole = target if target.flags.c_contiguous else allocate(target.shape, target.dtype, target)
             self._gpus[target.device.id].run(whole, fill, stores=True)
@@ -63,26 +63,26 @@ class DeviceCopies:
                 assign(target, whole)
 
     def fetch(self, source: Array, take: Part) -> None:
-        """Have an array on a GPU read: `take` is given its bytes, once what was queued before has been done."""
+        """Read an array on a GPU: `take` receives its bytes, after what was queued before."""
         with self.current(source):
             whole = source if source.flags.c_contiguous else contiguous(source)
             self._gpus[source.device.id].run(whole, take, stores=False)
 
     def upload(self, values: np.ndarray, beside: Array) -> Array:
-        """Return a copy of host memory on the GPU of another array; as `store`, it may still be under way."""
+        """Return a copy of host memory on the GPU of another array; the copy may still be running."""
         with self.current(beside):
             made = allocate(values.shape, values.dtype, beside)
         self.store(made, filled_from(values))
         return made
 
     def wait(self) -> None:
-        """Wait until no copy is under way."""
+        """Wait until no copy is running."""
         for gpu in self._gpus.values():
             gpu.wait()
 
 
 class _Gpu:
-    """One GPU: the stream of copies, and slots that nobody uses now."""
+    """One GPU: its copy stream and unused page-locked buffers."""
 
     def __init__(self, binding: Binding, device: int, timeout_s: float) -> None:
         self._binding, self._device, self._timeout_s = binding, device, timeout_s
@@ -112,7 +112,7 @@ class _Gpu:
                 ) from error
 
     def run(self, array: Array, part: Part, stores: bool) -> None:
-        """Copy a contiguous array through slots that nobody else uses meanwhile."""
+        """Copy a contiguous array through page-locked buffers of its own."""
         with self._lock:
             slots = self._spare.pop() if self._spare else None
         if slots is None:
@@ -138,7 +138,7 @@ class _Gpu:
 
 
 def filled_from(values: np.ndarray) -> Part:
-    """Return what fills memory with an array's bytes, row-major, call after call."""
+    """Return a function that fills memory with an array's bytes, row-major, call after call."""
     raw, at = np.ascontiguousarray(values).reshape(-1).view(np.uint8), 0
 
     def fill(room: np.ndarray) -> None:
@@ -150,7 +150,7 @@ def filled_from(values: np.ndarray) -> Part:
 
 
 def read_into(raw: np.ndarray) -> Part:
-    """Return what reads memory into an array of bytes, call after call."""
+    """Return a function that reads memory into an array of bytes, call after call."""
     at = 0
 
     def take(room: np.ndarray) -> None:

@@ -1,8 +1,8 @@
 """Runs one exchange of boxes on a rank.
 
-Where ranks reach each other's memory a box goes from its source to its place in one pass. A source that peers cannot
-read is staged for them slab by slab, and what ranks out of reach take is packed and sent. So nothing is ever held
-beside source and result but a few slabs of bounded size. Terms are folded as they are taken.
+Where ranks can read each other's memory, a box is copied once, from source to destination. A source that peers cannot
+read is staged for them slab by slab, and boxes for other ranks are packed and sent, so that only a few slabs of bounded
+size are needed beside source and result. Terms are folded as they arrive.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ Array = Any
 SEND_FROM_BYTES = 32 << 20
 """Arrays above this are packed and sent in several rounds, each of about so many bytes."""
 STAGE_BYTES = 8 << 20
-"""The same for what is staged for peers: two slabs of this, taken in turn."""
+"""The same for arrays staged for peers: two slabs of this size, used in turn."""
 READ_FROM_BYTES = 64 << 10
-"""Smaller arrays are packed and sent: one meeting of the ranks where reading takes two."""
+"""Smaller arrays are packed and sent: that takes one synchronisation of the ranks, reading takes two."""
 
-_KERNEL_FROM_BYTES = 16 << 10  # below, NumPy's own copy is over before a kernel is called
+_KERNEL_FROM_BYTES = 16 << 10  # below, NumPy's copy is faster than calling a kernel
 _MAPPED, _OPEN, _STAGED = 1, 2, 3
-"""How peers get at a rank's array: by loads; by a system call; in its stage. With it goes the length of a half."""
+"""How peers read a rank's array: by loads; by a system call; in its stage. Sent with the length of a buffer."""
 _NOTES = 4
 
 
 def reads_peers(program: Program) -> bool:
-    """Say whether an exchange goes by memory where it can; the same on all ranks."""
+    """Return whether an exchange reads peers' memory where it can; the same on all ranks."""
     return program.shares_nodes and program.largest_bytes >= READ_FROM_BYTES
 
 
@@ -107,11 +107,11 @@ def _by_memory(program: Program, local: Array | None, out: Array | None, comm: C
             job.carry(number, None if stage is None else stage[(number & 1) * half :])
         job.take(number)
 
-    if of == 1:  # it is filled, and all have met
+    if of == 1:  # filled and synchronised already
         take(0)
     else:
         run_rounds(range(of), fill, meet, take, ahead=False)
-    reach.barrier()  # nobody writes to what was published before all have read it
+    reach.barrier()  # published arrays stay until all have read them
     if job.error is not None:
         raise job.error
 
@@ -134,7 +134,7 @@ class _Run:
         return self._program.round(number, self._of, self._way)
 
     def carry(self, number: int, stage: Array | None) -> None:
-        """Move what ranks out of reach take in a round, packed in a stage."""
+        """Exchange messages with the ranks that cannot read each other's memory."""
         receives, sends, dtype = self.round(number).receives, self.round(number).sends, self._program.dtype
         if self.received is None or self.received.size < receives.elems:
             self.received = np.empty(receives.elems, dtype)
@@ -142,7 +142,7 @@ class _Run:
         self._comm.carry(send, sends.counts, sends.displs, self.received, receives.counts, receives.displs)
 
     def take(self, number: int, received_is_placed: bool = False) -> None:
-        """Put the boxes of a round in their places."""
+        """Copy the boxes of a round into the result."""
         program, out = self._program, self._out
         if out is None or program.fill_op is not None:
             return
@@ -166,12 +166,12 @@ class _Run:
             if source.got < 0 or not received_is_placed:
                 groups.setdefault(-1 if source.got >= 0 else source.rank, []).append(chunk)
         me, size = program.rank, program.size
-        # Each begins with another, so that no memory is asked by all at once.
+        # Each rank begins with another one, so that not all read the same memory at once.
         for rank in sorted(groups, key=lambda rank: (rank - me) % size):
             self._place(number, rank, groups[rank])
 
     def _term(self, source: Source, number: int) -> tuple[Array, Index | int]:
-        """Return an array of this process that has a source, and its slices of it, or its first element."""
+        """Return a source's array in this process, and its slices of it or its first element."""
         program = self._program
         if source.rank == program.rank:
             return self._local, source.index
@@ -183,7 +183,7 @@ class _Run:
         return view[(number & 1) * half :], source.start
 
     def _seen(self, rank: int) -> tuple[Array, int | None]:
-        """Return what a peer has published as this process sees it, and the length of a half where it is a stage."""
+        """Return a peer's published array, and the length of a buffer if it is a stage."""
         assert self.published is not None
         half, note = divmod(self.published.notes[rank], _NOTES)
         view = self.published.view(rank)
@@ -191,7 +191,7 @@ class _Run:
         return view.view(self._program.dtype), half if note == _STAGED else None
 
     def _place(self, number: int, rank: int, chunks: Sequence[Chunk]) -> None:
-        """Put the boxes of one source in their places: a rank's, or -1 for what was received."""
+        """Copy the boxes of one source: a rank's array, or the receive buffer (-1)."""
         program, out = self._program, self._out
         assert out is not None
         if rank >= 0 and rank != program.rank:
@@ -215,13 +215,13 @@ class _Run:
         copies = self._copies(number, rank, chunks, program.near_shapes[rank])
         try:
             copies.read_across(rank, self._comm.reach.pid(rank), self.published.address(rank), self._out)
-        except LowshardError as error:  # the others wait for this rank
+        except LowshardError as error:  # raised later: the others wait for this rank
             self.error = self.error or error
 
     def _copies(
         self, number: int, rank: int, chunks: Sequence[Chunk], shape: tuple[int, ...] | None
     ) -> BoxCopy:
-        """Return what copies boxes of one source, kept; `shape` is that of its array, None where they are packed."""
+        """Return the cached copies of one source's boxes; `shape` is that of its array, None if they are packed."""
         program, out = self._program, self._out
         key = (number, self._of, self._way, rank, shape is None)
         found: BoxCopy | None = program.kept.get(key)
@@ -240,7 +240,7 @@ class _Run:
 
 
 def pack_stage(program: Program, stage: Stage, key: tuple[int, int, str], local: Array, into: Array) -> None:
-    """Pack what this rank gives in a round."""
+    """Pack what this rank sends in a round."""
     small = not is_gpu(local) and stage.elems * local.itemsize < _KERNEL_FROM_BYTES
     if small or not local.flags.c_contiguous:
         for part in stage.laid:
@@ -286,7 +286,7 @@ def _by_messages(program: Program, local: Array | None, out: Array | None, comm:
 
 
 def _direct(program: Program, of: int) -> tuple[list[int] | None, list[int] | None]:
-    """Return where in its flat array a rank's messages begin, and where in its flat result those to it; kept."""
+    """Return where in its flat array a rank's messages begin, and where in its flat result those to it; cached."""
     if of > 1:
         return None, None
     found: tuple[list[int] | None, list[int] | None] | None = program.kept.get("direct")
@@ -311,7 +311,7 @@ def _run_of(index: Index, shape: tuple[int, ...]) -> int | None:
 
 
 def _dtype_of(program: Program, local: Array | None, out: Array | None) -> Any:
-    """Return the dtype that buffers have in memory, also where this rank has none."""
+    """Return the dtype of buffers, also if this rank has none."""
     if local is not None:
         return local.dtype
     return program.dtype if out is None else out.dtype

@@ -1,7 +1,7 @@
-"""Memory that exists already, put into huge pages: madvise(2), MADV_COLLAPSE of Linux 6.1.
+"""Puts existing memory into huge pages: madvise(2), MADV_COLLAPSE of Linux 6.1.
 
-The kernel looks up every page of another process's memory that it copies. Pages of 4 KB take twice as long as huge
-ones, and NumPy asks for huge ones from 4 MiB an array on only. Addresses and content stay, whoever uses them meanwhile.
+The kernel looks up every page of another process's memory that it copies: 4 KB pages take twice as long as huge ones,
+and NumPy asks for huge ones only from 4 MiB an array on. Addresses and content stay, also while the memory is used.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from lowshard.settings import HUGE_PAGES
 _SETTINGS = Path("/sys/kernel/mm/transparent_hugepage")
 _MADV_COLLAPSE = 25
 _LEAST_SHARE = 0.9
-"""Of a huge page, the share that has to be used: the rest would be filled with zeros."""
+"""Least used share of a huge page: the rest would be filled with zeros."""
 
 
 def settle(arrays: Iterable[Array]) -> int:
-    """Put arrays of the host into huge pages that they fill, alone or together; return the bytes of these."""
+    """Put host arrays into huge pages that they fill, alone or together; return the bytes of these."""
     page_bytes = _huge_page_bytes()
     if not page_bytes or HUGE_PAGES.choice() == "off":
         return 0

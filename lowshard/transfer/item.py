@@ -1,4 +1,4 @@
-"""What a mover of many arrays moves: items, each a box that one rank gives another, or keeps."""
+"""The items that a mover moves: each a box that one rank sends to another, or copies locally."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from lowshard.transfer.spans import Span, span_of
 
 Array = Any
 Format = tuple[str, tuple[int, ...]]
-"""Dtype and shape of an array that travels."""
+"""Dtype and shape of an array that is sent."""
 
 
 @dataclass(eq=False, slots=True)
 class Item:
-    """One box that one rank gives another, or itself, as one of the two knows it."""
+    """One box that one rank sends to another or itself, as one of the two sees it."""
 
-    number: int  # the same on both sides
+    number: int  # equal on both sides
     name: str
-    src_box: Box  # in the giver's array
-    dst_box: Box  # in the taker's array
+    src_box: Box  # in the sender's array
+    dst_box: Box  # in the receiver's array
     dtype: str
-    source: Array = None  # the giver's array; None on the other side
-    target: Array = None  # the taker's array; None on the other side, or where a transform stores what comes
+    source: Array = None  # the sender's array; None on the other side
+    target: Array = None  # the receiver's array; None on the other side, or if a transform stores it
     src_name: str = ""
     dst_name: str = ""
-    makes: bool = False  # whether this rank's transform makes what travels
-    stores: bool = False  # whether it stores what comes
-    is_plain: bool = False  # whether the transform lets the box travel as it is
-    is_forwarded: bool = False  # whether the giver has got it itself, in this run
-    turn: int = 0  # items of a later turn are given when those of the earlier ones have come
-    array: int = 0  # which of the giver's published arrays has it
-    remote_span: Span | None = None  # where it lies in that; None where it is not to be read in place
-    sent: tuple[Format, ...] = ()  # what travels, as the giver says; empty where that is not known here
-    got: tuple[Format, ...] = ()  # what travels, as the taker says
+    makes: bool = False  # whether this rank's transform converts it before it is sent
+    stores: bool = False  # whether this rank's transform stores it
+    is_plain: bool = False  # whether the transform sends the box unconverted
+    is_forwarded: bool = False  # whether the sender received it in this run
+    turn: int = 0  # items of a later turn are sent when those of earlier ones have arrived
+    array: int = 0  # the tensor's number
+    remote_span: Span | None = None  # its span in the sender's array; None if it must not be read in place
+    sent: tuple[Format, ...] = ()  # formats by the sender; empty if unknown here
+    got: tuple[Format, ...] = ()  # formats by the receiver
 
     @property
     def is_converted(self) -> bool:
@@ -49,14 +49,14 @@ class Item:
         return prod(shape_of(self.src_box)) * dtypes.get(self.dtype).itemsize_bytes
 
     def source_span(self) -> Span:
-        """Return where the box lies in the giver's array, by address."""
+        """Return the box's span in the sender's array."""
         return span_of(self.source, self.src_box)
 
     def target_span(self) -> Span:
-        """Return where it goes in the taker's array, by address."""
+        """Return the box's span in the receiver's array."""
         return span_of(self.target, self.dst_box)
 
 
 def bytes_of(form: Format) -> int:
-    """Return the bytes of an array that travels."""
+    """Return the bytes of an array that is sent."""
     return prod(form[1]) * dtypes.get(form[0]).itemsize_bytes

@@ -1,8 +1,8 @@
-"""Moves items of many arrays, as often as asked: what is in reach is read where it lies, the rest goes in rounds.
+"""Moves items of many arrays repeatedly: readable sources are read in place, the rest is sent in rounds.
 
-In rounds each rank gives one bucket and takes one at a time. Ranks that give stand in one line, those that take in
-another, and in step k each gives to the place k after its own. So every rank is in one pair each way at a time, in as
-many steps as the longer line has places. A step takes as many rounds as its longest stream has buckets.
+In a round each rank sends one bucket and receives one. Senders and receivers are numbered; in step k, sender i sends to
+receiver i + k. So every rank is in at most one pair each way at a time, in as many steps as the longer list has ranks.
+A step takes as many rounds as its longest stream has buckets.
 """
 
 from __future__ import annotations
@@ -38,15 +38,14 @@ from lowshard.transfer.spans import (
 
 Array = Any
 Streams = Mapping[int, Sequence[Item]]
-"""Items by the other rank, in the order of the wire."""
+"""Items by peer, in the order they are sent."""
 
 CACHED_BYTES = 2 << 20
-"""Buckets that are taken where they were packed are no larger: they are still in the caches then, as those of the other
-ranks are, and what goes through memory is read once and written once, as by a copy. Smaller ones cost more meetings."""
+"""Most bytes of a bucket that peers read in place: it is still in cache then. Smaller ones need more rounds."""
 
 
 class Mover:
-    """Items made ready to be moved again and again: addresses looked up, buckets laid out, memory set aside."""
+    """Prepared items: addresses looked up, buckets laid out, memory allocated."""
 
     def __init__(
         self, comm: Communicator, sends: Streams, receives: Streams, copies: Sequence[Item],
@@ -54,7 +53,7 @@ class Mover:
         in_place: bool, checksums: bool, staging_bytes: int, like: Mover | None = None,
     ) -> None:  # fmt: skip
         self._comm, self._conversion, self._errors = comm, conversion, errors
-        self._checksums, self._keeps = checksums, copies
+        self._checksums, self._copies = checksums, copies
         self._near = frozenset(comm.reach.peers) if by_memory else frozenset((comm.rank,))
         self._near_bucket_bytes, self._far_bucket_bytes = bucket_sizes(comm, by_memory, staging_bytes)
         self._anchor = comm.xp.zeros(64, np.uint8)
@@ -69,9 +68,9 @@ class Mover:
         self._meets = False
         self._slots: dict[tuple[int, int], Array] = {}
         self.version = 0
-        given, taken = _items(sends), _items(receives)
-        self.sent_bytes = sum(_wire_bytes(i.sent) for i in given)
-        self.received_bytes = sum(_wire_bytes(i.got) for i in taken)
+        sent, received = _items(sends), _items(receives)
+        self.sent_bytes = sum(_wire_bytes(i.sent) for i in sent)
+        self.received_bytes = sum(_wire_bytes(i.got) for i in received)
         self.copied_bytes = sum(i.size_bytes for i in copies)
         self._near_sent = sum(_wire_bytes(i.sent) for r in sends if r in self._near for i in sends[r])
         self._near_received = sum(
@@ -79,31 +78,31 @@ class Mover:
         )
         shares = by_memory and len(set(comm.reach.homes)) < comm.size  # the same on all ranks
         if in_place and shares:
-            sends, receives = self._look(sends, receives, published)
-        self._lay_out(sends, receives, shares, like)
-        self.find_own()
+            sends, receives = self._find_readable(sends, receives, published)
+        self._schedule_rounds(sends, receives, shares, like)
+        self.find_local()
 
     @property
     def buckets(self) -> int:
-        """Buckets that this rank gives in a run."""
+        """Buckets that this rank sends in a run."""
         return sum(out is not None for out, _ in self._steps)
 
     @property
     def staging_bytes(self) -> int:
-        """Memory that is set aside for buckets."""
-        return sum(room.nbytes for room in (*self._out, *self._into))
+        """Bytes allocated for buckets."""
+        return sum(buffer.nbytes for buffer in (*self._out, *self._into))
 
     @property
     def reads_across(self) -> bool:
         """Whether this rank reads private memory of others."""
         return bool(self._across)
 
-    # ---- what is read where it lies
+    # ---- read in place
 
-    def _look(
+    def _find_readable(
         self, sends: Streams, receives: Streams, published: Sequence[Array | None]
     ) -> tuple[Streams, Streams]:
-        """Find what is read where it lies; return the rest."""
+        """Find the items to read in place; return the rest."""
         comm, reach = self._comm, self._comm.reach
         self._reads = True
         with comm.turn("a reshard"):
@@ -114,17 +113,13 @@ class Mover:
         for peer, items in receives.items():
             readable = self._readable(peer, items, seen) if peer in self._near and reach.crosses else {}
             for item in items:
-                remote_span = item.remote_span if peer in self._near and not item.is_converted else None
-                view = None if remote_span is None else seen.view(peer, item.array)
-                if remote_span is not None and view is not None:
-                    mapped.append((item, remote_span._replace(at=remote_span.at + address(view))))
-                elif (
-                    remote_span is not None
-                    and readable.get(item.array)
-                    and is_worth_it(remote_span, item.target_span())
-                ):
-                    at = remote_span.at + seen.address(peer, item.array)
-                    across.setdefault(peer, []).append((item, remote_span._replace(at=at)))
+                span = item.remote_span if peer in self._near and not item.is_converted else None
+                view = None if span is None else seen.view(peer, item.array)
+                if span is not None and view is not None:
+                    mapped.append((item, span._replace(at=span.at + address(view))))
+                elif span is not None and readable.get(item.array) and is_worth_it(span, item.target_span()):
+                    at = span.at + seen.address(peer, item.array)
+                    across.setdefault(peer, []).append((item, span._replace(at=at)))
                 else:
                     left.setdefault(peer, []).append(item)
         self._unsettled = [a for a in published if a is not None and a.nbytes and not reach.maps(a)]
@@ -133,29 +128,24 @@ class Mover:
         base = address(self._anchor)
         self._mapped = _copy_between(mapped, base, base)
         self._across = {peer: _copy_between(pairs, 0, base) for peer, pairs in across.items()}
-        return self._ask_which(sends, receives, left), left
+        return self._ask_receivers(sends, receives, left), left
 
     def _readable(self, peer: int, items: Sequence[Item], seen: Published) -> dict[int, bool]:
         """Return, by array, whether this process may read a peer's private arrays."""
         sizes: dict[int, int] = {}
         for item in items:
-            if (
-                item.remote_span is not None
-                and seen.view(peer, item.array) is None
-                and seen.address(peer, item.array)
-            ):
-                steps = zip(item.remote_span.extents, item.remote_span.strides, strict=True)
-                end = (
-                    item.remote_span.at + item.remote_span.itemsize + sum((n - 1) * step for n, step in steps)
-                )
+            span = item.remote_span
+            if span is not None and seen.view(peer, item.array) is None and seen.address(peer, item.array):
+                steps = zip(span.extents, span.strides, strict=True)
+                end = span.at + span.itemsize + sum((n - 1) * step for n, step in steps)
                 sizes[item.array] = max(sizes.get(item.array, 1), end)
         if not sizes:
             return {}
         stretches = [(seen.address(peer, array), size) for array, size in sizes.items()]
         return dict(zip(sizes, can_read(self._comm.reach.pid(peer), stretches), strict=True))
 
-    def _ask_which(self, sends: Streams, receives: Streams, left: Streams) -> dict[int, list[Item]]:
-        """Learn which of this rank's items the takers do not read for themselves."""
+    def _ask_receivers(self, sends: Streams, receives: Streams, left: Streams) -> dict[int, list[Item]]:
+        """Return this rank's items that receivers do not read themselves."""
         comm = self._comm
         ranks = range(comm.size)
         wanted = [np.zeros(len(receives.get(r, ())), np.uint8) for r in ranks]
@@ -173,7 +163,7 @@ class Mover:
         return found
 
     def _read(self) -> None:
-        """Read everything that was found."""
+        """Read all items that are read in place."""
         if self._mapped is not None:
             self._mapped.run(self._anchor, self._anchor)
         me, size = self._comm.rank, self._comm.size
@@ -181,27 +171,27 @@ class Mover:
             pid = self._comm.reach.pid(peer)
             self._errors.collect_error(self._across[peer].read_across, peer, pid, 0, self._anchor)
 
-    # ---- what goes in rounds
+    # ---- sent in rounds
 
-    def _lay_out(self, sends: Streams, receives: Streams, shares: bool, like: Mover | None) -> None:
-        """Decide which bucket goes in which round, and set memory aside."""
+    def _schedule_rounds(self, sends: Streams, receives: Streams, shares: bool, like: Mover | None) -> None:
+        """Assign buckets to rounds, and allocate memory."""
         comm = self._comm
-        out, come = self._buckets(sends, True), self._buckets(receives, False)
-        turns = 1 + max((turn for turn, _ in (*out, *come)), default=0)
-        said = np.array([bool(out), bool(come), turns], np.int64)
+        out, incoming = self._buckets(sends, True), self._buckets(receives, False)
+        turns = 1 + max((turn for turn, _ in (*out, *incoming)), default=0)
+        said = np.array([bool(out), bool(incoming), turns], np.int64)
         rows = share(comm.control, said)
-        givers, takers = ([r for r, row in enumerate(rows) if row[i]] for i in (0, 1))
-        steps = max(len(givers), len(takers))
+        senders, receivers = ([r for r, row in enumerate(rows) if row[i]] for i in (0, 1))
+        steps = max(len(senders), len(receivers))
         turns = max(int(row[2]) for row in rows)
         lengths = np.zeros(turns * steps, np.int64)
         to_by, source_by = {}, {}
         for (turn, peer), buckets in out.items():
-            place = turn * steps + (takers.index(peer) - givers.index(comm.rank)) % steps
+            place = turn * steps + (receivers.index(peer) - senders.index(comm.rank)) % steps
             to_by[place], lengths[place] = peer, len(buckets)
-        for (turn, peer), buckets in come.items():
-            place = turn * steps + (takers.index(comm.rank) - givers.index(peer)) % steps
+        for (turn, peer), buckets in incoming.items():
+            place = turn * steps + (receivers.index(comm.rank) - senders.index(peer)) % steps
             source_by[place], lengths[place] = peer, max(len(buckets), lengths[place])
-        if shares:  # peers that meet go through as many rounds
+        if shares:  # peers that synchronise run equally many rounds
             every = share(comm.control, lengths)
             lengths = np.max([every[peer] for peer in self._near], axis=0)
         self._steps: list[tuple[tuple[int, Bucket] | None, tuple[int, Bucket] | None]] = []
@@ -210,11 +200,11 @@ class Mover:
             first = len(self._steps)
             for place in range(turn * steps, (turn + 1) * steps):
                 to, source = to_by.get(place, -1), source_by.get(place, -1)
-                here, remote_span = out.get((turn, to), ()), come.get((turn, source), ())
+                sent, received = out.get((turn, to), ()), incoming.get((turn, source), ())
                 self._steps += [
                     (
-                        (to, here[i]) if i < len(here) else None,
-                        (source, remote_span[i]) if i < len(remote_span) else None,
+                        (to, sent[i]) if i < len(sent) else None,
+                        (source, received[i]) if i < len(received) else None,
                     )
                     for i in range(int(lengths[place]))
                 ]
@@ -223,31 +213,31 @@ class Mover:
         self._packers: dict[tuple[int, bool], tuple[BoxCopy | None, list[list[Piece]]]] = {}
 
     def _set_aside(self, like: Mover | None) -> None:
-        """Make, or take over, the halves that buckets go out of and those that messages come into."""
+        """Make, or share, the send and receive buffers."""
         comm = self._comm
         out_bytes = max((self._size(out[1]) for out, _ in self._steps if out is not None), default=0)
         into_bytes = max(
             (self._size(c[1]) for _, c in self._steps if c is not None and c[0] not in self._near), default=0
         )
         self._meets = len(self._near) > 1 and bool(self._steps)
-        fits = like is not None and like._has_room(out_bytes, into_bytes, self._meets)
+        fits = like is not None and like._fits(out_bytes, into_bytes, self._meets)
         if like is not None and all(row[0] for row in share(comm.control, np.array([fits], np.int64))):
             self._out, self._into, self._theirs = like._out, like._into, like._theirs
         else:
-            rooms = self._errors.collect_error(_rooms, comm, out_bytes, into_bytes)
+            buffers = self._errors.collect_error(_staging_buffers, comm, out_bytes, into_bytes)
             agree(comm, b"", self._errors.take(), "reshard")
-            self._out, self._into = rooms
+            self._out, self._into = buffers
             if self._meets:
                 with comm.turn("a reshard"):
                     self._theirs = comm.reach.publish(self._out or (None, None))
-        self._mail = RoundMessages(
+        self._round_messages = RoundMessages(
             comm, self._out, self._into,
-            [self._messages(out) for out, _ in self._steps], [self._messages(come) for _, come in self._steps],
+            [self._messages(out) for out, _ in self._steps], [self._messages(incoming) for _, incoming in self._steps],
         )  # fmt: skip
 
-    def _has_room(self, out_bytes: int, into_bytes: int, meets: bool) -> bool:
-        """Say whether its memory is enough for buckets of such sizes, and peers see it if they are to."""
-        out, into = (rooms[0].nbytes if rooms else 0 for rooms in (self._out, self._into))
+    def _fits(self, out_bytes: int, into_bytes: int, meets: bool) -> bool:
+        """Return whether its buffers are large enough, and visible to peers if needed."""
+        out, into = (buffers[0].nbytes if buffers else 0 for buffers in (self._out, self._into))
         return out >= out_bytes and into >= into_bytes and (self._theirs is not None or not meets)
 
     def _messages(self, step: tuple[int, Bucket] | None) -> list[Message]:
@@ -274,38 +264,38 @@ class Mover:
 
     # ---- moving
 
-    def find_own(self) -> None:
-        """Look up what stays on this rank, in parts that are small beside a meeting."""
-        plain = [i for i in self._keeps if not i.is_converted]
+    def find_local(self) -> None:
+        """Look up this rank's local copies, in parts that fit beside a round."""
+        plain = [i for i in self._copies if not i.is_converted]
         total = sum(i.size_bytes for i in plain)
         parts = (Part(i, -1, shape_of(i.src_box), dtypes.get(i.dtype).itemsize_bytes) for i in plain)
         base = address(self._anchor)
-        self._own: list[Callable[[], object]] = []
+        self._local: list[Callable[[], object]] = []
         for bucket in buckets_of(([part] for part in parts), CACHED_BYTES):
             sources = [inner_span(p.item.source_span(), p.box) for p in bucket.pieces]
             targets = [inner_span(p.item.target_span(), p.box) for p in bucket.pieces]
             copies = BoxCopy(sources, targets, base, base, result_bytes=total)
-            self._own.append(partial(copies.run, self._anchor, self._anchor))
+            self._local.append(partial(copies.run, self._anchor, self._anchor))
         collect_error, conversion = self._errors.collect_error, self._conversion
-        self._own += [
-            partial(collect_error, conversion.copy, i) for i in self._keeps if i.is_converted and conversion
+        self._local += [
+            partial(collect_error, conversion.copy, i) for i in self._copies if i.is_converted and conversion
         ]
 
-    def forget_sources(self) -> None:
-        """Look up anew what this rank gives: its arrays lie elsewhere."""
+    def drop_sources(self) -> None:
+        """Look up sources again, after their arrays changed."""
         self._packers = {key: found for key, found in self._packers.items() if not key[1]}
-        self.find_own()
+        self.find_local()
 
     def run(self, version: int) -> None:
-        """Move what the arrays hold now. In a turn of this thread; what goes wrong on this rank is kept."""
-        reach, messages = self._comm.reach, self._mail
+        """Move the arrays' present content; an error of this rank is kept in `errors`."""
+        reach, messages = self._comm.reach, self._round_messages
         self.version = version
         if self._has_run and self._unsettled:
-            settle(self._unsettled)  # what others read more than once they read faster out of huge pages
+            settle(self._unsettled)  # huge pages are read faster, which pays from the second run on
             self._unsettled = []
         self._has_run = True
         if self._reads:
-            reach.barrier()  # the sources of all peers are as they shall be
+            reach.barrier()  # all peers' sources are ready
             self._read()
         done = 0
 
@@ -328,21 +318,21 @@ class Mover:
                 slot = came[peer] if peer in came else self._slot_of(peer, number)
                 self._errors.collect_error(self._unpack, number, peer, bucket, slot)
 
-        def own(number: int) -> None:
+        def local(number: int) -> None:
             nonlocal done
-            until = len(self._own) * (number + 1) // len(self._steps)
-            for call in self._own[done:until]:
+            until = len(self._local) * (number + 1) // len(self._steps)
+            for call in self._local[done:until]:
                 call()
             done = until
 
-        for turn in self._turns:  # what is handed on has come before
-            run_rounds(turn, fill, meet, take, own)
-        for call in self._own[done:]:
+        for turn in self._turns:  # forwarded items have arrived in an earlier turn
+            run_rounds(turn, fill, meet, take, local)
+        for call in self._local[done:]:
             call()
         messages.finish()
 
     def count(self) -> None:
-        """Count what has moved by memory: messages are counted as they are sent."""
+        """Count bytes moved through memory; messages are counted when sent."""
         if len(self._near) > 1 or self._comm.size == 1:
             self._comm.traffic.add("reshard", self._near_sent, self._near_received, self._near_received)
 
@@ -366,11 +356,11 @@ class Mover:
         for pieces in rest:
             self._conversion.put(pieces, slot)  # type: ignore[union-attr]
         if self._checksums:
-            self._seal(bucket, slot)
+            self._add_checksums(bucket, slot)
 
     def _unpack(self, number: int, peer: int, bucket: Bucket, slot: Array) -> None:
         if self._checksums:
-            self._check_seal(peer, bucket, slot)
+            self._check_checksums(peer, bucket, slot)
         found = self._packers.get((number, False))
         if found is None:
             plain, rest = _sorted(bucket)
@@ -378,21 +368,21 @@ class Mover:
             copies = BoxCopy(_packed(spans, plain), spans, 0, address(self._anchor)) if plain else None
             found = self._packers[number, False] = copies, rest
         copies, rest = found
-        if copies is not None:  # past the caches: all buckets together do not stay in them, though one would
+        if copies is not None:  # bypass the caches: all buckets together do not fit
             copies.run(slot, self._anchor, True)
         for pieces in rest:
             self._conversion.get(pieces, slot)  # type: ignore[union-attr]
 
     # ---- checksums
 
-    def _seal(self, bucket: Bucket, slot: Array) -> None:
+    def _add_checksums(self, bucket: Bucket, slot: Array) -> None:
         at = -(-bucket.size_bytes // 8) * 8
         words = [self.version]
         words += [checksum(slot[p.offset_bytes : p.offset_bytes + p.size_bytes]) for p in bucket.pieces]
         sealed = np.array(words, np.uint64).view(np.uint8)
         slot[at : at + sealed.size] = self._comm.xp.asarray(sealed)
 
-    def _check_seal(self, peer: int, bucket: Bucket, slot: Array) -> None:
+    def _check_checksums(self, peer: int, bucket: Bucket, slot: Array) -> None:
         at, me = -(-bucket.size_bytes // 8) * 8, self._comm.rank
         raw = slot[at : at + 8 * (1 + len(bucket.pieces))]
         raw = raw if isinstance(raw, np.ndarray) else raw.get()
@@ -410,14 +400,14 @@ class Mover:
 
 
 def bucket_sizes(comm: Communicator, by_memory: bool, staging_bytes: int) -> tuple[int, int]:
-    """Return the most bytes of a bucket for peers in reach, and of one for others; equal on all ranks."""
+    """Return the most bytes of a bucket for readable peers, and of one for others; equal on all ranks."""
     alone = by_memory and comm.reach.whole
     far = max(256, staging_bytes // (2 if alone else 4) // 64 * 64)
     return min(max(256, CACHED_BYTES), far), far
 
 
-def _rooms(comm: Communicator, out_bytes: int, into_bytes: int) -> tuple[list[Array], list[Array]]:
-    """Return two halves to give out of, in memory that peers see, and two to receive into."""
+def _staging_buffers(comm: Communicator, out_bytes: int, into_bytes: int) -> tuple[list[Array], list[Array]]:
+    """Return two send buffers, visible to peers, and two receive buffers."""
     try:
         out = [comm.empty(out_bytes, "uint8") for _ in range(2)] if out_bytes else []
         into = [comm.xp.empty(into_bytes, np.uint8) for _ in range(2)] if into_bytes else []
@@ -443,7 +433,7 @@ def _copy_between(pairs: Sequence[tuple[Item, Span]], src_base: int, dst_base: i
 
 
 def _parts(items: Sequence[Item], sends: bool, limit_bytes: int) -> Iterator[Sequence[Part]]:
-    """Yield what travels for items; both sides must come to the same pieces, so all of it rests on formats."""
+    """Yield the parts of items; both sides get the same, from the formats alone."""
     for item in items:
         forms = item.sent if sends else item.got
         if len(forms) == 1 and bytes_of(forms[0]) == item.size_bytes:
@@ -455,7 +445,7 @@ def _parts(items: Sequence[Item], sends: bool, limit_bytes: int) -> Iterator[Seq
 
 
 def _sorted(bucket: Bucket) -> tuple[list[Piece], list[list[Piece]]]:
-    """Return the pieces that are copied as they are, and those that a transform makes or takes."""
+    """Return the pieces that are copied as they are, and groups of those that a transform converts."""
     plain = [p for p in bucket.pieces if not p.item.is_converted]
     return plain, together([p for p in bucket.pieces if p.item.is_converted])
 

@@ -1,7 +1,7 @@
-"""One rank's side of an exchange, worked out once: which boxes it fills from whom, and what it packs for others.
+"""One rank's side of an exchange, computed once: which boxes it receives, and what it packs for others.
 
-Boxes can be taken in rounds, each a slab of every box, so that what is packed on the way stays small. Peers, whose
-memory is in reach, and the ranks of other nodes are told apart here.
+An exchange can run in rounds, each a slab of every box, so that packed data stays small. Peers, whose memory this rank
+can read, and other ranks are treated separately.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ Index = tuple[slice, ...]
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a box of the result comes from."""
+    """The source of a box of the result."""
 
     rank: int
     index: Index  # slices that take it out of that rank's array
-    start: int  # its first element in what that rank stages in this round; -1 where it is no peer
-    got: int  # its first element in what this rank receives in this round; -1 where it is not received
+    start: int  # its first element in that rank's stage in this round; -1 if it is no peer
+    got: int  # its first element in the receive buffer of this round; -1 if it is not received
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A box of the result and what fills it: one source, or one for each term, in the order of the fold."""
+    """A box of the result and its sources: one, or one for each term, in the order of the fold."""
 
     index: Index
     shape: tuple[int, ...]
@@ -51,7 +51,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class StagedBox:
-    """A box that a rank lays out for others: where in its array, and where in a packed buffer."""
+    """A box that a rank packs for others: its slices of the array, and its position in the packed buffer."""
 
     index: Index
     shape: tuple[int, ...]
@@ -64,7 +64,7 @@ class StagedBox:
 
 
 class Stage(NamedTuple):
-    """All that one rank packs in a round, what its peers take first; a box that several want lies there once."""
+    """All that one rank packs in a round, first what its peers read; a box that several need is packed once."""
 
     laid: tuple[StagedBox, ...]
     elems: int
@@ -80,25 +80,24 @@ class Wire(NamedTuple):
 
 
 class Round(NamedTuple):
-    """What a rank does in one round."""
+    """One rank's part in one round."""
 
     chunks: tuple[Chunk, ...]
     stage: Stage
     sends: Wire
-    """What goes in messages, out of the stage."""
+    """Messages sent, out of the stage."""
     receives: Wire
 
 
 SENT, STAGED, IN_PLACE = "sent", "staged", "in place"
-"""How a rank gives: all of it in messages; its peers take it out of its stage; or out of its array. What ranks out of
-reach take is packed and sent in any case."""
+"""How a rank provides its array: in messages; in a stage that peers read; or in place. Other ranks get messages."""
 
 
 @dataclass(frozen=True)
 class Program:
     """One rank's side of one exchange."""
 
-    name: str  # what it is counted and told as
+    name: str  # for statistics and errors
     exchange: Exchange
     rank: int
     size: int
@@ -115,10 +114,10 @@ class Program:
     shares_nodes: bool  # whether any rank reaches another's memory; the same on all ranks
     leaves_nodes: bool  # whether any rank needs a byte of one that it does not reach; the same on all ranks
     serial: int = field(default_factory=count().__next__)
-    """A number of its own."""
+    """A unique number."""
     _rounds: dict[tuple[int, int, str], Round] = field(default_factory=dict, repr=False)
     kept: dict[Any, Any] = field(default_factory=dict, repr=False)
-    """What those who run it have made of it and use again, by their own keys."""
+    """Cache of `exchange_runner`."""
 
     def round(self, number: int, of: int, way: str) -> Round:
         """Return one of several rounds."""
@@ -129,7 +128,7 @@ class Program:
 
     @cached_property
     def text(self) -> str:
-        """What errors and the record of calls say of it."""
+        """Description in errors and in the record of calls."""
         return f"{self.name} {self.exchange.src} -> {self.exchange.dst}"
 
     @cached_property
@@ -141,12 +140,12 @@ class Program:
 
     @property
     def sends_near(self) -> bool:
-        """Whether a peer takes anything of this rank."""
+        """Whether a peer reads anything of this rank."""
         return bool(self._near_pieces)
 
     @cached_property
     def is_worth_reading(self) -> bool:
-        """Whether all that peers take of this rank's array is best read out of its private memory by system calls."""
+        """Whether peers should read this rank's private memory by system calls."""
         exchange, item = self.exchange, self.dtype.itemsize
         own = exchange.src.box(self.rank) if self.sends_near else ()
         return self.op is None and all(
@@ -160,20 +159,20 @@ class Program:
 
     @cached_property
     def near_shapes(self) -> dict[int, tuple[int, ...]]:
-        """By peer that this rank takes from, the shape of its array."""
+        """The shape of each peer's array that this rank reads."""
         found = {piece.src_rank for piece in self.exchange.incoming(self.rank)}
         return {rank: self.exchange.src.local_shape(rank) for rank in found & self.near}
 
     @cached_property
     def reached_bytes(self) -> int:
-        """Bytes that this rank takes of its peers."""
+        """Bytes that this rank reads from its peers."""
         rank, near = self.rank, self.near
         taken = (p.elems for p in self.exchange.incoming(rank) if p.src_rank != rank and p.src_rank in near)
         return sum(taken) * self.dtype.itemsize
 
     @property
     def view(self) -> Index | None:
-        """The slices of this rank's array that are its result, if nobody moves a byte and nothing is computed."""
+        """The slices of this rank's array that are its result, if nothing is moved or computed."""
         if self.moves or self.op is not None or self.fill_op is not None or self.shape is None:
             return None
         chunks = self.round(0, 1, SENT).chunks
@@ -189,19 +188,18 @@ class StepProgram:
     native: str = ""  # the collective over the whole communicator that does it, or ""
     counts: tuple[list[int], list[int]] = field(default=([], []))
     whole: Program | None = None
-    """A reduction of two terms as one exchange: each rank folds all of its result, which moves as many bytes and takes
-    one pass over memory where ranks read each other's. It is not divided into chunks that ranks meet for."""
+    """A reduction of two terms as one exchange: each rank folds its whole result, moving as many bytes in one pass."""
 
     @property
     def kept_bytes(self) -> int:
-        """About how many bytes of memory this takes, with its rounds."""
+        """Approximate memory of this, with its rounds."""
         parts = self.parts if self.whole is None else (*self.parts, self.whole)
         # The rounds repeat the pieces as slices, and as displacements for the kernels.
         return sum(_OWN_BYTES + 2 * part.exchange.kept_bytes for part in parts)
 
 
 class Form(NamedTuple):
-    """What a rank's arrays look like: shapes (None outside the mesh) and dtype."""
+    """Shapes (None outside the mesh) and dtype of a rank's arrays."""
 
     local: tuple[int, ...] | None
     out: tuple[int, ...] | None
@@ -215,7 +213,7 @@ _FORMS = BoundedCache[tuple[bytes, int], Form](
 
 
 def form_of(plan: RedistributePlan, rank: int) -> Form:
-    """Return what a rank's arrays of a plan look like; kept."""
+    """Return the form of a rank's arrays of a plan; cached."""
     key = (plan.digest_bytes, rank)
     found = _FORMS.get(key)
     if found is None:
@@ -235,7 +233,7 @@ _PROGRAMS = BoundedCache[tuple[bytes, int, tuple[int, ...]], tuple[StepProgram, 
 
 
 def programs(plan: RedistributePlan, rank: int, homes: tuple[int, ...]) -> tuple[StepProgram, ...]:
-    """Return a rank's programs for the steps of a plan; they are kept."""
+    """Return a rank's programs for the steps of a plan; cached."""
     key = (plan.digest_bytes, rank, homes)
     found = _PROGRAMS.get(key)
     if found is None:
@@ -290,7 +288,7 @@ def _leaves_nodes(exchange: Exchange, homes: tuple[int, ...]) -> bool:
 
 
 def _native(step: Step, size: int) -> tuple[str, tuple[list[int], list[int]]]:
-    """Return the communicator's own collective for a step, where all of its ranks take part in their order."""
+    """Return the communicator's own collective for a step, if all of its ranks take part in their order."""
     nothing: tuple[list[int], list[int]] = ([], [])
     src, dst = step.src, step.dst
     if not step.axes or not step.moves_bytes() or dst.mesh.groups(step.axes) != [tuple(range(size))]:
@@ -322,7 +320,7 @@ def _native(step: Step, size: int) -> tuple[str, tuple[list[int], list[int]]]:
 
 
 def slab(box: Box, number: int, of: int) -> Box:
-    """Return one of several slabs of a box, cut along its first dim that is long enough, else its longest one."""
+    """Return one of several slabs of a box, split along its first dim that is long enough, else its longest one."""
     if of == 1:
         return box
     extents = shape_of(box)
@@ -376,7 +374,7 @@ def _round(program: Program, number: int, of: int, way: str) -> Round:
 def stage_of(
     exchange: Exchange, rank: int, number: int, of: int, near: frozenset[int], lays_near: bool = True
 ) -> Stage:
-    """Return what a rank packs in a round: what its peers take, unless they read its array, then what others take."""
+    """Return what a rank packs in a round: for its peers, unless they read its array, then for others."""
     if rank not in exchange.src.mesh:
         return Stage((), 0, {})
     own = exchange.src.box(rank)

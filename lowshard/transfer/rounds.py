@@ -1,4 +1,4 @@
-"""Rounds: what cannot be read where it lies is packed in one half of a rank's stage while peers take the other half.
+"""Rounds: data is packed into one of a rank's two buffers while peers read the other.
 
 See "The mover of boxes" in ARCHITECTURE.md.
 """
@@ -24,27 +24,25 @@ def run_rounds(
     fill: Callable[[int], object],
     meet: Callable[[int], object],
     take: Callable[[int], object],
-    own: Callable[[int], object] = nothing,
+    local: Callable[[int], object] = nothing,
     *,
     ahead: bool = True,
 ) -> None:
-    """Go through rounds; the same on all ranks that meet. What is given in one may not rest on what another brings."""
+    """Run rounds, the same on all ranks that synchronise. Rounds must not depend on data of the round before."""
     if numbers:
         fill(numbers[0])
     for number in numbers:
         meet(number)
-        if (
-            ahead and number + 1 in numbers
-        ):  # for messages to be on their way; else what peers take stays cached
+        if ahead and number + 1 in numbers:  # so that messages are under way; else peers read cached data
             fill(number + 1)
-        own(number)
+        local(number)
         take(number)
         if not ahead and number + 1 in numbers:
             fill(number + 1)
 
 
 class Message(NamedTuple):
-    """What one rank sends another in a round: where it begins and ends in the half that it is sent out of, or into."""
+    """What one rank sends another in a round: its range in the send or receive buffer."""
 
     peer: int
     start: int
@@ -52,7 +50,7 @@ class Message(NamedTuple):
 
 
 class RoundMessages:
-    """Messages of rounds, started and not waited for: packing, sending and taking overlap."""
+    """Non-blocking messages of rounds: packing, sending and unpacking overlap."""
 
     def __init__(
         self, comm: Communicator, out: Sequence[Array], into: Sequence[Array], sends: Sequence[Sequence[Message]],
@@ -63,26 +61,26 @@ class RoundMessages:
         self._coming: list[list[Work]] = [[], []]
 
     def make_room(self, number: int) -> None:
-        """Before a round is filled: wait for what was sent out of its half, and expect what comes in the round."""
+        """Before a round is packed: wait for the sends of its buffer, and post the round's receives."""
         half = number & 1
         _wait(self._sent[half])
         for r, a, b in self._receives[number]:
             self._coming[half].append(self._comm.start.recv(self._into[half][a:b], r))
 
     def send(self, number: int) -> None:
-        """Send what a round was filled with."""
+        """Send a packed round."""
         half = number & 1
         for r, a, b in self._sends[number]:
             self._sent[half].append(self._comm.start.send(self._out[half][a:b], r))
 
     def take(self, number: int) -> dict[int, Array]:
-        """Wait for what comes in a round, and return it by rank."""
+        """Wait for a round's messages, and return them by rank."""
         half = number & 1
         _wait(self._coming[half])
         return {r: self._into[half][a:b] for r, a, b in self._receives[number]}
 
     def finish(self) -> None:
-        """Wait until everything that was sent has gone."""
+        """Wait for all sends."""
         for works in self._sent:
             _wait(works)
 
@@ -93,13 +91,13 @@ def _wait(works: list[Work]) -> None:
 
 
 class FirstError:
-    """What goes wrong first on one rank, kept until all ranks can raise it: the others must not wait in vain."""
+    """The first error on one rank, kept until all ranks can raise it: the others must not wait in vain."""
 
     def __init__(self) -> None:
         self.error: LowshardError | None = None
 
     def collect_error(self, call: Callable[..., Any], *args: Any) -> Any:
-        """Run what may raise on this rank alone; None where it does."""
+        """Call a function and return its result; keep its error and return None."""
         try:
             return call(*args)
         except Exception as error:
@@ -115,6 +113,6 @@ class FirstError:
                 self.error.__cause__ = error  # type: ignore[union-attr]
 
     def take(self) -> LowshardError | None:
-        """Return it, and forget it."""
+        """Return the error and clear it."""
         error, self.error = self.error, None
         return error

@@ -1,4 +1,4 @@
-"""Strided boxes in memory, and the one call of compiled code that copies many: here, or out of another process."""
+"""Strided boxes in memory, and one call of compiled code that copies many: here, or out of another process."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from lowshard.transfer.cross_constants import LONG_BYTES
 Array = Any
 
 _ROW_BYTES = 1 << 10
-"""Runs from here on are best copied each by itself."""
+"""Runs of at least this size are copied one by one."""
 _CALLS_KEPT = 8
-"""By a copy of boxes that is run between other arrays each time."""
+"""Calls cached by a copy of boxes whose arrays change."""
 _SHORT_BYTES = 512
-"""Runs from here on are worth reading out of another process's private memory where they lie side by side there."""
+"""Runs of at least this size, adjacent in the other process, are worth reading there."""
 
 
 class Span(NamedTuple):
@@ -35,31 +35,31 @@ class Span(NamedTuple):
 
 
 def span_of(array: Array, box: Box) -> Span:
-    """Return where a box of an array lies."""
+    """Return the span of a box of an array."""
     at = address(array) + sum(s * b[0] for s, b in zip(array.strides, box, strict=True))
     return Span(at, tuple(array.strides), shape_of(box), array.dtype.itemsize)
 
 
 def box_span(index: tuple[slice, ...], shape: tuple[int, ...], itemsize: int) -> Span:
-    """Return where slices of an array lie that is row-major and begins at 0."""
+    """Return the span of slices of a row-major array at address 0."""
     strides = _row_major(shape, itemsize)
     at = sum(s.start * n for s, n in zip(index, strides, strict=True))
     return Span(at, strides, tuple(s.stop - s.start for s in index), itemsize)
 
 
 def inner_span(span: Span, box: Box) -> Span:
-    """Return where a box within a strided box lies."""
+    """Return the span of a box within a span."""
     at = span.at + sum(s * b[0] for s, b in zip(span.strides, box, strict=True))
     return Span(at, span.strides, shape_of(box), span.itemsize)
 
 
 def packed_span(offset: int, extents: tuple[int, ...], itemsize: int) -> Span:
-    """Return a box that lies row-major, without gaps, from an address on."""
+    """Return the span of a box packed row-major at an address."""
     return Span(offset, _row_major(extents, itemsize), extents, itemsize)
 
 
 def is_worth_it(source: Span, target: Span, together_bytes: int = _SHORT_BYTES) -> bool:
-    """Say whether a box of another process's private memory is best read from here."""
+    """Return whether to read a box of another process's private memory from here."""
     run = source.itemsize
     for n, there, here in zip(
         reversed(source.extents), reversed(source.strides), reversed(target.strides), strict=True
@@ -76,7 +76,7 @@ def is_worth_it(source: Span, target: Span, together_bytes: int = _SHORT_BYTES) 
 
 
 def can_read(pid: int, stretches: Sequence[tuple[int, int]]) -> list[bool]:
-    """Return, for stretches of another process's memory, whether the first and the last byte of each can be read."""
+    """Return, for ranges of another process's memory, whether the first and the last byte of each can be read."""
     ends = np.zeros(2 * len(stretches), np.uint8)
     sources = [Span(at + i, (), (), 1) for at, size in stretches for i in (0, size - 1)]
     targets = [Span(address(ends) + i, (), (), 1) for i in range(len(ends))]
@@ -88,7 +88,7 @@ def can_read(pid: int, stretches: Sequence[tuple[int, int]]) -> list[bool]:
 
 
 class BoxCopy:
-    """Copies boxes from the places of one base to those of another, all of them in one call of a kernel."""
+    """Copies boxes between two base addresses, all in one call of a kernel."""
 
     def __init__(
         self, sources: Sequence[Span], targets: Sequence[Span], src_base: int = 0, dst_base: int = 0,
@@ -103,7 +103,7 @@ class BoxCopy:
         self._calls: dict[tuple[int, int, bool], Callable[[], None]] = {}
 
     def run(self, src: Array, dst: Array, past_caches: bool | None = None, fetching: bool = False) -> None:
-        """Copy; `src` and `dst` begin where the bases say."""
+        """Copy; `src` and `dst` are the arrays at the base addresses."""
         if self._is_empty:
             return
         if past_caches is None:
@@ -124,7 +124,7 @@ class BoxCopy:
         call()
 
     def read_across(self, rank: int, pid: int, at: int, dst: Array) -> None:
-        """Copy out of the private memory of a peer's process, where `at` is what `src` is to `run`."""
+        """Copy out of a peer process's private memory; `at` is the source's address there."""
         if not self._is_empty and not read_boxes(pid, self.table, at, address(dst)):
             raise CommError(
                 f"the memory of rank {rank} could not be read; set LOWSHARD_CROSS_MEMORY=off to go without if it lives "
@@ -133,7 +133,7 @@ class BoxCopy:
 
 
 def read_boxes(pid: int, table: RunTable, src_base: int = 0, dst_base: int = 0) -> bool:
-    """Copy boxes out of another process's memory; return False if it could not be read, in whole or in part."""
+    """Copy boxes out of another process's memory; return whether that could be read."""
     from lowshard.transfer.cross_memory import SCRATCH_BYTES, VECTORS_WORDS, compiled_read
 
     scratch, vectors = np.empty(SCRATCH_BYTES + 64, np.uint8), np.zeros(VECTORS_WORDS, np.int64)
@@ -146,7 +146,7 @@ def read_boxes(pid: int, table: RunTable, src_base: int = 0, dst_base: int = 0) 
 def run_table(
     sources: Sequence[Span], targets: Sequence[Span], src_base: int = 0, dst_base: int = 0, itemsize: int = 1
 ) -> RunTable:
-    """Return the runs of boxes, from each of `sources` to that of `targets`; offsets count from the bases."""
+    """Return the runs of boxes, from `sources` to `targets`; offsets count from the bases."""
     by_byte = itemsize == 1
     dims = by_byte + max((len(s.extents) for s in sources), default=0)
     rows = len(sources)

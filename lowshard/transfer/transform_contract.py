@@ -1,7 +1,7 @@
-"""What a transform of tensors on their way is asked, and when.
+"""The interface of a transform of tensors on their way.
 
-The four methods are those of Megatron-LM d98e8a64 (`megatron/core/resharding/transforms.py`). What is added has a
-default: tensors may be cut anywhere, replicas are quantised once, and a reshard that ends early leaves nothing behind.
+The first four methods are those of Megatron-LM d98e8a64 (`megatron/core/resharding/transforms.py`). The others have
+defaults: tensors may be split anywhere, replicas are quantised once, and an aborted reshard leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -21,55 +21,55 @@ Slices = tuple[slice, ...]
 
 
 class ReshardTransform:
-    """Converts tensors between their source and destination arrays; by default it converts none.
+    """Converts tensors between their source and destination arrays; by default none.
 
-    A subclass says which tensors it converts, and which arrays travel for them: as many, of as many bytes each, as the
-    other side makes room for. Both sides are compared before a byte moves. The arrays that it returns may be of any
+    A subclass says which tensors it converts and which arrays are sent for them: as many, of as many bytes each, as the
+    other side has buffers for. Both sides are compared before a byte moves. The arrays that it returns may be of any
     library; those that it is given are NumPy's or CuPy's, over the memory of what users and `prepare_recv` gave.
     """
 
     def should_transform(self, param_name: str) -> bool:
-        """Say whether a tensor is converted; the methods below are called for such tensors only."""
+        """Return whether a tensor is converted; the methods below are called for such tensors only."""
         return False
 
     def prepare_send(self, param_name: str, src_slice: Slices, src_param: Array) -> list[Array]:
-        """Return the arrays that travel for a slice of a source tensor, contiguous."""
+        """Return the arrays to send for a slice of a source tensor, contiguous."""
         raise NotImplementedError(f"{type(self).__name__} sends nothing: it has no prepare_send")
 
     def prepare_recv(self, param_name: str, dst_slice: Slices) -> list[Array]:
-        """Return the arrays, contiguous, that receive what travels for a slice of a destination tensor."""
+        """Return contiguous receive buffers for a slice of a destination tensor."""
         raise NotImplementedError(f"{type(self).__name__} receives nothing: it has no prepare_recv")
 
     def finalize_recv(self, param_name: str, dst_slice: Slices, recv_buffers: list[Array]) -> None:
-        """Put what was received in its place."""
+        """Store what was received."""
         raise NotImplementedError(f"{type(self).__name__} receives nothing: it has no finalize_recv")
 
     # ---- beyond Megatron's contract
 
     def begin(self) -> None:
-        """A reshard begins: forget what an earlier one may have left."""
+        """A reshard begins: drop what an earlier one may have left."""
 
     def end(self) -> None:
-        """A reshard has moved all it had to; raise if something is missing."""
+        """A reshard has moved everything; raise if something is missing."""
 
     def send_format(
         self, param_name: str, src_box: Box, dtype: str
     ) -> list[tuple[str, tuple[int, ...]]] | None:
-        """Return dtype and shape of what `prepare_send` gives, or None: it must be called to know."""
+        """Return dtype and shape of the arrays of `prepare_send`, or None: call it to know."""
         return None
 
     def recv_format(
         self, param_name: str, dst_box: Box, dtype: str
     ) -> list[tuple[str, tuple[int, ...]]] | None:
-        """Return dtype and shape of what `prepare_recv` takes, or None: it must be called to know."""
+        """Return dtype and shape of the arrays of `prepare_recv`, or None: call it to know."""
         return None
 
     def travels_plain(self, param_name: str, dst_box: Box) -> bool:
-        """Say whether a box must travel as it is, whatever `prepare_send` would do; asked on both sides."""
+        """Return whether a box must be sent unconverted; asked on both sides."""
         return False
 
     def check_refuses(self, param_name: str, dst_box: Box) -> str | None:
-        """Return why a box cannot be taken, or None; asked on both sides before anything moves."""
+        """Return why a box cannot be received, or None; asked on both sides before anything moves."""
         return None
 
     in_place = False
@@ -81,31 +81,31 @@ class ReshardTransform:
         raise NotImplementedError(f"{type(self).__name__} has no send_rows")
 
     def recv_rows(self, param_name: str, dst_slice: Slices, came: list[Array]) -> None:
-        """Put in its place what travelled for a slice, or the values themselves (one array) of a source of this rank.
+        """Store what was sent for a slice, or the values themselves (one array) of a source of this rank.
 
-        The arrays are not the transform's: they are read here, of any strides, and not kept.
+        The arrays are only valid during the call, and may have any strides.
         """
         raise NotImplementedError(f"{type(self).__name__} has no recv_rows")
 
     def change_block_elems(self, param_name: str, dst_box: Box) -> int:
-        """Return how many elements along the last dim can be made, or stored, by themselves; 0: only whole boxes.
+        """Return the elements along the last dim that can be converted separately; 0: only whole boxes.
 
-        Where it is not 0 the four methods below are there, and a refit with `delta` sends the blocks that changed.
+        If it is not 0 the four methods below exist, and a refit with `delta` sends only changed blocks.
         """
         return 0
 
     def change_block_bytes(self, param_name: str, dtype: str) -> int:
-        """Return the bytes that travel for a block of a tensor of a dtype."""
+        """Return the bytes sent for a block of a tensor of a dtype."""
         raise NotImplementedError(f"{type(self).__name__} takes no blocks")
 
     def make_blocks(self, param_name: str, blocks: Array) -> Array:
-        """Return what travels for blocks [blocks, elements], uint8 [blocks, bytes], contiguous."""
+        """Return what to send for blocks [blocks, elements], uint8 [blocks, bytes], contiguous."""
         raise NotImplementedError(f"{type(self).__name__} makes no blocks")
 
     def store_blocks(self, param_name: str, dtype: str, index: tuple[Array, ...], came: Array) -> None:
-        """Store what travelled for blocks of a tensor of a dtype, uint8 [blocks, bytes].
+        """Store what was sent for blocks of a tensor of a dtype, uint8 [blocks, bytes].
 
-        `index` says where they lie in the destination tensor, int64 [blocks] a dim; that of the last dim counts blocks.
+        `index` has their positions in the destination tensor, int64 [blocks] a dim; that of the last dim counts blocks.
         Those of the version before may come ahead of `begin`.
         """
         raise NotImplementedError(f"{type(self).__name__} stores no blocks")
@@ -115,11 +115,11 @@ class ReshardTransform:
         raise NotImplementedError(f"{type(self).__name__} takes nothing over")
 
     def refit_weights(self) -> Mapping[str, Any]:
-        """Return, by the names of tensors, what this rank's are stored in: `Refit.weights` has it."""
+        """Return the stored tensors by name, for `Refit.weights`."""
         return {}
 
     def twin(self) -> ReshardTransform:
-        """Return a transform like this one that stores into buffers of its own, for a second version.
+        """Return a transform like this one with buffers of its own, for a second version.
 
         Raises:
             PlanError: this kind of transform has none.

@@ -15,6 +15,7 @@ def function_groups() -> dict[str, list[Loader]]:
     from lowshard.comm.node.calls import load_calls
     from lowshard.comm.node.combine import HALVES, NATIVE, OPS, recipe_of
     from lowshard.kernels.cpu import (
+        bit_digest,
         cpu_changes,
         cpu_engine,  # noqa: F401  it has the rows of all kernels
         cpu_optimizer,
@@ -22,7 +23,6 @@ def function_groups() -> dict[str, list[Loader]]:
         gather,
         scales,
         total,
-        weigh,
     )
     from lowshard.kernels.cpu.scalar import DTYPE_CODES
     from lowshard.kernels.reference import ELEMS
@@ -59,7 +59,7 @@ def function_groups() -> dict[str, list[Loader]]:
             gather.scatter_kernel,
             total.sum_kernel,
             *(partial(scales.swizzle_kernel, reverse) for reverse in (False, True)),
-            *(partial(weigh.weigh_kernel, unit_bytes) for unit_bytes in (1, 2)),
+            *(partial(bit_digest.bit_digest_kernel, unit_bytes) for unit_bytes in (1, 2)),
             cross_memory.compiled_read,
             peer_write_kernel.write_across,
             piece_checksum.sums,

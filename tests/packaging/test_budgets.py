@@ -33,9 +33,9 @@ PRODUCT = {
         "lowshard/compiled", "lowshard/warmup",
         *(f"lowshard/{name}.py" for name in (
             "__init__", "__main__", "_version", "argument", "block_format", "bounded", "box",
-            "command_examples", "command_parser", "content_hash", "document", "dtypes", "errors", "flag_value",
-            "foreign_array", "gpu_stream", "interrupt", "nearest", "owned", "plain_console", "reading", "settings",
-            "special", "streams",
+            "command_examples", "command_parser", "content_hash", "document", "dtypes", "erf", "errors", "flag_value",
+            "foreign_array", "gpu_stream", "interrupt", "nearest", "plain_console", "private_dir", "reading",
+            "settings", "streams",
         )),
     )),
     "kernels": Budget(9_381, 60, ("kernels",)),

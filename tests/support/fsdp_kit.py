@@ -180,7 +180,7 @@ def train(
 
 def run_step(engine: FSDP, comm: lc.Communicator, step: int, each: int) -> None:
     model = Model(engine)
-    by_turns = engine._grads._each
+    by_turns = engine._grads._reduces_each
     for k in range(each):
         with engine.step(last=k == each - 1):
             grid, micro = engine.grid, comm.rank * each + k

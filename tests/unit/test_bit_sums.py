@@ -11,7 +11,7 @@ from lowshard.errors import BufferMismatchError, DTypeError, KernelError
 from lowshard.kernels import bit_sums as front
 from lowshard.kernels import unit_weights
 from lowshard.kernels.bit_sums import content_sum
-from lowshard.kernels.cpu import weigh
+from lowshard.kernels.cpu import bit_digest
 from lowshard.kernels.engine import host_engine
 from lowshard.kernels.plain import PlainEngine
 from lowshard.kernels.runs import whole_array_runs
@@ -83,7 +83,7 @@ def test_long_runs_are_read_in_several_places_at_a_time(rng: np.random.Generator
         itemsize
     )  # at other places than its multiples an array is summed the plain way
     elem_units = itemsize // width
-    several, farthest = weigh.STREAMS * block, weigh.STREAMS * block * weigh.MOST_APART
+    several, farthest = bit_digest.STREAMS * block, bit_digest.STREAMS * block * bit_digest.MOST_APART
     for units in (several, 2 * several + 3 * block, farthest, farthest + several + block // 2):
         for elems in (units // elem_units + more for more in (-1, 0, 1)):
             room = rng.integers(0, 256, (elems + 8) * itemsize, dtype=np.uint8)
@@ -91,7 +91,10 @@ def test_long_runs_are_read_in_several_places_at_a_time(rng: np.random.Generator
             whole, first = (elems + 2 * block,), int(rng.choice([0, block, int(rng.integers(2 * block))]))
             box = ((first, first + elems),)
             runs = whole_array_runs(x.shape, x.strides, (1,), itemsize, 1)
-            assert (content_sum(x, box, whole) == PlainEngine().weigh(x, runs, first)).all(), (elems, first)
+            assert (content_sum(x, box, whole) == PlainEngine().bit_digest(x, runs, first)).all(), (
+                elems,
+                first,
+            )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

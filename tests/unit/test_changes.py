@@ -14,8 +14,8 @@ from support.cuda_host import host_cuda_engine
 from lowshard import dtypes
 from lowshard.box import Box, full_box
 from lowshard.errors import KernelError, VerificationError
+from lowshard.kernels.change_boxes import ScratchBuffer
 from lowshard.kernels.change_encoding import Changes
-from lowshard.kernels.change_search import ScratchBuffer
 from lowshard.kernels.changes import ChangeBoxes
 from lowshard.kernels.cuda.cuda_changes import DeviceSearch
 from lowshard.kernels.plain_changes import PlainSearch

@@ -14,7 +14,7 @@ import pytest
 
 import lowshard as ls
 from lowshard.kernels import MXFP8Tensor, dequantize_mxfp8, quantize_mxfp8
-from lowshard.kernels.change_search import ScratchBuffer
+from lowshard.kernels.change_boxes import ScratchBuffer
 from lowshard.kernels.changes import ChangeBoxes
 from lowshard.reshard import digest
 

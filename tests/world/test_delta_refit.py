@@ -12,7 +12,7 @@ from support.reshard_cases import BF16, LIMIT_S, arrays_of, held, local_part, ra
 from lowshard.comm import run_loopback
 from lowshard.errors import CommError, LowshardError, PlanError, VerificationError
 from lowshard.kernels import quantize_mxfp8, unswizzle_scales
-from lowshard.kernels.change_search import ScratchBuffer
+from lowshard.kernels.change_boxes import ScratchBuffer
 from lowshard.kernels.changes import ChangeBoxes
 from lowshard.reshard import (
     DimSharding,

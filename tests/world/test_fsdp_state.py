@@ -41,7 +41,7 @@ def test_a_load_waits_for_reductions_under_way(tmp_path: Path, communicators: in
         ) as engine:
             engine.fill(lambda name, box: 0.0)
             engine.save(tmp_path / "start")
-            channel = engine._links.reduce
+            channel = engine._groups.reduce
             assert channel is not None
             call = channel.call
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import lowshard as ls
+from lowshard.kernels.change_boxes import ScratchBuffer
 from lowshard.kernels.change_encoding import Changes
-from lowshard.kernels.change_search import ScratchBuffer
 from lowshard.kernels.changes import ChangeBoxes
 from lowshard.reshard import Publisher, Subscriber
 from lowshard.reshard.tensor_layout import as_tensor_layout

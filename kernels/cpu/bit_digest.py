@@ -31,14 +31,13 @@ LANES = 16
 _PIECES = 32
 """16-bit pieces of a cache line."""
 STREAMS = 4
-"""Places of a long run that are read at the same time: processors ask for more lines ahead so, and a line of weights
-serves them all."""
+"""Positions of a long run that are read concurrently: more prefetching, and one line of weights serves all."""
 MOST_APART = 256
-"""Blocks from one of these places to the next, at most."""
+"""Most blocks from one of these positions to the next."""
 _AHEAD_BYTES = {(1, 1): 8 << 10, (2, 1): 0, (1, STREAMS): 1 << 10, (2, STREAMS): 0}
 """By the bytes of a unit and by streams, how far ahead lines are asked for: what takes few steps needs it not."""
 _PAD = 64
-"""Weights on either side of a block's, for lines of which a part is masked."""
+"""Weights on either side of a block's, for partly masked lines."""
 _SUM_BYTES = 4 * LANES
 SCRATCH_ELEMS = SUMS * LANES + STREAMS * SUMS
 """Scratch of a call, uint32: for each sum LANES part sums, which begin at zero; then for each stream a factor for each
@@ -53,11 +52,10 @@ def _row_bytes(unit_bytes: int) -> int:
 
 @cache
 def padded_weights(unit_bytes: int, lead: int) -> tuple[npt.NDArray[np.int16], int]:
-    """Return rows of a block's weights, and the address of the first weight. Of bytes even ones lie in one row, odd
-    ones in the next.
+    """Return rows of a block's weights, and the address of the first; for bytes, even and odd units have a row each.
 
-    The weight of unit `lead` lies on a cache line, so that lines of a source and of its weights begin together: a load
-    that lies over two lines takes twice as long.
+    The weight of unit `lead` is on a cache line, so that lines of a source and of its weights begin together: a load
+    across two lines takes twice as long.
     """
     step, row_bytes = 3 - unit_bytes, _row_bytes(unit_bytes)
     room = np.zeros(step * SUMS * row_bytes + CACHE_LINE_BYTES, np.uint8)
@@ -75,7 +73,7 @@ def edge_masks() -> npt.NDArray[np.uint8]:
 
 
 @intrinsic(prefer_literal=True)
-def _weigh_lines(
+def _digest_lines(
     typingctx: Any, src: Any, apart: Any, weights: Any, odd_weights: Any, lines: Any, factors: Any, sums: Any,
     first_mask: Any, only_mask: Any, last_mask: Any, unit_bytes: Any, streams: Any,
 ) -> Any:  # fmt: skip
@@ -155,7 +153,7 @@ def _signed(builder: ir.IRBuilder, lanes: Lanes) -> ir.Value:
 
 
 @cache
-def weigh_kernel(unit_bytes: int) -> Callable[..., None]:
+def bit_digest_kernel(unit_bytes: int) -> Callable[..., None]:
     """Return `kernel(columns, src, first_elem, units, weights, masks, scratch)` for units of one or two bytes.
 
     `columns` are a run table's whose target side counts elements of the whole array from `first_elem` on; `src`,
@@ -171,7 +169,7 @@ def weigh_kernel(unit_bytes: int) -> Callable[..., None]:
     )
     shifts = (unit_weights.FIRST_SHIFT, unit_weights.SECOND_SHIFT, unit_weights.LAST_SHIFT)
 
-    def weigh(
+    def bit_digest(
         columns: Any, src: int, first_elem: int, units: int, weights: int, masks: int, scratch: int
     ) -> None:
         factors, known_block = scratch + sums * sum_bytes, -1
@@ -222,12 +220,12 @@ def weigh_kernel(unit_bytes: int) -> Callable[..., None]:
                                 even, odd = odd, even + 2
                         begin -= before
                         if apart:
-                            _weigh_lines(
+                            _digest_lines(
                                 begin, apart * size, even, odd, lines, factors, scratch, first_mask, only_mask,
                                 last_mask, unit_bytes, STREAMS,
                             )  # fmt: skip
                         else:
-                            _weigh_lines(
+                            _digest_lines(
                                 begin, 0, even, odd, lines, factors, scratch, first_mask, only_mask, last_mask,
                                 unit_bytes, 1,
                             )  # fmt: skip
@@ -236,4 +234,4 @@ def weigh_kernel(unit_bytes: int) -> Callable[..., None]:
                     left -= turns * streams * now
 
     signature = Signature((COLUMNS, INT, INT, INT, INT, INT, INT), "void")
-    return load_compiled(f"weigh_{unit_bytes}_{source_digest()}", lambda: weigh, signature)
+    return load_compiled(f"bit_digest_{unit_bytes}_{source_digest()}", lambda: bit_digest, signature)

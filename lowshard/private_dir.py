@@ -1,8 +1,8 @@
-"""Folders and files that are this user's and that nobody else may write to: what is run or believed lies in such.
+"""Private folders and files: of this user, not writable by others, for code and data that are trusted.
 
-Everything is opened first, without following a link and without waiting for a writer, and looked at then, by its
-descriptor. So nothing can be put in its place meanwhile. Folders above may be shared: who may rename there can put
-another folder in the place of one, but none that this user owns.
+Everything is opened first, without following a link and without waiting for a writer, and then checked by its
+descriptor, so that nothing can be put in its place meanwhile. Folders above may be shared: who may rename there can
+replace a folder by another, but by none that this user owns.
 """
 
 from __future__ import annotations
