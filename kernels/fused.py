@@ -1,6 +1,6 @@
 """Packing and MXFP8 in one pass: boxes of an array to quantised bytes for a message, and back.
 
-Every box is quantised by itself, in blocks of 32 along its own last dim from its own start. Cut weights at multiples
+Every box is quantised by itself, in blocks of 32 along its own last dim from its own start. Weights split at multiples
 of 32 there, and the blocks are those of the whole weight.
 """
 
@@ -150,5 +150,5 @@ def _require_whole_blocks(table: BoxTable) -> None:
         start, stop = table.boxes[index][-1]
         raise KernelError(
             f"every box must be a multiple of {BLOCK_ELEMS} elements wide in the last dim, the MX block, got "
-            f"({start}, {stop}) in box {index}; cut at multiples of {BLOCK_ELEMS}, or send this box unquantised"
+            f"({start}, {stop}) in box {index}; split at multiples of {BLOCK_ELEMS}, or send this box unquantised"
         )

@@ -33,7 +33,7 @@ class BoxTable:
     """Boxes of an array and where each lies in the packed buffer. Compares by shape and boxes.
 
     Attributes:
-        shape: shape of the array that the boxes cut.
+        shape: shape of the array that has the boxes.
         boxes: one tuple of (start, stop) a box, one interval a dim; a 0-d array has the box `()`.
         elems: elements of each box.
         offsets_elems: first element of each box in the packed buffer.

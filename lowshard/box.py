@@ -19,7 +19,7 @@ def split_interval(interval: Interval, parts: int, index: int, split: Split = "b
     """Return part `index` of `parts` of an interval.
 
     balanced: with n elements, `base, rem = divmod(n, parts)` and the first `rem` parts hold base + 1.
-    ceil: every part but the last non-empty one holds ceil(n / parts), as torch.chunk cuts.
+    ceil: every part but the last non-empty one holds ceil(n / parts), as torch.chunk splits.
     Empty parts are legal; they lie inside the interval (start == stop).
     """
     start, stop = interval
@@ -110,7 +110,7 @@ def any_overlap(boxes: Iterable[Box]) -> bool:
 def row_major_parts(box: Box, most_elems: int, whole_dims: int = 0) -> Iterator[Box]:
     """Yield a box in parts, in row-major order, each of at most so many elements."""
 
-    def cut(box: Box, dim: int) -> Iterator[Box]:
+    def split(box: Box, dim: int) -> Iterator[Box]:
         if volume(box) <= most_elems or dim >= len(box) - whole_dims:
             yield box
             return
@@ -122,9 +122,9 @@ def row_major_parts(box: Box, most_elems: int, whole_dims: int = 0) -> Iterator[
             if volume(part) <= most_elems:
                 yield part
             else:
-                yield from cut(part, dim + 1)
+                yield from split(part, dim + 1)
 
-    return cut(box, 0)
+    return split(box, 0)
 
 
 def box_text(box: Box) -> str:
@@ -156,7 +156,7 @@ def single_run(box: Box, shape: Sequence[int]) -> int | None:
     while dim and shape_of(box)[dim - 1] == shape[dim - 1]:
         dim -= 1
         inner *= shape[dim]
-    # From here outwards: one dim may be cut, the dims before it must be a single index.
+    # From here outwards: one dim may be partial, the dims before it must be a single index.
     if any(stop - first != 1 for first, stop in box[: max(dim - 1, 0)]):
         return None
     for d in range(dim - 1, -1, -1):

@@ -401,14 +401,14 @@ def _read(
     made = Layout.from_spec(mesh, shape, dtype, spec, partial=partial)
     cut = {a for axes in made.cutters for a in axes}
     if any(split != "balanced" and a not in cut for a, split in enumerate(splits)):
-        raise LayoutError(f"the split of a mesh axis that cuts nothing is 'balanced', got {splits}")
+        raise LayoutError(f"the split of a mesh axis that shards nothing is 'balanced', got {splits}")
     names = [[mesh.axis_names[i] for i in axes] for axes in made.cutters]
     return Layout._make(mesh, made.shape, made.dtype, names, splits, made.partials)
 
 
 def _dim(dim: int, shape: tuple[int, ...], axis: str) -> int:
     if not -len(shape) <= dim < len(shape):
-        what = "a 0-d array has no dim to cut" if not shape else f"dims are 0 to {len(shape) - 1}"
+        what = "a 0-d array has no dim to shard" if not shape else f"dims are 0 to {len(shape) - 1}"
         raise LayoutError(f"mesh axis {axis!r} is placed on dim {dim} of an array of shape {shape}: {what}")
     return dim % len(shape)
 

@@ -64,7 +64,7 @@ class Copy:
 
 @dataclass(frozen=True)
 class FlatPlan:
-    """Parameters one after the other in a flat buffer, cut into shards of equal length.
+    """Parameters one after the other in a flat buffer, split into shards of equal length.
 
     The places of parameters do not depend on the number of shards, unless `keep` moves them. What is left over
     (between parameters, at the end) is padding: zero, and in no file.
@@ -110,7 +110,7 @@ class FlatPlan:
             align: see `FlatPlan`.
 
         Raises:
-            LayoutError: no shards, or no cut is found that leaves all `keep` blocks whole.
+            LayoutError: no shards, or no split is found that leaves all `keep` blocks whole.
         """
         shards = whole(shards, "a plan has 1 shard or more", LayoutError, 1, MOST_ELEMS)
         align = whole(align, "parameters are aligned to 1 element or more", LayoutError, 1, MOST_ELEMS)
@@ -129,7 +129,7 @@ class FlatPlan:
             shard += step
         kept = [param.name for param in params if param.keep_elems > 1]
         raise LayoutError(
-            f"no cut into {shards} shards leaves the keep blocks of {', '.join(kept)} whole; take smaller blocks, "
+            f"no split into {shards} shards leaves the keep blocks of {', '.join(kept)} whole; take smaller blocks, "
             "fewer shards, or put the parameters into units of their own"
         )
 

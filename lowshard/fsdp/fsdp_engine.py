@@ -81,7 +81,7 @@ class FSDP(Core):
 
     Attributes:
         pool: the one buffer `[bytes]` uint8 that all parameters and gradients lie in; it never grows.
-        plan: units and cuts, as data.
+        plan: units and shards, as data.
         updates: how often the model was updated.
     """
 

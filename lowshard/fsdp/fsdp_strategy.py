@@ -89,7 +89,7 @@ class ShardingStrategy:
         size = {"NoShard": 1, "HybridShard": self.intra_node_size}.get(self.kind, world)
         if size < 1 or world % size:
             raise BadGrid(
-                f"HybridShard cuts the world into groups of intra_node_size ranks: a world of {world} ranks is no "
+                f"HybridShard splits the world into groups of intra_node_size ranks: a world of {world} ranks is no "
                 f"multiple of {size}; take a divisor of {world}"
             )
         return Grid(world, rank, size)

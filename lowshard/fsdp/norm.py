@@ -1,8 +1,8 @@
 """Sums over all elements of all shards whose bits do not depend on how the elements are sharded.
 
-Blocks of 32 elements, which no shard's end cuts, are summed in a fixed tree in float64. The sums of blocks are added
-exactly, as integers: one wide fixed-point number in limbs of 32 bits (a Kulisch accumulator), which is an integer sum
-over ranks in any order, and is rounded once at the end.
+Blocks of 32 elements, which no shard boundary splits, are summed in a fixed tree in float64. The sums of blocks are
+added exactly, as integers: one wide fixed-point number in limbs of 32 bits (a Kulisch accumulator), which is an integer
+sum over ranks in any order, and is rounded once at the end.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ class Param:
         trainable: False: no gradient and no optimizer state exist for it.
         tie: the name of another parameter of the same shape whose storage this one is: of the same unit ("w"), or
             of any ("emb.w"). Gradients of both are written, or added, to one array.
-        keep: elements that are never cut apart by a shard's end, counted from the parameter's first; "row" is one
+        keep: elements that are never split by a shard boundary, counted from the parameter's first; "row" is one
             index of the first dim, "tensor" the whole.
         ignored: True: every rank holds it whole; it is opened, but never gathered, reduced or updated.
 

@@ -1,7 +1,7 @@
 """Layouts of JAX's NamedShardings and PartitionSpecs, and those of layouts.
 
-Both nest mesh axes that cut one dim as they are named, outer first. JAX cuts only evenly. A rank is a device: its place
-in `jax.devices(platform)`, which is the same on all processes.
+Both nest mesh axes that shard one dim as they are named, outer first. JAX shards only evenly. A rank is a device: its
+index in `jax.devices(platform)`, which is the same on all processes.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def layout(sharding: Any, shape: Sequence[int], dtype: object, *, mesh: Any = No
         mesh: for a PartitionSpec, a JAX mesh or a DeviceMesh. An AbstractMesh has ranks 0, 1, ...
 
     Raises:
-        ShardingError: a sharding of another kind, a dim that the compiler may cut (UNCONSTRAINED), `reduced` axes, or
-            a cut that is not even, which JAX has no arrays of.
+        ShardingError: a sharding of another kind, a dim that the compiler may shard (UNCONSTRAINED), `reduced` axes, or
+            an uneven sharding, which JAX has no arrays of.
         DependencyError: jax is not installed.
     """
     jax = _jax()
@@ -74,7 +74,7 @@ def spec(layout: Layout) -> Any:
     """Return the PartitionSpec of a layout: an entry for each dim; partial axes are `unreduced`.
 
     Raises:
-        ShardingError: what JAX does not say: an uneven cut, a Partial that is not a sum.
+        ShardingError: what JAX cannot express: an uneven sharding, a Partial that is not a sum.
         DependencyError: jax is not installed.
     """
     jax = _jax()
@@ -98,8 +98,8 @@ def sharding(layout: Layout, jax_mesh: Any, *, memory_kind: str | None = None) -
         memory_kind: as NamedSharding takes it; a layout does not say which memory of a device it means.
 
     Raises:
-        ShardingError: what JAX does not say: an uneven cut, a Partial that is not a sum, or one on a mesh axis whose
-            type is not Explicit.
+        ShardingError: what JAX cannot express: an uneven sharding, a Partial that is not a sum, or one on a mesh axis
+            whose type is not Explicit.
         MeshError: the two meshes differ.
         DependencyError: jax is not installed.
     """
@@ -153,6 +153,6 @@ def _check_even(layout: Layout) -> None:
         if extent % parts:
             names = ", ".join(f"{layout.mesh.axis_names[a]}={layout.mesh.shape[a]}" for a in axes)
             raise ShardingError(
-                f"JAX cuts only evenly: dim {dim} of {extent} elements over {names} is {parts} parts. Pad it to "
-                f"{-(-extent // parts) * parts}, or cut another dim"
+                f"JAX shards only evenly: dim {dim} of {extent} elements over {names} is {parts} parts. Pad it to "
+                f"{-(-extent // parts) * parts}, or shard another dim"
             )

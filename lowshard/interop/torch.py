@@ -1,6 +1,6 @@
 """Layouts of torch's DTensors, and DTensors of layouts.
 
-A DTensor cuts by the ceiling rule, so its layout says `Sharded(dim, split="ceil")`. Several mesh dims that cut one
+A DTensor splits by the ceiling rule, so its layout says `Sharded(dim, split="ceil")`. Several mesh dims that shard one
 tensor dim nest in mesh order; another order is written with `_StridedShard(dim, split_factor)`, whose factor is the
 number of parts that later mesh dims have made already. That stands for the other order only where the parts are equally
 long: then, and only then, each rank holds one box.
@@ -33,11 +33,11 @@ Tensor = Any  # torch may not be there
 Placed = Any  # a torch placement
 
 _OPS: dict[ReduceOp, str] = {"sum": "sum", "avg": "avg", "min": "min", "max": "max", "prod": "product"}
-"""Reductions, as we call them and as torch does."""
+"""Reductions, by our names and torch's."""
 
 
 class MeshDims(NamedTuple):
-    """What `torch.distributed.device_mesh.init_device_mesh` takes beside a device type."""
+    """Arguments of `torch.distributed.device_mesh.init_device_mesh` beside a device type."""
 
     names: tuple[str, ...]
     """`mesh_dim_names`."""
@@ -69,7 +69,7 @@ def layout(dtensor: Tensor) -> Layout:
         if _is_strided(placement) or type(placement) is tensor.Shard:
             if placement.dim not in range(len(shape)):
                 raise ShardingError(
-                    f"{placement!r} on mesh dim {mesh.axis_names[axis]!r} cuts dim {placement.dim} of a DTensor of "
+                    f"{placement!r} on mesh dim {mesh.axis_names[axis]!r} shards dim {placement.dim} of a DTensor of "
                     f"shape {list(shape)}; its dims are 0 to {len(shape) - 1}"
                 )
             factors[axis] = int(getattr(placement, "split_factor", 1))
@@ -90,7 +90,7 @@ def layout(dtensor: Tensor) -> Layout:
     spec = [tuple(mesh.axis_names[a] for a in axes) or None for axes in cutters]
     made = Layout.from_spec(mesh, shape, _name_of(dtensor.dtype), spec, "ceil", partial=partial)
     for dim, axes in enumerate(made.cutters):
-        # Where torch keeps the order elsewhere it has cut in that order, and nothing is strided.
+        # Where torch keeps the order elsewhere it has sharded in that order, and nothing is strided.
         _compare(made, dim, [factors[a] for a in sorted(axes)] if any(factors[a] > 1 for a in axes) else None)
     return made
 
@@ -98,11 +98,11 @@ def layout(dtensor: Tensor) -> Layout:
 def placements(layout: Layout) -> tuple[MeshDims, tuple[Placed, ...]]:
     """Return how a DTensor says a layout: names and sizes of its mesh dims, and a placement for each.
 
-    Axes of size 1 that cut one dim with others come back in mesh order. The ranks of the mesh are `layout.mesh.ranks`.
+    Axes of size 1 that shard one dim with others come back in mesh order. The mesh's ranks are `layout.mesh.ranks`.
 
     Raises:
-        ShardingError: what a DTensor does not say: an uneven cut that is not torch's (write `split="ceil"`), an uneven
-            cut in another order than the mesh's, ops of two kinds.
+        ShardingError: what a DTensor cannot express: an uneven split that is not torch\'s (write `split="ceil"`), or
+            one in another order than the mesh's, ops of two kinds.
         DependencyError: torch is not installed.
     """
     tensor = _tensor_module()
@@ -180,7 +180,7 @@ def dtensor(local: Tensor, layout: Layout, device_mesh: Any) -> Tensor:
 
 
 def _held(extent: int, sizes: Sequence[int], factors: Sequence[int], coord: Sequence[int]) -> list[Interval]:
-    """Return the intervals of a dim that torch gives a coordinate, in the order of its local tensor."""
+    """Return the intervals of a dim that torch assigns to a coordinate, in the order of its local tensor."""
     runs: list[Interval] = [(0, extent)]
     for parts, factor, index in zip(sizes, factors, coord, strict=True):
         length = sum(stop - start for start, stop in runs)
@@ -207,7 +207,7 @@ def _pick(runs: Sequence[Interval], wanted: Interval) -> list[Interval]:
 
 
 def _compare(layout: Layout, dim: int, factors: Sequence[int] | None) -> None:
-    """Raise ShardingError unless torch's placements hold along a dim what the layout does, on every rank."""
+    """Raise ShardingError unless torch's placements hold the same as the layout along a dim, on every rank."""
     order = layout.cutters[dim]
     sizes, extent = layout.mesh.shape, layout.shape[dim]
     if factors is None or extent % prod(sizes[a] for a in order) == 0:
@@ -227,18 +227,18 @@ def _compare(layout: Layout, dim: int, factors: Sequence[int] | None) -> None:
         if max(factors) > 1:
             why = (
                 "torch writes an order other than the mesh's as _StridedShard, which holds one box a rank only where "
-                "the cut is even: make the extent a multiple, or nest in mesh order"
+                "the split is even: make the extent a multiple, or nest in mesh order"
             )
         else:
-            why = "torch cuts by the ceiling rule: write Sharded(dim, split='ceil')"
+            why = "torch splits by the ceiling rule: write Sharded(dim, split='ceil')"
         raise ShardingError(
-            f"dim {dim} of {extent} elements cut by {names} (outer first): at {where} a DTensor holds {held}, the "
-            f"layout {layout} {ours[0]}:{ours[1]}. {why}"
+            f"dim {dim} of {extent} elements sharded over {names} (outer first): at {where} a DTensor holds {held}, "
+            f"the layout {layout} {ours[0]}:{ours[1]}. {why}"
         )
 
 
 def _order(axes: list[int], factors: Sequence[int], mesh: DeviceMesh, placed: Sequence[Placed]) -> list[int]:
-    """Return the mesh dims that cut one dim, outer first: each behind those that made the parts it strides over."""
+    """Return the mesh dims that shard one dim, outer first."""
     order: list[int] = []
     for axis in reversed(axes):
         places = range(len(order) + 1)

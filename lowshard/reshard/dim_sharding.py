@@ -53,14 +53,14 @@ class DimSharding:
     The dim is a row of blocks (`blocks`, widths; by default one), each a row of `chunks` equal chunks, and each chunk
     is dealt to all parts by itself, by the split rule, balanced or ceil. (Megatron's partition_stride is `chunks`: the
     gate and up halves of a gated MLP are two. Its partition_sizes are the blocks.) With `points` the parts are the
-    intervals between given cut points instead.
+    intervals between given boundaries instead.
 
     Args:
         length: extent of the dim.
         parts: number of parts.
         chunks: equal chunks of each block, every one of which is dealt by itself.
         blocks: widths of blocks that are packed on the dim; they add up to the length.
-        points: `parts + 1` ascending cut points from 0 to length.
+        points: `parts + 1` ascending boundaries from 0 to length.
         split: the rule for units that are not equal.
 
     Raises:
@@ -78,15 +78,15 @@ class DimSharding:
         for name in ("blocks", "points"):
             given = getattr(self, name)
             if given is not None:
-                rule = f"the {name} of a cut are integers >= 0"
+                rule = f"the {name} of a sharding are integers >= 0"
                 object.__setattr__(self, name, wholes(given, rule, LayoutError, 0))
-        rule = "a cut has a length >= 0 and parts and chunks >= 1"
+        rule = "a sharding has a length >= 0 and parts and chunks >= 1"
         for name, least in (("length", 0), ("parts", 1), ("chunks", 1)):
             object.__setattr__(self, name, whole(getattr(self, name), f"{rule}: {name}", LayoutError, least))
         units = self.parts * self.chunks * max(1, len(self.blocks or ()))
         if units > MOST_UNITS:
             raise LayoutError(
-                f"a cut deals at most {MOST_UNITS} units (parts * chunks * blocks), got {units}"
+                f"a sharding has at most {MOST_UNITS} units (parts * chunks * blocks), got {units}"
             )
         choice(self.split, SPLITS, "split is 'balanced' or 'ceil'", LayoutError)
         if self.blocks is not None and (min(self.blocks, default=-1) < 0 or sum(self.blocks) != self.length):
@@ -108,8 +108,8 @@ class DimSharding:
             or list(points) != sorted(points)
         ):
             raise LayoutError(
-                f"cut points are {self.parts + 1} ascending numbers from 0 to {self.length} and come without "
-                f"chunks and blocks, got {points}"
+                f"the points of a sharding are {self.parts + 1} ascending numbers from 0 to {self.length} and come "
+                f"without chunks and blocks, got {points}"
             )
 
     @classmethod
@@ -166,7 +166,7 @@ class DimSharding:
         """Return the segments of a part, ascending, which is their order in its local array."""
         if type(part) is int and 0 <= part < self.parts:
             return self._by_part[part]
-        return self._by_part[whole(part, "a part is one of the cut", LayoutError, 0, self.parts - 1)]
+        return self._by_part[whole(part, "a part is one of the sharding", LayoutError, 0, self.parts - 1)]
 
     def extent(self, part: int) -> int:
         """Return how many indices a part holds."""
@@ -218,7 +218,7 @@ class DimSharding:
         return f"{self.length}/{self.parts}{notes}"
 
 
-_read = reader("cut", LayoutError)(DimSharding)
+_read = reader("sharding of a dim", LayoutError)(DimSharding)
 
 
 def overlaps_into(src: DimSharding, dst: DimSharding, dst_part: int) -> tuple[Overlap, ...]:

@@ -111,7 +111,7 @@ class MXFP8ReshardTransform(ReshardTransform):
         _need_slices(src_slice)
         source = require_array(src_param, "src_param")
         if len(src_slice) > source.ndim:
-            raise KernelError(f"{param_name}: an array of {source.ndim} dims is not cut by {src_slice}")
+            raise KernelError(f"{param_name}: an array of {source.ndim} dims cannot be sliced by {src_slice}")
         part = source[src_slice]
         if not self.convert_on_send:
             return [like(_contiguous(part), src_param)]
@@ -204,7 +204,7 @@ class MXFP8ReshardTransform(ReshardTransform):
         rows, cols = index
         width = held.data.shape[1] // BLOCK_ELEMS
         at = _beside(held.data, rows), _beside(held.data, cols)
-        held.data.reshape(len(held.data), width, BLOCK_ELEMS)[at] = data  # a view: a dim is cut in two
+        held.data.reshape(len(held.data), width, BLOCK_ELEMS)[at] = data  # a view: a dim is split in two
         if held.scale.ndim == 2:
             held.scale[at] = scale
         else:
@@ -273,8 +273,8 @@ class MXFP8ReshardTransform(ReshardTransform):
             return f"{param_name}: MXFP8 takes matrices [rows, K], got {len(dst_box)} dims"
         if self.misaligned == "refuse" and self.travels_plain(param_name, dst_box):
             return (
-                f"{param_name}: columns {dst_box[-1]} are no multiples of {BLOCK_ELEMS}, the MX block; cut the tensor "
-                "at multiples, or allow misaligned='plain'"
+                f"{param_name}: columns {dst_box[-1]} are no multiples of {BLOCK_ELEMS}, the MX block; shard the "
+                "tensor at multiples, or allow misaligned='plain'"
             )
         return None
 
@@ -421,7 +421,7 @@ def _copy_of(held: Any) -> MXFP8Tensor | SwizzledMXFP8:
 
 
 def _need_slices(given: object) -> None:
-    rule = "what is cut out of a tensor is a tuple of slices without steps, one a dim"
+    rule = "a slice of a tensor is a tuple of slices without steps, one a dim"
     if not isinstance(given, tuple) or not all(isinstance(s, slice) for s in given):
         raise KernelError(f"{rule}, got {brief(given)}")
     for part in given:

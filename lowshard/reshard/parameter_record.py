@@ -37,10 +37,10 @@ class ParameterMetadata:
         dtype: any name of the dtype table, or a NumPy dtype.
         element_size: bytes of an element; by default the dtype's.
         is_tp: whether the ranks of the tensor-parallel group hold different parts along `partition_dim`.
-        partition_dim: the dim that is cut.
+        partition_dim: the dim that is sharded.
         partition_stride: equal chunks of the dim, each of which is dealt to the group by itself (2 for the gate and up
             halves of a gated MLP). Where a chunk does not divide by the group its first ranks hold one more.
-        partition_sizes: widths, on this rank, of blocks packed on the dim that are cut each by itself (Mamba's
+        partition_sizes: widths, on this rank, of blocks packed on the dim that are each sharded separately (Mamba's
             in_proj, say); they come without a stride.
         is_ep: whether expert-parallel ranks hold different experts; where not, `weightK` and `biasK` are plain names.
         num_experts: experts of the layer over all ranks.
@@ -275,7 +275,7 @@ def _held(key: str, records: Sequence[ParameterMetadata]) -> Held:
         for dim, group, copies in _sharded_dims(record):
             size = len(group) // copies
             if counts[dim] not in (1, size):
-                raise PlanError(f"{key}: dim {dim} is cut into {counts[dim]} parts and into {size}")
+                raise PlanError(f"{key}: dim {dim} is sharded into {counts[dim]} parts and into {size}")
             counts[dim] = size
             place[dim] = group.index(record.owner_rank) // copies
         at = tuple(place)
@@ -295,7 +295,7 @@ def _held(key: str, records: Sequence[ParameterMetadata]) -> Held:
         expected = partition.local_shape(partition.cell(at))
         if expected != shape:
             raise PlanError(
-                f"{key}: part {at} of {partition.shape} cut into {tuple(counts)} parts has shape {list(expected)}, "
+                f"{key}: part {at} of {partition.shape} sharded into {tuple(counts)} parts has shape {list(expected)}, "
                 f"rank {parts[at][0]} holds {list(shape)}; give a record for every rank of uneven parts"
             )
     holders = tuple(tuple(parts[partition.parts(cell)]) for cell in range(partition.cells))

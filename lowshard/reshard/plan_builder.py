@@ -43,7 +43,7 @@ def build_reshard_plan(
 
     Raises:
         PlanError: a destination tensor without a source, or with another shape or dtype than its source; records that
-            contradict each other or the parts that their cut gives; node_size below 1; a rank in two pools.
+            contradict each other or the parts that their sharding gives; node_size below 1; a rank in two pools.
         LayoutError: a layout that cannot be, or is partial.
     """
     multicast = truth(multicast, "multicast is True or False", PlanError)

@@ -29,7 +29,7 @@ def scale_slice_from_data_slice(
 
     Raises:
         ScaleSliceError: no entry; an end that is not a multiple of block_size; a step other than 1; an entry that is
-            no slice and no integer (an Ellipsis or a new axis does not say where the last dim is cut).
+            no slice and no integer (an Ellipsis or a new axis does not say where the last dim is sliced).
     """
     if data_slice is None:
         return None

@@ -20,7 +20,7 @@ from lowshard.reshard.partition import GridPartition, Partition, TilePartition
 from lowshard.reshard.rank_grid import Grid, Roster
 from lowshard.tiling import Tile, Tiling
 
-_DIM_RULE = "a dim is cut by a Cut, by the name of an axis, or by several names, outer first"
+_DIM_RULE = "a dim is sharded by a DimSharding, by the name of an axis, or by several names, outer first"
 
 
 @keeps_hash
@@ -57,7 +57,7 @@ class TensorLayout:
             wanted = [c.parts for c in self.partition.shardings]
             if per_dim != wanted:
                 raise LayoutError(
-                    f"a tensor's grid of ranks has as many places a dim as its cuts have parts {wanted}, got {per_dim}"
+                    f"a grid of ranks has as many positions a dim as the dim's sharding has parts {wanted}, got {per_dim}"
                 )
         if rank_map.cells != cells:
             raise LayoutError(f"a partition into {cells} cells has seats for each, got {rank_map.cells}")
@@ -80,13 +80,13 @@ class TensorLayout:
         Args:
             shape: shape of the whole array.
             dtype: any name of the dtype table.
-            axes: for each axis its size and the stride of its ranks; axes that cut no dim hold copies.
-            dims: for each dim that is cut its cut, or just the axis (or axes, outer first) that cut it evenly.
-            by: the axes that cut a dim, where `dims` gives a `DimSharding`.
+            axes: for each axis its size and the stride of its ranks; axes that shard no dim replicate.
+            dims: for each sharded dim its DimSharding, or just the axis (or axes, outer first) that shard it evenly.
+            by: the axes that shard a dim, where `dims` gives a `DimSharding`.
             offset: the rank at place 0 of every axis.
 
         Raises:
-            LayoutError: an axis that is not named or used twice, or a cut that does not fit.
+            LayoutError: an axis that is not named or used twice, or a sharding that does not fit.
             MeshError: strides that give one rank to two places.
         """
         shape = as_shape(shape, "the shape of a tensor is its extents, each 0 or more", LayoutError)
@@ -96,8 +96,10 @@ class TensorLayout:
         if any(len(pair) != 2 for pair in pairs.values()):
             raise LayoutError(f"{rule}, got {brief(axes)}")
         axes = {name: (pair[0], pair[1]) for name, pair in pairs.items()}
-        dims = _by_dim(dims, len(shape), "dims is a mapping of a dim to its cut, or to the axes that cut it")
-        by = _by_dim(by, len(shape), "by is a mapping of a dim to the axes that cut it")
+        dims = _by_dim(
+            dims, len(shape), "dims is a mapping of a dim to its DimSharding, or to the axes that shard it"
+        )
+        by = _by_dim(by, len(shape), "by is a mapping of a dim to the axes that shard it")
         unsharded = next((dim for dim in by if not isinstance(dims.get(dim), DimSharding)), None)
         if unsharded is not None:
             raise LayoutError(
@@ -116,19 +118,19 @@ class TensorLayout:
             wrong = [n for n in names if n not in axes or n in used]
             if wrong:
                 raise LayoutError(
-                    f"dim {dim} is cut by axes of {sorted(axes)}, each used once, got {list(names)}"
+                    f"dim {dim} is sharded over axes of {sorted(axes)}, each used once, got {list(names)}"
                 )
             used.update(names)
             parts = prod(axes[n][0] for n in names)
             sharding = given if isinstance(given, DimSharding) else DimSharding(length, parts)
             if sharding.length != length or sharding.parts != parts:
                 raise LayoutError(
-                    f"dim {dim} of {tuple(shape)} cut by {list(names)} has a cut of length {length} into {parts} "
+                    f"dim {dim} of {tuple(shape)} over {list(names)} has a sharding of length {length} into {parts} "
                     f"parts, got {sharding}"
                     + (
                         ""
                         if names or sharding.parts == 1
-                        else f"; name the axes that cut it: by={{{dim}: ...}}"
+                        else f"; name the axes that shard it: by={{{dim}: ...}}"
                     )
                 )
             shardings.append(sharding)
@@ -296,7 +298,7 @@ def _read(
 ) -> TensorLayout:
     if shardings is not None:
         if shape or tiles or local_shapes:
-            raise LayoutError("a tensor layout has cuts, or shape, tiles and local_shapes, not both")
+            raise LayoutError("a tensor layout has shardings, or shape, tiles and local_shapes, not both")
         return TensorLayout(dtype, GridPartition(shardings), rank_map)
     cells = tuple(tuple(Tile(*pair) for pair in cell) for cell in tiles)
     listed = Tiling(shape, dtype, cells, local_shapes)  # checks that the tiles fill the cells

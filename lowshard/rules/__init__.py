@@ -1,8 +1,8 @@
-"""Mesh and rules: MaxText's sharding files, resolved exactly and explained.
+"""MaxText's mesh-and-rule files, resolved exactly as MaxText does, and explained.
 
-A rule file names the mesh axes and says, for each logical name of a dim (embed, mlp, vocab, ...), which of
-them cut it. `load_rules` reads one, `RuleSet.mesh` makes the mesh, `RuleSet.layout` says who holds what.
-Nothing here builds an array or asks for a device.
+A rule file names the mesh axes and says, for each logical name of a dim (embed, mlp, vocab, ...), which of them
+shard it. `load_rules` reads one, `RuleSet.mesh` makes the mesh, `RuleSet.layout` gives a tensor's layout. No array
+is made and no device is used.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One rule of a mesh-and-rule file, the place it stands at, and the error that names both."""
+"""One rule of a mesh-and-rule file, its place in the file, and errors that name both."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _AXIS_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.\-]*\Z")
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A logical name and the mesh axes that cut a dim of that name, outer first.
+    """A logical name and the mesh axes that shard a dim of that name, outer first.
 
     Raises:
-        RulesError: a name that is no text, or axes that are no sequence of names.
+        RulesError: a name that is not text, or axes that are no sequence of names.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Rule:
     """Empty: such a dim stays whole, and later rules of the name never apply."""
     where: Where | None = None
     fault: str = ""
-    """Why no spec can be made of the target, where MaxText says so only once it is used."""
+    """Why the target is invalid, where MaxText reports that only when it is used."""
 
     def __post_init__(self) -> None:
         form = "a rule has a logical name and a sequence of axis names, Rule('embed', ('fsdp', 'expert'))"
@@ -49,7 +49,7 @@ class Rule:
 
     @property
     def repeated_axis(self) -> str | None:
-        """An axis that the target names twice, which no mesh can serve; None in a sound rule."""
+        """An axis that the target names twice, which is invalid; else None."""
         return next((a for i, a in enumerate(self.axes) if a in self.axes[:i]), None)
 
     @property
@@ -65,7 +65,7 @@ class Rule:
 def rules_error(
     text: str, where: Where | None = None, *, rule: Rule | str | None = None, axis: str | None = None
 ) -> RulesError:
-    """Return the error that says `text`, led by the place (a rule's own where none is given)."""
+    """Return an error that starts with the place: the given one, or the rule's."""
     if where is None and isinstance(rule, Rule):
         where = rule.where
     place = f"{where}: " if where else ""
@@ -96,7 +96,7 @@ def read_map(node: Node) -> dict[str, tuple[Node, Node]]:
 
 
 def is_axis_name(name: str) -> bool:
-    """Return whether a device mesh takes the name for an axis."""
+    """Return whether the name is valid for a mesh axis."""
     return _AXIS_NAME.match(name) is not None
 
 

@@ -1,4 +1,4 @@
-"""A rule bound to a mesh: whether it can be, and which sizes would fit where it cannot."""
+"""Checks of rules against a mesh, with the sizes that would fit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lowshard.rules.resolution import Resolution, Resolver
 
 
 def check_bound(rule: Rule, mesh: DeviceMesh, parameter: str | None = None) -> None:
-    """Raise RulesError where a rule that settles a weight's dim cannot be bound to the mesh."""
+    """Raise RulesError if a rule that decides a weight's dim is invalid on the mesh."""
     of = f" (for tensor {parameter!r})" if parameter else ""
     for axis in rule.axes:
         if axis not in mesh.axis_names:
@@ -23,14 +23,14 @@ def check_bound(rule: Rule, mesh: DeviceMesh, parameter: str | None = None) -> N
             )
     if rule.repeated_axis:
         raise rules_error(
-            f"the target names the axis {rule.repeated_axis!r} twice{of}; an axis cuts a tensor once",
+            f"the target names the axis {rule.repeated_axis!r} twice{of}; an axis shards a tensor once",
             rule=rule,
             axis=rule.repeated_axis,
         )
 
 
 def check_told(found: Resolution, resolver: Resolver, parameter: str | None = None) -> None:
-    """Raise RulesError where a named dim is replicated without a rule that says so."""
+    """Raise RulesError if a named dim is replicated without a rule for that."""
     for dim, (name, winner) in enumerate(zip(found.names, found.winners, strict=True)):
         if name is None or winner is not None:
             continue
@@ -54,8 +54,8 @@ def check_told(found: Resolution, resolver: Resolver, parameter: str | None = No
 
 
 def indivisible(rule: Rule, mesh: DeviceMesh, extent: int, what: str) -> RulesError:
-    """Return the error of a dim that a rule's axes do not divide, with the sizes that would."""
-    cut = cut_text(rule, mesh)
+    """Return the error for a dim that a rule's axes do not divide, with the sizes that would."""
+    cut = shards_text(rule, mesh)
     fit = fitting(rule, mesh, extent)
     return rules_error(
         f"{what} is {extent}, which {cut} do not divide; {fit}",
@@ -64,7 +64,7 @@ def indivisible(rule: Rule, mesh: DeviceMesh, extent: int, what: str) -> RulesEr
     )
 
 
-def cut_text(rule: Rule, mesh: DeviceMesh) -> str:
+def shards_text(rule: Rule, mesh: DeviceMesh) -> str:
     """Return how many shards a rule makes, as text such as `fsdp=4 x expert=4 = 16 shards`; size-1 axes hidden."""
     sizes = [f"{a}={mesh.axis_size(a)}" for a in rule.axes if mesh.axis_size(a) > 1]
     product = f" = {mesh.axis_size(rule.axes)}" if len(sizes) > 1 else ""

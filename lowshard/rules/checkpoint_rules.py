@@ -1,4 +1,4 @@
-"""A plain checkpoint under a rule set: logical names from parameter names, layouts, units for FSDP."""
+"""Rules for a plain checkpoint: logical names from parameter names, layouts, units for FSDP."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def tensor_layouts(
         tensors: as for `RuleSet.check`; for a checkpoint, what `name_tensors` gives.
         dtype: of tensors that do not say theirs.
         uneven: allow dims that their axes do not divide.
-        split: how those are cut.
+        split: how those are split.
 
     Raises:
         RulesError: as `RuleSet.layout`.
@@ -104,7 +104,7 @@ def tensor_layouts(
     _need_rules(rules)
     uneven = truth(uneven, "uneven is True or False", RulesError)
     known: dict[tuple[object, ...], Layout] = {}
-    # One layout for each list of names and rank, with the parts each dim is cut into: a model has few of them.
+    # One layout for each list of names and rank, with the number of shards of each dim: a model has few of them.
     first: dict[tuple[object, ...], tuple[Layout, tuple[int, ...]]] = {}
     out: dict[str, Layout] = {}
     for tensor in as_tensors(tensors, dtype):
@@ -149,7 +149,7 @@ def checkpoint_layouts(
         shapes: (shape, dtype) by parameter name; of a `lowshard.checkpoint.Header`,
             `{name: (entry.shape, entry.dtype) for name, entry in header.tensors.items()}`.
         uneven: allow dims that their axes do not divide.
-        split: how those are cut.
+        split: how those are split.
 
     Raises:
         RulesError: as `RuleSet.layout`.

@@ -1,4 +1,4 @@
-"""Two dumps of one kind side by side: what differs, equal changes of layers and moments as one."""
+"""Compares two dumps of one kind; equal changes of layers and moments are one entry."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lowshard.rules.logical_tensor import group_name
 
 @dataclass(frozen=True)
 class Change:
-    """What differs, for all keys that share it."""
+    """A difference, for all keys that share it."""
 
     field: str
     """The field of the entries, or "entry" where A or B has none of that name, or "order"."""

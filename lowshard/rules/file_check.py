@@ -1,4 +1,4 @@
-"""What is odd about a rule file by itself, before any size or tensor is known."""
+"""Checks of a rule file by itself, without sizes or tensors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MOST_FALLBACKS = 64  # rules of one name that later ones are compared with
 
 
 def check_file(rules: RuleTable) -> tuple[Finding, ...]:
-    """Return every finding about the file: what its keys hold, and how its rules stand to each other."""
+    """Return every finding about the file: its keys, and how its rules relate."""
     mode = rules.mode
     found = list(rules.findings)
     if not rules.logical_axis_rules and not any(f.code in ("rules-empty", "rules-form") for f in found):
@@ -44,7 +44,7 @@ def _context(rules: RuleTable) -> list[Finding]:
     if rules.context_written is None:
         return []
     rule, where = rules.context_rule, rules.place("context_sharding")
-    why = f"the first activation_length rule ({rule.where})" if rule else "no activation_length rule cuts"
+    why = f"the first activation_length rule ({rule.where})" if rule else "no activation_length rule shards"
     if rules.context_written == result:
         text = f"context_sharding has no effect in a rule file; {why} gives the same, {result!r}"
         return [find("context-sharding-ignored", rules.mode, text, where)]
@@ -56,7 +56,7 @@ def _context(rules: RuleTable) -> list[Finding]:
 
 
 def _never_wins(rules: Sequence[Rule], mode: Mode) -> list[Finding]:
-    """Find rules behind one of the same name that needs no axis more: where that is blocked, so are they."""
+    """Find rules after one of the same name that needs no other axis: if that is blocked, so are they."""
     found = []
     before: dict[str, list[Rule]] = {}
     for rule in rules:

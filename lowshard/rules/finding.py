@@ -1,7 +1,7 @@
-"""What a check finds: one finding a fact, and the report that holds them all.
+"""Findings of a check, and the report that holds them.
 
-How bad a finding is depends on the mode. "maxtext" is silent, or late, where MaxText is: what it lets
-pass is no error there. "strict" turns whatever silently changes the outcome into an error.
+The severity depends on the mode. "maxtext" is silent, or late, where MaxText is: what it accepts is no error there.
+"strict" turns whatever silently changes the outcome into an error.
 """
 
 from __future__ import annotations
@@ -67,10 +67,10 @@ _SEVERITIES: dict[str, tuple[Severity, Severity]] = {
 
 @dataclass(frozen=True)
 class Finding:
-    """One fact about a rule file, the sizes asked for, or the tensors."""
+    """One fact about a rule file, the requested sizes, or the tensors."""
 
     code: str
-    """What kind of fact: a stable word for programs."""
+    """A stable word for programs."""
     severity: Severity
     text: str
     where: Where | None = None
@@ -119,12 +119,12 @@ class CheckReport:
 
     @property
     def errors(self) -> tuple[Finding, ...]:
-        """What must be changed."""
+        """Findings that must be fixed."""
         return tuple(f for f in self.findings if f.severity == "error")
 
     @property
     def warnings(self) -> tuple[Finding, ...]:
-        """What works, and probably not as meant."""
+        """Findings that are probably not intended."""
         return tuple(f for f in self.findings if f.severity == "warning")
 
     @property

@@ -92,9 +92,9 @@ class Activation:
     dtype: str
     shape: tuple[int, ...]
     names: LogicalNames | None
-    """None: the dump did not know them ("Unknown")."""
+    """None: MaxText's dump did not know them ("Unknown")."""
     spec_text: str
-    """The partition spec that stands in the file."""
+    """The partition spec in the file."""
 
     def spec(self, rules: RuleSet, mesh: DeviceMesh) -> Spec | None:
         """Return the spec that the rules give; None where the names are unknown to us too."""
@@ -115,7 +115,7 @@ class Activation:
 def named_shardings(
     rules: RuleSet, mesh: DeviceMesh, tensors: object, *, dtype: object = "float32"
 ) -> dict[str, dict[str, Any]]:
-    """Return what a named file holds: mesh, partition spec and shape of each tensor, size-1 axes included.
+    """Return the content of a named file: mesh, partition spec and shape of each tensor, size-1 axes included.
 
     Raises:
         RulesError: what MaxText fails on for weights: an axis the mesh lacks, a dim that its axes do not
@@ -138,7 +138,7 @@ def named_shardings(
 def activation_shardings(
     rules: RuleSet, mesh: DeviceMesh, activations: Sequence[Activation]
 ) -> dict[str, Any]:
-    """Return what an activation file holds once the rules are asked again for every entry."""
+    """Return the content of an activation file, with specs resolved anew."""
     entries = []
     for activation in activations:
         spec = activation.spec(rules, mesh)

@@ -1,4 +1,4 @@
-"""Tensors with logical names: what rules are asked about. Names, shapes and a dtype; no array."""
+"""Tensors with logical names: names, shapes and a dtype; no array."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class LogicalTensor:
 
 
 def role_of(name: str) -> Role:
-    """Return what a key of a train state stands for; a name of any other form is a parameter."""
+    """Return the role of a key of a train state; a name of any other form is a parameter."""
     if _STATE.match(name):
         return "moment"
     if name == ".step" or name.startswith(".opt_state/"):
@@ -66,7 +66,7 @@ def group_name(name: str) -> str:
 
 
 def as_tensors(given: object, dtype: object = "float32") -> tuple[LogicalTensor, ...]:
-    """Return tensors from any of the forms a caller may have."""
+    """Return tensors from any of the accepted forms."""
     default = dtypes.get(dtype).name
     if isinstance(given, Mapping):
         return tuple(_tensor(name, value, default) for name, value in given.items())

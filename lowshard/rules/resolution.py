@@ -1,7 +1,7 @@
-"""Logical names to a partition spec: the exact algorithm, and its trace.
+"""Resolves logical names to a partition spec, with a trace.
 
-The algorithm is flax's `logical_to_mesh_axes` (flax 0.12.8, linen/spmd.py) as MaxText uses it: the
-rules are walked in file order, and a rule is taken whole or not at all. Sizes play no part.
+The algorithm is flax's `logical_to_mesh_axes` (flax 0.12.8, linen/spmd.py) as MaxText uses it: the rules are tried in
+file order, and a rule is applied whole or not at all. Sizes do not matter.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Spec = tuple[SpecEntry, ...]
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """What kept a rule from being taken: an axis, and who had it before."""
+    """Why a rule was not applied: an axis, and the dim and rule that use it already."""
 
     axis: str
     dim: int
@@ -32,7 +32,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One rule that was reached for one dim."""
+    """One rule that was tried for one dim."""
 
     rule: Rule
     dim: int
@@ -48,14 +48,14 @@ class Resolution:
     names: LogicalNames
     spec: Spec
     winners: tuple[Rule | None, ...]
-    """For each dim the rule that settled it; None where none applied."""
+    """For each dim the rule that decided it; None if none applied."""
     attempts: tuple[Attempt, ...] = ()
     """Every rule of these names in file order, where a trace was asked for."""
 
 
 @dataclass(frozen=True, eq=False)
 class Resolver:
-    """A list of rules, ready to be asked."""
+    """A list of rules, indexed by name."""
 
     rules: tuple[Rule, ...]
     where: Where | None = None
@@ -88,7 +88,7 @@ class Resolver:
         return found
 
     def trace(self, names: Sequence[str | None]) -> Resolution:
-        """Return the resolution with every rule that was reached and what became of it; raises as `resolve`."""
+        """Return the resolution with every rule that was tried and its outcome; raises as `resolve`."""
         return self._resolve(names, trace=True)
 
     def _resolve(self, given: Sequence[str | None], *, trace: bool) -> Resolution:
@@ -125,7 +125,7 @@ class Resolver:
         name = next(n for i, n in enumerate(names) if n is not None and n in names[:i])
         places = self._places.get(str(name), ())
         raise rules_error(
-            f"the logical name {name!r} stands on two dims of {quoted(list(names))}: one axis would cut both; "
+            f"the logical name {name!r} stands on two dims of {quoted(list(names))}: one axis would shard both; "
             "give one of them another name, or None",
             None if places else self.where,
             rule=self.rules[places[0]] if places else None,

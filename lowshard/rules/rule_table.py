@@ -1,4 +1,4 @@
-"""The rules of one configuration, bound to no device: the specs, meshes and layouts that they give."""
+"""The rules of one configuration, without devices: the specs, meshes and layouts that they give."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ PIPELINE_BATCH_AXES = ("stage", "data", "fsdp", "fsdp_transpose", "expert")
 class RuleTable:
     """Mesh axes, and rules from logical names to them. A value; `RuleSet` adds the reports about it.
 
-    mode: "maxtext" is silent where MaxText is; "strict" refuses what silently changes the outcome: as the
-    file is loaded, as a mesh is made, as a weight is resolved or laid out.
+    mode: "maxtext" is silent where MaxText is; "strict" refuses what silently changes the outcome: when the file is
+    loaded, a mesh is made, or a weight is resolved or laid out.
     """
 
     source: str
@@ -43,11 +43,11 @@ class RuleTable:
     mode: Mode
     mesh_axes: tuple[str, ...]
     data_sharding: tuple[tuple[str, ...], ...]
-    """For each dim of the loaded batch the mesh axes that cut it."""
+    """For each dim of the loaded batch the mesh axes that shard it."""
     logical_axis_rules: tuple[Rule, ...]
     extension: Extension = field(default_factory=Extension)
     places: tuple[tuple[str, Where], ...] = ()
-    """Where each key of the file stands."""
+    """The place of each key in the file."""
     context_written: str | None = None
     """`context_sharding` as the file has it, which MaxText ignores."""
     infers_context: bool = False
@@ -80,14 +80,14 @@ class RuleTable:
 
     @property
     def context_rule(self) -> Rule | None:
-        """The rule that context_sharding follows from; None where it stays as it was."""
+        """The rule that context_sharding follows from, or None."""
         if not self.infers_context:
             return None
         rule = next((r for r in self.logical_axis_rules if r.name == "activation_length"), None)
         return rule if rule is not None and rule.axes else None
 
     def place(self, key: str) -> Where | None:
-        """Return where a key stands in the file, if it does."""
+        """Return a key's place in the file, if it has one."""
         instance(key, str, "a key of a file is text", RulesError)
         return dict(self.places).get(key)
 
@@ -152,7 +152,7 @@ class RuleTable:
         """Return the partition spec of an activation: without axes of size 1 or that the mesh lacks.
 
         Conflicts are judged before those axes go; both modes replicate names without a rule. rank: number of
-        dims the spec is cut to.
+        rank the spec is truncated to.
         """
         mesh = checked_mesh(mesh)
         if rank is not None:
@@ -310,9 +310,9 @@ class RuleTable:
             shape: global shape.
             dtype: any name of the dtype table.
             parameter: its name, for rules that hold in some layers only.
-            activation: drop axes the mesh lacks, cut the names to the rank, allow uneven dims.
+            activation: drop axes the mesh lacks, truncate the names to the rank, allow uneven dims.
             uneven: allow dims that the axes do not divide, which MaxText refuses for weights.
-            split: how an uneven dim is cut.
+            split: how an uneven dim is split.
 
         Raises:
             RulesError: as `bound_spec`, and in strict mode as `resolve`.
@@ -328,7 +328,7 @@ class RuleTable:
         return Layout.from_spec(mesh, extents, dtype, found.spec, split)
 
     def data_layout(self, mesh: DeviceMesh, shape: Sequence[int], dtype: object = "int32") -> Layout:
-        """Return where a loaded batch lives: `data_sharding`, cut to the rank.
+        """Return where a loaded batch lives: `data_sharding`, truncated to the rank.
 
         Raises:
             RulesError: data_sharding names an axis the mesh lacks, or one axis twice.

@@ -1,6 +1,6 @@
-"""The whole check of a configuration in one report: the file, the sizes asked for, every tensor.
+"""The check of a whole configuration: the file, the requested sizes, every tensor.
 
-Nothing raises for what it finds, and nothing but names, shapes and sizes is looked at.
+Findings raise nothing, and only names, shapes and sizes are read.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from lowshard.errors import RulesError
 from lowshard.mesh import DeviceMesh
 from lowshard.nearest import nearest
 from lowshard.rules.axis_rule import Rule
-from lowshard.rules.binding import cut_text, fitting, largest_divisor
+from lowshard.rules.binding import fitting, largest_divisor, shards_text
 from lowshard.rules.file_check import check_file
 from lowshard.rules.finding import CheckReport, Finding, find
 from lowshard.rules.logical_tensor import LogicalTensor, as_tensors, group_name
@@ -70,7 +70,7 @@ def check_rules(
 
 
 class _Check:
-    """Looks at tensors one by one and keeps, for each fact, the tensors it holds for."""
+    """Checks tensors one by one and collects, for each finding, its tensors."""
 
     def __init__(self, rules: RuleTable, mesh: DeviceMesh | None) -> None:
         self._rules = rules
@@ -207,13 +207,13 @@ class _Check:
             ]
             rest = f"; for all tensors together: {' or '.join(overall)}" if overall else ""
             text = (
-                f"a dim {rule.name} of {extent} is not divided by {cut_text(rule, mesh)} "
+                f"a dim {rule.name} of {extent} is not divided by {shards_text(rule, mesh)} "
                 f"({_listed(names)}); {fitting(rule, mesh, extent)}{rest}"
             )
             yield find("dim-indivisible", self._rules.mode, text, rule=rule, axis=axis, tensors=names)
 
     def _largest(self, mesh: DeviceMesh, axis: str) -> int | None:
-        """Return the largest size of an axis, up to its own, that suits every tensor; None: no size does."""
+        """Return the largest size of an axis, up to its own, that divides every tensor; None if there is none."""
         common = 0
         for rule, extent in self._extents:
             rest = mesh.axis_size([a for a in rule.axes if a != axis])
@@ -239,12 +239,12 @@ def _split_off(rules: RuleTable) -> list[Finding]:
 
 
 def _as_before(rules: RuleTable, name: str) -> str:
-    """Return which rules give a name that was split from another what that one has; nothing where it cuts nothing."""
+    """Return the rules that give a name that was split from another what that one has, as text."""
     before = [r for r in rules.logical_axis_rules if r.name == _SPLIT_OFF.get(name)]
     if not any(rule.axes for rule in before):
         return ""
     lines = ", ".join(f"[{name}, [{', '.join(rule.axes)}]]" for rule in before)
-    return f"; to cut it as {_SPLIT_OFF[name]!r} is cut, add {lines}"
+    return f"; to shard it as {_SPLIT_OFF[name]!r} is, add {lines}"
 
 
 def _budget(

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lowshard.errors import RulesError
+from lowshard.errors import CheckpointError, RulesError
 from lowshard.flag_value import made_target_of
 from lowshard.nearest import nearest
 from lowshard.plain_console import busy, make_console
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from lowshard.rules.ruleset import RuleSet
 
 DESCRIPTION = """\
-Mesh-and-rule files: which mesh axes cut which dims of which tensors. The files are MaxText's (mesh_axes,
+Mesh-and-rule files: which mesh axes shard which dims of which tensors. The files are MaxText's (mesh_axes,
 data_sharding, logical_axis_rules) and are resolved as MaxText resolves them; no device is touched, no array made.
 """
 EXAMPLES = """\
@@ -54,7 +54,7 @@ optimizer moments are one entry. With --rules and --devices, B is left out: A is
 for the logical_shardings.json beside it.
 """
 _EXPLAIN = """\
-Says why a tensor is cut as it is: for each dim the rule that won (file, line, column), the rules that were blocked
+Says why a tensor is sharded as it is: for each dim the rule that won (file, line, column), the rules that were blocked
 before it, and which axis, held by which dim and rule, blocked them.
 """
 _CHECK = """\
@@ -105,7 +105,7 @@ def add_rules_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentPar
     _add_rules(compare, required=False)
     compare.add_argument("--json", action="store_true", help="print JSON")
 
-    explain = add("explain", "why a tensor is cut as it is", _EXPLAIN, run_explain)
+    explain = add("explain", "why a tensor is sharded as it is", _EXPLAIN, run_explain)
     explain.add_argument(
         "tensor", metavar="TENSOR", nargs="?", help="a tensor's name, a part of it, or a pattern with *"
     )
@@ -250,7 +250,7 @@ def run_compare(args: argparse.Namespace) -> int:
 
 
 def run_explain(args: argparse.Namespace) -> int:
-    """Print why tensors are cut as they are and return the exit code."""
+    """Print why tensors are sharded as they are and return the exit code."""
     from rich.text import Text
 
     from lowshard.rules.logical_tensor import short_name
@@ -327,7 +327,7 @@ def _load(args: argparse.Namespace) -> RuleSet:
 
 
 def _bound(args: argparse.Namespace) -> tuple[RuleSet, RuleSet, DeviceMesh]:
-    """Return the rules as the file has them, and as they hold on the mesh of the sizes asked for."""
+    """Return the rules as in the file, and as they hold on the mesh of the requested sizes."""
     rules = _load(args)
     return rules, *rules.bind(args.devices, args.ici, args.slices, args.dcn)
 
@@ -339,8 +339,7 @@ def _sizes(args: argparse.Namespace) -> dict[str, Any]:
 def _read_tensors(
     rules: RuleSet, args: argparse.Namespace
 ) -> tuple[tuple[LogicalTensor, ...], list[Finding]]:
-    """Return the tensors that are asked for, and what is odd about their names."""
-    from lowshard.rules.checkpoint_names import checkpoint_tensors
+    """Return the requested tensors, and findings about their names."""
     from lowshard.rules.golden import read_dump
 
     if args.logical is not None:
@@ -348,6 +347,32 @@ def _read_tensors(
     if args.checkpoint is not None:
         return checkpoint_tensors(rules, args.checkpoint)
     raise RulesError("which tensors? give --logical logical_shardings.json or --checkpoint model.safetensors")
+
+
+def checkpoint_tensors(
+    rules: RuleSet, path: str | os.PathLike[str]
+) -> tuple[tuple[LogicalTensor, ...], list[Finding]]:
+    """Return the tensors of a checkpoint with logical names by pattern, and what has none; see `name_tensors`."""
+    from lowshard.checkpoint.catalog import Catalog
+    from lowshard.checkpoint.checkpoint_index import INDEX_NAME
+    from lowshard.checkpoint.header import read_header
+    from lowshard.checkpoint.hf_index import HF_INDEX
+    from lowshard.rules.checkpoint_rules import name_tensors
+
+    folder = Path(path)
+    if any(os.path.exists(folder / name) for name in (INDEX_NAME, HF_INDEX)):
+        catalog = Catalog.open(folder)
+        return name_tensors(rules, {name: (t.shape, t.dtype) for name, t in sorted(catalog.tensors.items())})
+    paths = sorted(folder.glob("*.safetensors")) if os.path.isdir(folder) else [folder]
+    if not paths:
+        raise CheckpointError(f"{folder}: the folder holds no .safetensors file")
+    shapes: dict[str, tuple[tuple[int, ...], object]] = {}
+    for file in paths:
+        for name, entry in read_header(file).tensors.items():
+            if name in shapes:
+                raise CheckpointError(f"{file}: tensor {name!r} stands in another file of the folder too")
+            shapes[name] = (entry.shape, entry.dtype)
+    return name_tensors(rules, dict(sorted(shapes.items())))
 
 
 def _chosen(rules: RuleSet, args: argparse.Namespace) -> list[LogicalTensor]:

@@ -1,8 +1,8 @@
-"""A rule file's keys, read from its nodes: what it says, and what is wrong with it.
+"""Reads a rule file's keys, and finds what is wrong with them.
 
-Keys and accepted forms are those of MaxText (commit e591f30, `custom_mesh_and_rule`): `mesh_axes`,
-`data_sharding`, `logical_axis_rules`; `context_sharding` is read by us and ignored by MaxText. Our own
-extensions stand below one key more, `lowshard`, which MaxText ignores as it ignores every other.
+Keys and accepted forms are those of MaxText (commit e591f30, `custom_mesh_and_rule`): `mesh_axes`, `data_sharding`,
+`logical_axis_rules`; `context_sharding` is read by us and ignored by MaxText. Our own extensions are below one more
+key, `lowshard`, which MaxText ignores as it ignores every other.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _RULE_FORM = "a rule is a list of two: ['embed', ['fsdp', 'expert']], ['embed', 
 
 @dataclass(frozen=True)
 class RuleFile:
-    """What one file says. None: the file lacks the key."""
+    """The content of one file. None: the file lacks the key."""
 
     path: str
     mesh_axes: Axes | None = None
@@ -54,7 +54,7 @@ class RuleFile:
 
 
 def parse_rule_file(text: str, path: str, mode: Mode) -> RuleFile:
-    """Return what a file's text says, every finding included; only broken YAML raises."""
+    """Return a file's content with every finding; only invalid YAML raises."""
     node = parse_document(text, path, rules_error)
     if node is None or node.kind == "null":
         return RuleFile(path)
@@ -94,14 +94,14 @@ def read_rules(node: Node, mode: Mode, findings: list[Finding]) -> tuple[Rule, .
         if fault:
             findings.append(find("target-form", mode, fault, target.where, rule=str(item)))
         elif rule.repeated_axis:
-            text = f"the target names the axis {rule.repeated_axis!r} twice; an axis cuts a tensor once"
+            text = f"the target names the axis {rule.repeated_axis!r} twice; an axis shards a tensor once"
             found = find("target-repeats-axis", mode, text, target.where, rule=rule, axis=rule.repeated_axis)
             findings.append(found)
     return tuple(rules)
 
 
 def _target(node: Node) -> tuple[Axes, str]:
-    """Return a target's axes and, where no spec can be made of it, why."""
+    """Return a target's axes and, if it is invalid, why."""
     form = "a target is an axis name, a list of axis names, [] or null"
     if node.kind == "null":
         return (), ""

@@ -65,7 +65,7 @@ class Topology:
 
 @dataclass(frozen=True)
 class SizeRequest:
-    """What a user asks for: devices (over all slices), slices, and sizes by axis."""
+    """The requested devices (over all slices), slices, and sizes by axis."""
 
     devices: int
     slices: int = 1
@@ -97,7 +97,7 @@ class SizeRequest:
 def check_sizes(
     axes: Sequence[str], request: SizeRequest, mode: Mode, where: Where | None = None
 ) -> tuple[Topology | None, list[Finding]]:
-    """Return the topology that a request gives for these mesh axes (None where none fits) and what is odd."""
+    """Return the topology that a request gives for these mesh axes (None if none fits) and findings."""
     findings: list[Finding] = []
 
     def add(code: str, text: str, axis: str | None = None) -> None:

@@ -81,7 +81,7 @@ def check_refusal(text: str, given: NamedSharding, shape: tuple[int, ...]) -> No
     if "UNCONSTRAINED" in text:
         assert P.UNCONSTRAINED in given.spec.partitions, given
         return
-    assert re.search(r"JAX cuts only evenly: dim \d of \d+ elements", text), text
+    assert re.search(r"JAX shards only evenly: dim \d of \d+ elements", text), text
     with pytest.raises(ValueError, match="should evenly divide"):
         held(given, shape)
 

@@ -53,7 +53,6 @@ FLOORS: dict[str, str] = {
     "lowshard.exchange": "3",
     "lowshard.step_search": "3",
     "lowshard.rules": "2",
-    "lowshard.rules.checkpoint_names": "5",
     "lowshard.rules.rules_command": "7",
     "lowshard.redistribute_plan": "3",
     "lowshard.solver": "3",

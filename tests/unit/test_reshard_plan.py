@@ -396,7 +396,7 @@ def test_axes_of_a_dim_and_its_cut_come_together() -> None:
         made({}, {1: "tp"})  # was taken for copies
     with pytest.raises(LayoutError, match="for dim 0 it has none"):
         made({0: "dp"}, {0: "tp"})
-    with pytest.raises(LayoutError, match=r"name the axes that cut it: by={0: ...}"):
+    with pytest.raises(LayoutError, match=r"name the axes that shard it: by={0: ...}"):
         made({0: DimSharding(8, 2)}, {})
 
 

@@ -146,7 +146,7 @@ def test_compare_with_the_rules_finds_a_stale_golden(run: Any) -> None:
 def test_explain_by_name_pattern_or_logical_names(run: Any) -> None:
     assert "the same" not in run("explain", "decoder/layers/moe/wi", *RULES, "--logical", LOGICAL)
     text = run("explain", "layers/moe/wi", *RULES, "--logical", LOGICAL)
-    assert "dim 0 exp = 16: cut by expert into 2: rule [exp, [expert]] (ready/ep-as-cp.yml:" in text
+    assert "dim 0 exp = 16: sharded over expert into 2: rule [exp, [expert]] (ready/ep-as-cp.yml:" in text
     assert "the same: decoder/layers/moe/wi (mu), decoder/layers/moe/wi (nu)" in text
     assert run("explain", "moe", *RULES, "--logical", LOGICAL).count("\n  the same:") == 2
     assert "dim 1 -: stays whole" in run("explain", "--rules", "default", "--names", "embed,-,mlp")

@@ -13,7 +13,6 @@ from lowshard import DeviceMesh
 from lowshard.errors import CheckpointError
 from lowshard.rules import CheckReport, LogicalTensor, RulesError, load_rules, parse_rules
 from lowshard.rules.binding import largest_divisor
-from lowshard.rules.checkpoint_names import checkpoint_tensors
 from lowshard.rules.checkpoint_rules import (
     checkpoint_layouts,
     name_tensors,
@@ -24,6 +23,7 @@ from lowshard.rules.checkpoint_rules import (
 from lowshard.rules.comparison import compare_dumps
 from lowshard.rules.golden import dump_text, named_shardings, parse_dump
 from lowshard.rules.logical_tensor import group_name, short_name
+from lowshard.rules.rules_command import checkpoint_tensors
 
 RULES = """
 mesh_axes: [data, fsdp, tensor]
@@ -55,11 +55,11 @@ def test_every_dim_is_explained_with_places() -> None:
     held = "serves 'mlp' on dim 2, by rule [mlp, [fsdp, tensor]] (r.yml:5:5)"
     assert str(found).splitlines() == [
         "l.0.w [8, 3, 8, 5, 6]",
-        "  dim 0 embed = 8: cut by data into 2: rule [embed, [data]] (r.yml:8:5)",
+        "  dim 0 embed = 8: sharded over data into 2: rule [embed, [data]] (r.yml:8:5)",
         f"    blocked: rule [embed, [fsdp]] (r.yml:6:5): fsdp already {held}",
         f"    blocked: rule [embed, [tensor, data]] (r.yml:7:5): tensor already {held}",
         "  dim 1 - = 3: stays whole",
-        "  dim 2 mlp = 8: cut by fsdp x tensor into 4: rule [mlp, [fsdp, tensor]] (r.yml:5:5)",
+        "  dim 2 mlp = 8: sharded over fsdp x tensor into 4: rule [mlp, [fsdp, tensor]] (r.yml:5:5)",
         "  dim 3 gone = 5: stays whole: no rule is for 'gone'",
         "  dim 4 vocab = 6: stays whole: rule [vocab, []] (r.yml:9:5)",
     ]
@@ -72,7 +72,7 @@ def test_a_dim_whose_rules_are_all_blocked_and_one_whose_axis_the_mesh_lacks() -
         rules.explain(("embed", "mlp"))
     )
     text = str(rules.explain(("mlp",), (8,), DeviceMesh((2,), ("data",))))
-    assert "dim 0 mlp = 8: cut by fsdp x tensor: rule" in text
+    assert "dim 0 mlp = 8: sharded over fsdp x tensor: rule" in text
     assert str(rules.explain((), ())) == "a tensor"
     for mesh, shape in ((7, None), (None, (-1,))):
         with pytest.raises(RulesError):
