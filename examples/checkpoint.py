@@ -2,7 +2,7 @@
 
     lowshard run -n 4 examples/checkpoint.py
 
-The example makes a small Llama-like checkpoint of its own. Name patterns say how each tensor is cut ("llama", "qwen",
+The example makes a small Llama-like checkpoint of its own. Name patterns say how each tensor is sharded ("llama", "qwen",
 "moe" and "bert" come along; a path names a file of yours). Each rank reads only its own bytes.
 
 Output of rank 0:
@@ -60,10 +60,10 @@ world.Barrier()
 with lc.from_mpi(world, device="cpu") as comm:
     catalog = Catalog.open(source)  # a file, a Hugging Face folder, or what `save` wrote
     shapes = {name: tensor.shape for name, tensor in catalog.tensors.items()}
-    cut = NamePatterns.load("llama").strategies(shapes, comm.size, Sizes(num_heads=4))
-    tilings = {name: cut[name].layout(shapes[name], t.dtype) for name, t in catalog.tensors.items()}
+    strategies = NamePatterns.load("llama").strategies(shapes, comm.size, Sizes(num_heads=4))
+    tilings = {name: strategies[name].layout(shapes[name], t.dtype) for name, t in catalog.tensors.items()}
     local = load(catalog, plan_load(catalog, tilings, nodes=nodes_of(comm)), comm)
-    save(parts, {name: (tilings[name], local[name]) for name in local}, comm, strategies=cut)
+    save(parts, {name: (tilings[name], local[name]) for name in local}, comm, strategies=strategies)
 
     if comm.rank == 0:
         for part in ("mlp.up_proj", "mlp.down_proj", "self_attn.q_proj", "input_layernorm"):

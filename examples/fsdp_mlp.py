@@ -28,7 +28,7 @@ units = {
 
 
 def first(name: str, box: tuple[tuple[int, int], ...]) -> np.ndarray:
-    """Return the first values of a box of a parameter: the same however parameters are cut."""
+    """Return the first values of a box of a parameter: the same for every sharding."""
     shape = next(p.shape for p in units[name.split(".")[0]] if p.name == name.split(".")[1])
     scale = 0.0 if name.endswith("b") else shape[0] ** -0.5
     whole = scale * np.random.default_rng([*name.encode()]).standard_normal(shape)

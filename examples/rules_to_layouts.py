@@ -2,7 +2,7 @@
 
     python examples/rules_to_layouts.py
 
-A rule file names mesh axes and says which of them cut which logical dims. Any process can ask for any rank's part; no
+A rule file names mesh axes and says which of them shard which logical dims. Any process can ask for any rank's part; no
 device is touched. `load_rules` takes a path as well, and the names of files that come along.
 
 Output:

@@ -2,7 +2,7 @@
 
     lowshard run -n 4 examples/torch_to_jax_refit.py
 
-Ranks 0 and 1 train with torch's FSDP2, which cuts every parameter by rows; ranks 2 and 3 serve with tensor parallelism
+Ranks 0 and 1 train with torch's FSDP2, which shards every parameter by rows; ranks 2 and 3 serve with tensor parallelism
 in JAX. Neither imports the other's library. Each says how it holds its parameters, in its own words (DTensors,
 PartitionSpecs); as layouts both go to all ranks, and a plan follows from them. Sources are the optimizer's own
 parameters, where they lie. The senders quantise the weights, so half of the bytes of bf16 travel; JAX computes from the
@@ -79,13 +79,15 @@ def server(comm: lc.Communicator) -> tuple[dict[str, Layout], dict[str, Any], Ca
     from lowshard.interop import jax as lj
 
     mesh = DeviceMesh((2,), ("tp",), ranks=(2, 3))  # of this job
-    cut = {
+    shardings = {
         "0.weight": ((HIDDEN, IN), P("tp", None)),
         "0.bias": ((HIDDEN,), P("tp")),
         "2.weight": ((OUT, HIDDEN), P(None, "tp")),
         "2.bias": ((OUT,), P()),
     }
-    layouts = {name: lj.layout(spec, shape, jnp.bfloat16, mesh=mesh) for name, (shape, spec) in cut.items()}
+    layouts = {
+        name: lj.layout(spec, shape, jnp.bfloat16, mesh=mesh) for name, (shape, spec) in shardings.items()
+    }
     buffers: dict[str, Any] = {}
     for name, layout in layouts.items():
         shape = layout.local_shape(MPI.COMM_WORLD.rank)

@@ -92,7 +92,7 @@ def array(
 
 def move() -> Picture:
     """Rows to columns over four ranks."""
-    p = Picture(206, "An array cut by rows over four ranks, and then by columns")
+    p = Picture(206, "An array sharded by rows over four ranks, and then by columns")
     mesh = DeviceMesh((4,), ("tp",))
     rows, columns = (Layout(mesh, (8, 8), "float32", (Sharded(dim),)) for dim in (0, 1))
     array(p, 6, 24, 19, rows, range(4), words=False)

@@ -101,8 +101,8 @@ class ModelPlan:
             )
             if formats.wire == MXFP8 and align % BLOCK_ELEMS:
                 raise LayoutError(
-                    f"wire 'mxfp8' moves blocks of {BLOCK_ELEMS} elements, and a shard boundary would split one: align is "
-                    f"a multiple of {BLOCK_ELEMS}, got {align}"
+                    f"wire 'mxfp8' moves blocks of {BLOCK_ELEMS} elements, and a shard boundary would split one: align "
+                    f"is a multiple of {BLOCK_ELEMS}, got {align}"
                 )
             if formats.wire == MXFP8 and "float64" in (formats.compute, formats.master):
                 raise DTypeError(

@@ -57,7 +57,7 @@ class TensorLayout:
             wanted = [c.parts for c in self.partition.shardings]
             if per_dim != wanted:
                 raise LayoutError(
-                    f"a grid of ranks has as many positions a dim as the dim's sharding has parts {wanted}, got {per_dim}"
+                    f"a grid of ranks has as many positions a dim as its sharding has parts {wanted}, got {per_dim}"
                 )
         if rank_map.cells != cells:
             raise LayoutError(f"a partition into {cells} cells has seats for each, got {rank_map.cells}")
