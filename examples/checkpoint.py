@@ -2,8 +2,8 @@
 
     lowshard run -n 4 examples/checkpoint.py
 
-The example makes a small Llama-like checkpoint of its own. Name patterns say how each tensor is sharded ("llama", "qwen",
-"moe" and "bert" come along; a path names a file of yours). Each rank reads only its own bytes.
+The example makes a small Llama-like checkpoint of its own. Name patterns say how each tensor is sharded ("llama",
+"qwen", "moe" and "bert" come along; a path names a file of yours). Each rank reads only its own bytes.
 
 Output of rank 0:
 

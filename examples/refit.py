@@ -2,8 +2,8 @@
 
     lowshard run -n 4 examples/refit.py
 
-Ranks 0 and 1 train, with the gate and up halves of a fused layer sharded separately over two ranks; ranks 2 and 3 serve,
-with columns. A version is switched to when all of it has come and all ranks have said so; until then the old one is
+Ranks 0 and 1 train, with the gate and up halves of a fused layer sharded separately over two ranks; ranks 2 and 3
+serve, with columns. A version is switched to when all of it has come and all ranks have said so; until then the old one is
 served.
 
 Output of rank 0:

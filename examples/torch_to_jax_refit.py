@@ -2,8 +2,8 @@
 
     lowshard run -n 4 examples/torch_to_jax_refit.py
 
-Ranks 0 and 1 train with torch's FSDP2, which shards every parameter by rows; ranks 2 and 3 serve with tensor parallelism
-in JAX. Neither imports the other's library. Each says how it holds its parameters, in its own words (DTensors,
+Ranks 0 and 1 train with torch's FSDP2, which shards every parameter by rows; ranks 2 and 3 serve with tensor
+parallelism in JAX. Neither imports the other's library. Each says how it holds its parameters, in its own words (DTensors,
 PartitionSpecs); as layouts both go to all ranks, and a plan follows from them. Sources are the optimizer's own
 parameters, where they lie. The senders quantise the weights, so half of the bytes of bf16 travel; JAX computes from the
 codes and scales that came.

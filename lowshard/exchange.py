@@ -134,7 +134,7 @@ class Exchange:
                 at[a] = c
             for cell in product(*spans):
                 for dim, (where, _) in enumerate(cell):
-                    for a, c in zip(self.src.cutters[dim], where, strict=True):
+                    for a, c in zip(self.src.sharding_axes[dim], where, strict=True):
                         at[a] = c
                 source = self._nearest(rank, at, copies)
                 yield Piece(source, rank, tuple(interval for _, interval in cell), term)
@@ -166,8 +166,8 @@ class Exchange:
 
     def _copies(self) -> list[int]:
         """Return the axes along which src is replicated."""
-        cutters = {a for dim in self.src.cutters for a in dim}
-        return [a for a, op in enumerate(self.src.partials) if op is None and a not in cutters]
+        sharding_axes = {a for dim in self.src.sharding_axes for a in dim}
+        return [a for a, op in enumerate(self.src.partials) if op is None and a not in sharding_axes]
 
     def _nearest(self, rank: int, at: list[int], copies: list[int]) -> int:
         """Return which of the replicas of a source cell serves `rank`."""
@@ -239,7 +239,7 @@ def partial_axes(layout: Layout) -> tuple[int, ...]:
 
 def _overlaps(layout: Layout, dim: int, wanted: Interval) -> Iterator[tuple[tuple[int, ...], Interval]]:
     """Yield the coordinates of the axes that cut a dim, and what they hold of the wanted interval."""
-    mesh, axes = layout.mesh, layout.cutters[dim]
+    mesh, axes = layout.mesh, layout.sharding_axes[dim]
 
     def descend(
         level: int, interval: Interval, where: tuple[int, ...]

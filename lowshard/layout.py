@@ -70,7 +70,8 @@ class Layout:
     """The split rule of each mesh axis ("balanced" for one that shards nothing)."""
     partials: tuple[ReduceOp | None, ...]
     """The op of each mesh axis that is partial, else None."""
-    _cutters: tuple[tuple[int, ...], ...] = field(repr=False, compare=False)
+    sharding_axes: tuple[tuple[int, ...], ...] = field(repr=False, compare=False)
+    """For each dim the positions of the mesh axes that shard it, outer first."""
     _digest: str = field(repr=False, compare=False)
 
     def __init__(
@@ -187,7 +188,7 @@ class Layout:
         put(self, "spec", tuple(None if not n else n[0] if len(n) == 1 else tuple(n) for n in names))
         put(self, "splits", splits)
         put(self, "partials", partials)
-        put(self, "_cutters", tuple(tuple(mesh.axis_index(a) for a in n) for n in names))
+        put(self, "sharding_axes", tuple(tuple(mesh.axis_index(a) for a in n) for n in names))
         put(self, "_digest", "")
 
     # ---- what a rank holds
@@ -212,9 +213,9 @@ class Layout:
 
     def _box_at(self, coord: Sequence[int]) -> Box:
         box = []
-        for extent, cutters in zip(self.shape, self._cutters, strict=True):
+        for extent, sharding_axes in zip(self.shape, self.sharding_axes, strict=True):
             interval = (0, extent)
-            for axis in cutters:
+            for axis in sharding_axes:
                 interval = split_interval(interval, self.mesh.shape[axis], coord[axis], self.splits[axis])
             box.append(interval)
         return tuple(box)
@@ -274,20 +275,15 @@ class Layout:
     def placements(self) -> tuple[Placement, ...]:
         """One placement per mesh axis: a view that loses the nesting order of axes on one dim."""
         found: list[Placement] = [Replicated() if op is None else Partial(op) for op in self.partials]
-        for dim, cutters in enumerate(self._cutters):
-            for axis in cutters:
+        for dim, sharding_axes in enumerate(self.sharding_axes):
+            for axis in sharding_axes:
                 found[axis] = Sharded(dim, self.splits[axis])
         return tuple(found)
 
     @property
-    def cutters(self) -> tuple[tuple[int, ...], ...]:
-        """For each dim the positions of the mesh axes that shard it, outer first."""
-        return self._cutters
-
-    @property
     def is_replicated(self) -> bool:
         """True when every rank holds the whole array."""
-        return not any(self._cutters) and not any(self.partials)
+        return not any(self.sharding_axes) and not any(self.partials)
 
     def with_placements(self, placements: Sequence[Placement]) -> Layout:
         """Return the same array with other placements on the same mesh."""
@@ -321,8 +317,8 @@ class Layout:
         Axes that shard one dim are written outer first; else axes come in mesh order.
         """
         order = list(range(self.mesh.ndim))
-        for cutters in self._cutters:
-            for slot, axis in zip(sorted(cutters), cutters, strict=True):
+        for sharding_axes in self.sharding_axes:
+            for slot, axis in zip(sorted(sharding_axes), sharding_axes, strict=True):
                 order[slot] = axis
         placements = self.placements
         axes = " ".join(f"{self.mesh.axis_names[i]}={placements[i]}" for i in order)
@@ -399,10 +395,10 @@ def _read(
         )
     partial = {axis: op for axis, op in zip(mesh.axis_names, partials, strict=True) if op}
     made = Layout.from_spec(mesh, shape, dtype, spec, partial=partial)
-    cut = {a for axes in made.cutters for a in axes}
+    cut = {a for axes in made.sharding_axes for a in axes}
     if any(split != "balanced" and a not in cut for a, split in enumerate(splits)):
         raise LayoutError(f"the split of a mesh axis that shards nothing is 'balanced', got {splits}")
-    names = [[mesh.axis_names[i] for i in axes] for axes in made.cutters]
+    names = [[mesh.axis_names[i] for i in axes] for axes in made.sharding_axes]
     return Layout._make(mesh, made.shape, made.dtype, names, splits, made.partials)
 
 

@@ -325,7 +325,7 @@ def _step(here: Layout, there: Layout, move: Move, grid: Grid, node_size: int | 
 def _across(src: Layout, dst: Layout, grid: Grid, node_size: int | None) -> tuple[Step, ...]:
     """Return the steps between two meshes: all terms are folded; what is folded to replicas goes by way of shares."""
     folded, fresh = partial_axes(src), partial_axes(dst)
-    plain = State(dst.cutters, dst.splits, (None,) * dst.mesh.ndim)
+    plain = State(dst.sharding_axes, dst.splits, (None,) * dst.mesh.ndim)
     shared = grid.share(plain, state_of(dst)) if folded else None
     if shared is None:
         return (_cross(Exchange(src, dst, folded, fresh, node_size), grid),)

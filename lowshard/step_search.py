@@ -38,7 +38,7 @@ _STEP_S = 1e-6
 class State(NamedTuple):
     """A layout on a mesh that everybody knows."""
 
-    cutters: tuple[tuple[int, ...], ...]
+    sharding_axes: tuple[tuple[int, ...], ...]
     """Mesh axes that cut each dim, outer first."""
     splits: tuple[Split, ...]
     partials: tuple[ReduceOp | None, ...]
@@ -64,7 +64,7 @@ class Move(NamedTuple):
 
 def state_of(layout: Layout) -> State:
     """Return a layout's state."""
-    return State(layout.cutters, layout.splits, layout.partials)
+    return State(layout.sharding_axes, layout.splits, layout.partials)
 
 
 def folded_axes(src: State, dst: State) -> tuple[int, ...]:
@@ -86,7 +86,7 @@ def classify(src: State, dst: State) -> tuple[StepKind, tuple[int, ...]]:
     folded, fresh = folded_axes(src, dst), fresh_axes(src, dst)
     gone: list[tuple[int, ...]] = []
     come: list[tuple[int, ...]] = []
-    for before, after in zip(src.cutters, dst.cutters, strict=True):
+    for before, after in zip(src.sharding_axes, dst.sharding_axes, strict=True):
         same = 0
         for a, b in zip(before, after, strict=False):
             if a != b or src.splits[a] != dst.splits[b]:
@@ -146,7 +146,7 @@ class Grid:
 
     def layout(self, state: State, like: Layout) -> Layout:
         """Return the layout of a state."""
-        names = [[self.mesh.axis_names[a] for a in axes] for axes in state.cutters]
+        names = [[self.mesh.axis_names[a] for a in axes] for axes in state.sharding_axes]
         return Layout._make(like.mesh, like.shape, like.dtype, names, state.splits, state.partials)
 
     def group(self, axes: tuple[int, ...]) -> int:
@@ -167,7 +167,7 @@ class Grid:
     def largest(self, state: State) -> int:
         """Return the elements of the largest shard: the one at coordinate 0."""
         elems = 1
-        for extent, axes in zip(self.shape, state.cutters, strict=True):
+        for extent, axes in zip(self.shape, state.sharding_axes, strict=True):
             for a in axes:
                 extent = -(-extent // self.mesh.shape[a])
             elems *= extent
@@ -184,8 +184,8 @@ class Grid:
                 continue
             wanted, own, cells = 1, 1, 1
             for dim in range(len(self.shape)):
-                start, stop = after[dim][_index(coord, dst.cutters[dim], self.mesh.shape)]
-                low, high = before[dim][_index(coord, src.cutters[dim], self.mesh.shape)]
+                start, stop = after[dim][_index(coord, dst.sharding_axes[dim], self.mesh.shape)]
+                low, high = before[dim][_index(coord, src.sharding_axes[dim], self.mesh.shape)]
                 wanted *= stop - start
                 own *= max(0, min(stop, high) - max(start, low))
                 # Those that begin before the end, but for those that end by the beginning: they lie in order.
@@ -234,14 +234,14 @@ class Grid:
         The axes that become partial are replicas still: what is folded is spread over them too.
         """
         partials = tuple(q if p == q else None for p, q in zip(src.partials, dst.partials, strict=True))
-        cut = {a for axes in dst.cutters for a in axes}
+        cut = {a for axes in dst.sharding_axes for a in axes}
         copies = tuple(
             a for a, op in enumerate(partials) if op is None and a not in cut and self.mesh.shape[a] > 1
         )
         dim = self._widest(dst)
         if not copies or dim is None:
             return None
-        return self._cut(State(dst.cutters, dst.splits, partials), copies, dim)
+        return self._cut(State(dst.sharding_axes, dst.splits, partials), copies, dim)
 
     def share_along(self, state: State, axes: tuple[int, ...]) -> State | None:
         """Return a state whose replicas along some axes each hold a share of the box, or None if it cannot be."""
@@ -251,7 +251,7 @@ class Grid:
     def _widest(self, state: State) -> int | None:
         """Return the dim that the shards are largest in, or None if none has two elements."""
         extents = []
-        for extent, axes in zip(self.shape, state.cutters, strict=True):
+        for extent, axes in zip(self.shape, state.sharding_axes, strict=True):
             for a in axes:
                 extent = -(-extent // self.mesh.shape[a])
             extents.append(extent)
@@ -263,19 +263,19 @@ class Grid:
             _parts(
                 extent, tuple(self.mesh.shape[a] for a in axes), tuple(state.splits[a] for a in axes)
             )
-            for extent, axes in zip(self.shape, state.cutters, strict=True)
+            for extent, axes in zip(self.shape, state.sharding_axes, strict=True)
         ]  # fmt: skip
 
     def _cut(
         self, state: State, axes: tuple[int, ...], dim: int, splits: tuple[Split, ...] | None = None
     ) -> State:
         """Return a state with axes that cut a dim further, inside of those that cut it already."""
-        cutters = tuple(c + axes if d == dim else c for d, c in enumerate(state.cutters))
+        sharding_axes = tuple(c + axes if d == dim else c for d, c in enumerate(state.sharding_axes))
         ruled = list(state.splits)
         for a in axes:
             ruled[a] = "balanced" if splits is None else splits[a]
         return State(
-            cutters, tuple(ruled), tuple(None if a in axes else p for a, p in enumerate(state.partials))
+            sharding_axes, tuple(ruled), tuple(None if a in axes else p for a, p in enumerate(state.partials))
         )
 
     # ---- the search
@@ -327,7 +327,7 @@ class Grid:
     def _edges(self, state: State, dst: State) -> Iterator[State]:
         """Yield the states that one step leads to."""
         yield from self._bare(state, dst)
-        home = {a: dim for dim, axes in enumerate(dst.cutters) for a in axes}
+        home = {a: dim for dim, axes in enumerate(dst.sharding_axes) for a in axes}
         folded = folded_axes(state, dst)
         shared = self._widest(state)
         if folded:
@@ -340,18 +340,18 @@ class Grid:
                 yield self._cut(state, (a,), home[a], dst.splits)
             elif a not in home and shared is not None:
                 yield self._cut(state, (a,), shared)
-        cut = {a for axes in state.cutters for a in axes}
+        cut = {a for axes in state.sharding_axes for a in axes}
         for a in home:
             if a not in cut and state.partials[a] is None and self._fits(state, dst, a, home[a]):
                 yield self._cut(state, (a,), home[a], dst.splits)
-        for dim, axes in enumerate(state.cutters):
-            target = dst.cutters[dim]
+        for dim, axes in enumerate(state.sharding_axes):
+            target = dst.sharding_axes[dim]
             for kept in range(len(axes) - 1, -1, -1):
                 if axes[: kept + 1] == target[: kept + 1]:
                     break  # those are where they belong
                 gone = axes[kept:]
                 rest = State(
-                    tuple(c[:kept] if d == dim else c for d, c in enumerate(state.cutters)),
+                    tuple(c[:kept] if d == dim else c for d, c in enumerate(state.sharding_axes)),
                     tuple("balanced" if a in gone else s for a, s in enumerate(state.splits)),
                     state.partials,
                 )
@@ -388,8 +388,8 @@ class Grid:
 
     def _fits(self, state: State, dst: State, axis: int, dim: int) -> bool:
         """Say whether an axis is the next one to cut a dim, as dst has it."""
-        now = state.cutters[dim]
-        return dst.cutters[dim][: len(now) + 1] == (*now, axis)
+        now = state.sharding_axes[dim]
+        return dst.sharding_axes[dim][: len(now) + 1] == (*now, axis)
 
 
 def _index(coord: tuple[int, ...], axes: tuple[int, ...], sizes: tuple[int, ...]) -> int:

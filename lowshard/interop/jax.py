@@ -148,7 +148,7 @@ def _mesh_of(mesh: Any) -> DeviceMesh:
 
 
 def _check_even(layout: Layout) -> None:
-    for dim, (extent, axes) in enumerate(zip(layout.shape, layout.cutters, strict=True)):
+    for dim, (extent, axes) in enumerate(zip(layout.shape, layout.sharding_axes, strict=True)):
         parts = prod(layout.mesh.shape[a] for a in axes)
         if extent % parts:
             names = ", ".join(f"{layout.mesh.axis_names[a]}={layout.mesh.shape[a]}" for a in axes)

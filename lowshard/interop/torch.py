@@ -61,7 +61,7 @@ def layout(dtensor: Tensor) -> Layout:
         raise ShardingError(f"layout takes a DTensor, got {brief(dtensor)}")
     mesh = _mesh_of(dtensor.device_mesh)
     shape, placed = tuple(dtensor.shape), tuple(dtensor.placements)
-    cutters: list[list[int]] = [[] for _ in shape]
+    sharding_axes: list[list[int]] = [[] for _ in shape]
     factors = [1] * mesh.ndim
     partial: dict[str, ReduceOp] = {}
     ops = {theirs: ours for ours, theirs in _OPS.items()}
@@ -73,7 +73,7 @@ def layout(dtensor: Tensor) -> Layout:
                     f"shape {list(shape)}; its dims are 0 to {len(shape) - 1}"
                 )
             factors[axis] = int(getattr(placement, "split_factor", 1))
-            cutters[placement.dim].append(axis)
+            sharding_axes[placement.dim].append(axis)
         elif type(placement) is tensor.Partial and placement.reduce_op in ops:
             partial[mesh.axis_names[axis]] = ops[placement.reduce_op]
         elif type(placement) is not tensor.Replicate:
@@ -84,12 +84,12 @@ def layout(dtensor: Tensor) -> Layout:
     stored = getattr(dtensor._spec, "shard_order", None)  # an order that the placements do not show
     if stored is not None and not any(map(_is_strided, placed)):
         for entry in stored:
-            cutters[entry.tensor_dim] = list(entry.mesh_dims)
+            sharding_axes[entry.tensor_dim] = list(entry.mesh_dims)
     else:
-        cutters = [_order(axes, factors, mesh, placed) for axes in cutters]
-    spec = [tuple(mesh.axis_names[a] for a in axes) or None for axes in cutters]
+        sharding_axes = [_order(axes, factors, mesh, placed) for axes in sharding_axes]
+    spec = [tuple(mesh.axis_names[a] for a in axes) or None for axes in sharding_axes]
     made = Layout.from_spec(mesh, shape, _name_of(dtensor.dtype), spec, "ceil", partial=partial)
-    for dim, axes in enumerate(made.cutters):
+    for dim, axes in enumerate(made.sharding_axes):
         # Where torch keeps the order elsewhere it has sharded in that order, and nothing is strided.
         _compare(made, dim, [factors[a] for a in sorted(axes)] if any(factors[a] > 1 for a in axes) else None)
     return made
@@ -117,7 +117,7 @@ def placements(layout: Layout) -> tuple[MeshDims, tuple[Placed, ...]]:
             "reduce one of its axes first"
         )
     found = [tensor.Replicate() if op is None else tensor.Partial(_OPS[op]) for op in layout.partials]
-    for dim, axes in enumerate(layout.cutters):
+    for dim, axes in enumerate(layout.sharding_axes):
         factors = {
             axis: prod(mesh.shape[a] for a in axes[:place] if a > axis) for place, axis in enumerate(axes)
         }
@@ -208,7 +208,7 @@ def _pick(runs: Sequence[Interval], wanted: Interval) -> list[Interval]:
 
 def _compare(layout: Layout, dim: int, factors: Sequence[int] | None) -> None:
     """Raise ShardingError unless torch's placements hold the same as the layout along a dim, on every rank."""
-    order = layout.cutters[dim]
+    order = layout.sharding_axes[dim]
     sizes, extent = layout.mesh.shape, layout.shape[dim]
     if factors is None or extent % prod(sizes[a] for a in order) == 0:
         return

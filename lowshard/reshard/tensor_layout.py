@@ -152,17 +152,17 @@ class TensorLayout:
             raise LayoutError(f"the layout {layout} is partial: its ranks hold terms. Reduce it first")
         mesh = layout.mesh
         shardings = []
-        for dim, cutters in enumerate(layout.cutters):
-            sizes = [mesh.shape[a] for a in cutters]
-            shardings.append(_nested(layout.shape[dim], sizes, [layout.splits[a] for a in cutters]))
-        cutting = {a for axes in layout.cutters for a in axes}
+        for dim, sharding_axes in enumerate(layout.sharding_axes):
+            sizes = [mesh.shape[a] for a in sharding_axes]
+            shardings.append(_nested(layout.shape[dim], sizes, [layout.splits[a] for a in sharding_axes]))
+        cutting = {a for axes in layout.sharding_axes for a in axes}
         rank_map: Grid | Roster
         ranks = mesh.ranks
         first = ranks[0]
         if all(r == first + i for i, r in enumerate(ranks)):
             strides = [prod(mesh.shape[i + 1 :]) for i in range(mesh.ndim)]
             rank_map = Grid(
-                tuple(tuple((mesh.shape[a], strides[a]) for a in axes) for axes in layout.cutters),
+                tuple(tuple((mesh.shape[a], strides[a]) for a in axes) for axes in layout.sharding_axes),
                 tuple((mesh.shape[a], strides[a]) for a in range(mesh.ndim) if a not in cutting),
                 first,
             )
@@ -172,7 +172,7 @@ class TensorLayout:
             for rank in ranks:
                 coord = mesh.coord(rank)
                 parts = []
-                for axes in layout.cutters:
+                for axes in layout.sharding_axes:
                     part = 0
                     for a in axes:
                         part = part * mesh.shape[a] + coord[a]

@@ -222,7 +222,7 @@ class Action:
             price = price_bytes(name, size, bytes_[axis], self.prices)
             found.append(Reshard(k, self.mesh.axis_names[axis], src, dst, name, price))
         if not found and source != target:  # the same placements, nested in another order
-            axes = [a for dim in source.cutters if len(dim) > 1 for a in dim]
+            axes = [a for dim in source.sharding_axes if len(dim) > 1 for a in dim]
             size, axis = 1, axes[0]
             for a in axes:
                 size *= self.mesh.shape[a]

@@ -171,11 +171,11 @@ class Style:
     ) -> Layout:
         """Return the layout of these placements."""
         made = Layout(mesh, shape, dtype, self.split(placements))
-        if self.order is None or all(len(dim) < 2 for dim in made.cutters):
+        if self.order is None or all(len(dim) < 2 for dim in made.sharding_axes):
             return made
         names = mesh.axis_names
         rank_of = {axis: place for place, axis in enumerate(self.order)}
-        spec = [[names[a] for a in sorted(dim, key=rank_of.__getitem__)] for dim in made.cutters]
+        spec = [[names[a] for a in sorted(dim, key=rank_of.__getitem__)] for dim in made.sharding_axes]
         return Layout._make(mesh, shape, made.dtype, spec, made.splits, made.partials)
 
 
@@ -186,7 +186,7 @@ def group_bytes(source: Layout, prices: Prices) -> list[float]:
     sizes = source.mesh.shape
     if prices == "published":
         return [whole] * len(sizes)
-    cut = [axis for dim in source.cutters for axis in dim]
+    cut = [axis for dim in source.sharding_axes for axis in dim]
     if not cut:
         return [whole] * len(sizes)
     share = whole / prod([sizes[axis] for axis in cut])
@@ -195,15 +195,15 @@ def group_bytes(source: Layout, prices: Prices) -> list[float]:
 
 def cut_by_others(source: Layout, axis: int) -> int:
     """Return over how many ranks the other mesh axes cut an operand as it comes."""
-    return prod(source.mesh.shape[other] for dim in source.cutters for other in dim if other != axis)
+    return prod(source.mesh.shape[other] for dim in source.sharding_axes for other in dim if other != axis)
 
 
 def nesting_of(layout: Layout) -> tuple[int, ...] | None:
     """Return the order of mesh axes that a layout nests by, or None where mesh order does."""
-    if all(len(dim) < 2 or tuple(sorted(dim)) == dim for dim in layout.cutters):
+    if all(len(dim) < 2 or tuple(sorted(dim)) == dim for dim in layout.sharding_axes):
         return None
     order = list(range(layout.mesh.ndim))
-    for dim in layout.cutters:
+    for dim in layout.sharding_axes:
         for slot, axis in zip(sorted(dim), dim, strict=True):
             order[slot] = axis
     return tuple(order)

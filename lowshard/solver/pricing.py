@@ -106,7 +106,7 @@ class _Feasibility:
         if dim >= layout.ndim:
             return False
         size, least = self.mesh.shape[axis], layout.shape[dim]
-        if layout.cutters[dim]:  # other axes cut it: what is left is the least that a rank holds
+        if layout.sharding_axes[dim]:  # other axes cut it: what is left is the least that a rank holds
             least = self._least_held(layout, dim)
             if least == 0 or (least == 1 and size > 1):
                 return False
@@ -117,7 +117,7 @@ class _Feasibility:
     def _least_held(self, layout: Layout, dim: int) -> int:
         if "ceil" in layout.splits:
             return min(layout.local_shape(rank)[dim] for rank in self.mesh.ranks)
-        return layout.shape[dim] // prod(self.mesh.shape[axis] for axis in layout.cutters[dim])
+        return layout.shape[dim] // prod(self.mesh.shape[axis] for axis in layout.sharding_axes[dim])
 
     def result(self, row: AxisAssignment, axis: int) -> bool:
         """A result whose cut dim is shorter than the mesh axis would be made of empty shards."""

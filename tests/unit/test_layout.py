@@ -64,8 +64,8 @@ def test_the_boxes_of_all_ranks_cover_the_array_once_replicas_apart(layout: Layo
     counts = np.zeros(layout.shape, int)
     for rank in layout.mesh.ranks:
         counts[tuple(slice(a, b) for a, b in layout.box(rank))] += 1
-    cutters = {a for dim in layout.cutters for a in dim}
-    copies = int(np.prod([n for a, n in enumerate(layout.mesh.shape) if a not in cutters]))
+    sharding_axes = {a for dim in layout.sharding_axes for a in dim}
+    copies = int(np.prod([n for a, n in enumerate(layout.mesh.shape) if a not in sharding_axes]))
     assert (counts == copies).all()
 
 
@@ -86,7 +86,7 @@ def test_digests_differ_where_layouts_differ(a: Layout, b: Layout) -> None:
 @given(layouts())
 def test_placements_rebuild_the_layout_when_axes_nest_in_mesh_order(layout: Layout) -> None:
     rebuilt = Layout(layout.mesh, layout.shape, layout.dtype, layout.placements)
-    in_order = all(list(dim) == sorted(dim) for dim in layout.cutters)
+    in_order = all(list(dim) == sorted(dim) for dim in layout.sharding_axes)
     assert (rebuilt == layout) == in_order
 
 

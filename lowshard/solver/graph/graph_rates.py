@@ -133,7 +133,7 @@ def largest_shape(layout: Layout) -> tuple[int, ...]:
     """Return the local shape at mesh coordinate 0: no shard is larger."""
     sizes = layout.mesh.shape
     shape = []
-    for extent, axes in zip(layout.shape, layout.cutters, strict=True):
+    for extent, axes in zip(layout.shape, layout.sharding_axes, strict=True):
         for a in axes:
             extent = -(-extent // sizes[a])
         shape.append(extent)

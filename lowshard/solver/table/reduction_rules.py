@@ -74,7 +74,7 @@ def mean(call: Call) -> Offer:
     layout = call.layouts[0]
     for d in dims:
         # Even whichever mesh axes cut the dim, or at least as it comes.
-        held = tuple(layout.mesh.axis_names[a] for a in layout.cutters[d])
+        held = tuple(layout.mesh.axis_names[a] for a in layout.sharding_axes[d])
         if layout.shape[d] % layout.mesh.size == 0:
             rows.append(row(S(d), out=AVG, kinds=FLOAT))
         elif call.extended:

@@ -164,12 +164,12 @@ def filled_shape(call: Call, source: Sequence[int]) -> tuple[int, ...]:
 def _held(call: Call, dim: int) -> tuple[str, ...]:
     """Return the mesh axes that cut a dim as the operand comes."""
     layout = call.layouts[0]
-    return tuple(layout.mesh.axis_names[a] for a in layout.cutters[dim])
+    return tuple(layout.mesh.axis_names[a] for a in layout.sharding_axes[dim])
 
 
 def _cut(call: Call, dim: int) -> int:
     layout = call.layouts[0]
-    return prod(layout.mesh.shape[a] for a in layout.cutters[dim])
+    return prod(layout.mesh.shape[a] for a in layout.sharding_axes[dim])
 
 
 def _aligned(n: int, m: int, parts: int) -> bool:
