@@ -3,8 +3,8 @@
     lowshard run -n 4 examples/refit.py
 
 Ranks 0 and 1 train, with the gate and up halves of a fused layer sharded separately over two ranks; ranks 2 and 3
-serve, with columns. A version is switched to when all of it has come and all ranks have said so; until then the old one is
-served.
+serve, with columns. A version is switched to when all of it has arrived and all ranks agree; until then the
+old one is served.
 
 Output of rank 0:
 
@@ -20,9 +20,7 @@ from lowshard.reshard import DimSharding, Refit, TensorLayout, build_reshard_pla
 
 SHAPE = (4096, 1024)
 two_ranks = {"tp": (2, 1)}  # an axis of 2 ranks, 1 apart
-halves = DimSharding(
-    SHAPE[0], 2, chunks=2
-)  # gate and up, each split in two: rank 0 holds the first part of both
+halves = DimSharding(SHAPE[0], 2, chunks=2)  # gate and up: rank 0 holds the first part of both
 train = {"fc1": TensorLayout.sharded(SHAPE, "bfloat16", two_ranks, {0: halves}, by={0: "tp"})}
 serve = {"fc1": TensorLayout.sharded(SHAPE, "bfloat16", two_ranks, {1: "tp"}, offset=2)}
 plan = build_reshard_plan(train, serve)  # equal on every rank; see plan.explain()

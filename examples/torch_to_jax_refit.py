@@ -3,10 +3,10 @@
     lowshard run -n 4 examples/torch_to_jax_refit.py
 
 Ranks 0 and 1 train with torch's FSDP2, which shards every parameter by rows; ranks 2 and 3 serve with tensor
-parallelism in JAX. Neither imports the other's library. Each says how it holds its parameters, in its own words (DTensors,
-PartitionSpecs); as layouts both go to all ranks, and a plan follows from them. Sources are the optimizer's own
-parameters, where they lie. The senders quantise the weights, so half of the bytes of bf16 travel; JAX computes from the
-codes and scales that came.
+parallelism in JAX. Neither imports the other's library. Each describes its shardings in its own terms (DTensors,
+PartitionSpecs); all ranks get both as layouts and plan from them. Sources are the optimizer's own parameters, in place.
+The senders quantise the weights, so half of the bytes of bf16 are sent; JAX computes from the received codes and
+scales.
 
 Output of rank 0:
 
@@ -79,15 +79,13 @@ def server(comm: lc.Communicator) -> tuple[dict[str, Layout], dict[str, Any], Ca
     from lowshard.interop import jax as lj
 
     mesh = DeviceMesh((2,), ("tp",), ranks=(2, 3))  # of this job
-    shardings = {
+    specs = {
         "0.weight": ((HIDDEN, IN), P("tp", None)),
         "0.bias": ((HIDDEN,), P("tp")),
         "2.weight": ((OUT, HIDDEN), P(None, "tp")),
         "2.bias": ((OUT,), P()),
     }
-    layouts = {
-        name: lj.layout(spec, shape, jnp.bfloat16, mesh=mesh) for name, (shape, spec) in shardings.items()
-    }
+    layouts = {name: lj.layout(spec, shape, jnp.bfloat16, mesh=mesh) for name, (shape, spec) in specs.items()}
     buffers: dict[str, Any] = {}
     for name, layout in layouts.items():
         shape = layout.local_shape(MPI.COMM_WORLD.rank)

@@ -187,7 +187,7 @@ class Core:
             return values
         send = xp.asarray(values)
         recv = xp.empty_like(send)
-        self._in_gather_queue(lambda: channel.call("control", "all_reduce", send, recv, op, "tree"), "norm")
+        self._in_queue(lambda: channel.call("control", "all_reduce", send, recv, op, "tree"), "norm")
         return host_of(recv)
 
     def _peak(self, grads: list[Array]) -> float:
@@ -202,7 +202,7 @@ class Core:
         words = sum((power_sum(grad, p, xp, scale) for grad in grads), power_sum(xp.zeros(0), p, xp))
         return value_of(self._over_shards(words, "sum"))
 
-    def _in_gather_queue(self, job: Callable[[], None], text: str) -> None:
+    def _in_queue(self, job: Callable[[], None], text: str) -> None:
         """Run a call in order with the gathers, and wait for it."""
         self._guarded(lambda: self._groups.gather_queue.submit(job, text).wait())
 

@@ -187,7 +187,7 @@ class FSDP(Core):
         whole = self._empty(entry.elems, unit.formats.master, f"the whole of {name!r}")
         saved.gather_param(
             self._groups,
-            self._in_gather_queue,
+            self._in_queue,
             segment.plan,
             entry,
             self._opener.shard(unit.name, segment),

@@ -225,7 +225,7 @@ def _rows(
     shards, rank = plan.shards, engine.grid.shard_rank
     if not entry.shape:
         whole = engine._empty(1, dtype.name, f"{name!r}")
-        gather_param(engine._groups, engine._in_gather_queue, plan, entry, flat, whole)
+        gather_param(engine._groups, engine._in_queue, plan, entry, flat, whole)
         return Layout(mesh, (), dtype.name, (Replicated(),)), whole.reshape(())
     layout = Layout(mesh, entry.shape, dtype.name, (Sharded(0),))
     inner = entry.elems // entry.shape[0] if entry.shape[0] else 0
@@ -241,7 +241,7 @@ def _rows(
         send = [_overlap(held[rank], wanted[r], held[rank][0]) for r in range(shards)]
         recv = [_overlap(held[r], wanted[rank], wanted[rank][0]) for r in range(shards)]
         args = (own, *map(list, zip(*send, strict=True)), out, *map(list, zip(*recv, strict=True)))
-        engine._in_gather_queue(lambda: channel.call("state", "all_to_all_v", *args), f"rows of {name!r}")
+        engine._in_queue(lambda: channel.call("state", "all_to_all_v", *args), f"rows of {name!r}")
     return layout, out.reshape(layout.local_shape(rank))
 
 

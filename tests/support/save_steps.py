@@ -98,11 +98,7 @@ def counted(steps: Steps) -> Iterator[None]:
 @contextmanager
 def watched(folder: Path, kind: type[Transport]) -> Iterator[None]:
     """Look at all operations below a folder, and at all meetings over a kind of transport, in the block."""
-    places: list[tuple[Any, str]] = [
-        *OPERATIONS,
-        *((kind, name) for name in _MEETINGS),
-        (Core, "_in_gather_queue"),
-    ]
+    places: list[tuple[Any, str]] = [*OPERATIONS, *((kind, name) for name in _MEETINGS), (Core, "_in_queue")]
     start = Background.start
 
     def start_counted(self: Background, call: Callable[[], Any], text: str) -> Any:

@@ -97,18 +97,12 @@ def test_the_cuda_kernels_find_and_write_the_same(rng: np.random.Generator) -> N
             ChangeBoxes(boxes, old.itemsize, block),
             _on_cuda(ChangeBoxes(boxes, old.itemsize, block)),
         )
-        wanted, found = (
-            made.find(new, base, ScratchBuffer(), False),
-            twin.find(new, base, ScratchBuffer(), False),
-        )
+        found, wanted = (search.find(new, base, ScratchBuffer(), False) for search in (made, twin))
         assert found._replace(encoded=None) == wanted._replace(encoded=None)
         assert wanted.encoded is not None
         assert found.encoded is not None
         assert found.encoded.tobytes() == wanted.encoded.tobytes()
-        stops, may_stop = (
-            made.find(new, base, ScratchBuffer(), True),
-            twin.find(new, base, ScratchBuffer(), True),
-        )
+        stops, may_stop = (search.find(new, base, ScratchBuffer(), True) for search in (made, twin))
         assert (stops.encoded is None) == (may_stop.encoded is None)
         stepped = made.find(new, base, ScratchBuffer(), False, True).shorter(old.itemsize * block)
         for encoded in (wanted, stepped):

@@ -261,9 +261,8 @@ def test_what_fails_amid_it_leaves_the_version_that_is_served(
     ):
         publisher.publish(0)
         assert subscriber.pull(10) == 0
-        for version, error in enumerate(
-            (ConnectionLost("cut"), KernelError("no room"), MemoryError("none")), 1
-        ):
+        errors = ConnectionLost("cut"), KernelError("no room"), MemoryError("none")
+        for version, error in enumerate(errors, 1):
             before = values.copy()
             values[...] = version
             publisher.publish(version)

@@ -153,7 +153,7 @@ def value_of(layout: Layout, parts: list[np.ndarray]) -> np.ndarray:
         copies = [
             a
             for a in range(mesh.ndim)
-            if a not in terms and all(a not in axes for axes in layout.sharding_axes)
+            if a not in terms and not any(a in axes for axes in layout.sharding_axes)
         ]
         if all(coord[a] == 0 for a in copies):
             total[tuple(slice(*i) for i in layout.box(rank))] += parts[rank].astype(object)

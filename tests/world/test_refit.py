@@ -43,20 +43,20 @@ def test_a_bit_that_flips_on_the_way_is_named(rng: np.random.Generator, way: Any
         refit = Refit(plan, comm, mine, out, way=way, version=0)
         mover = refit._movers[1]._mover
         assert mover is not None
-        seal = mover._seal
+        seal = mover._add_checksums
 
         def flip(bucket: Any, slot: np.ndarray) -> None:
             seal(bucket, slot)
             slot[at] ^= 1 << bit
 
         if comm.rank == 0:
-            mover._seal = flip  # type: ignore[method-assign]
+            mover._add_checksums = flip  # type: ignore[method-assign]
         with pytest.raises(VerificationError, match=r"b: the checksum .* from rank 0 to rank 1"):
             refit.push(1) if mine else refit.pull()
         assert refit.version == 0
         assert not any(a.any() for a in refit.weights.values())
         if comm.rank == 0:
-            mover._seal = seal  # type: ignore[method-assign]
+            mover._add_checksums = seal  # type: ignore[method-assign]
         refit.push(2) if mine else refit.pull(2)
         assert refit.version == 2
         assert all(np.array_equal(a, whole[n]) for n, a in refit.weights.items())

@@ -96,7 +96,7 @@ def test_what_stays_is_copied_between_the_rounds(rng: np.random.Generator) -> No
         made = Reshard(plan, mine, out, comm, way="slots", staging_bytes=1 << 16)
         mover = made._mover
         assert mover is not None
-        mover._own += [lambda i=i: seen[comm.rank].append(f"own {i}") for i in range(8)]
+        mover._local += [lambda i=i: seen[comm.rank].append(f"own {i}") for i in range(8)]
         for name in ("_pack", "_unpack"):
             setattr(mover, name, noted(name, getattr(mover, name), seen[comm.rank]))
         made.run()
