@@ -263,7 +263,8 @@ def _dequantize(q: MXFP8Tensor | SwizzledMXFP8, data: Array, scale: Array, targe
 def checked_options(elem: Elem, mode: Mode, min_scale_byte: int) -> int:
     """Return min_scale_byte as an int, or raise KernelError for any of the three."""
     reference.scale_round_up(reference.element_format(elem), mode)
-    return _scale_byte(min_scale_byte)
+    rule = "min_scale_byte is an integer from 0 to 254 (255 is NaN)"
+    return whole(min_scale_byte, rule, KernelError, 0, reference.SCALE_NAN - 1)
 
 
 def require_float(x: object, name: str, call: str) -> Array:
@@ -318,8 +319,3 @@ def _parts(shape: tuple[int, ...]) -> Iterator[tuple[slice, slice]]:
     for row in range(0, rows, step):
         stop = min(row + step, rows)
         yield slice(row * per, stop * per), slice(row, stop)
-
-
-def _scale_byte(value: int) -> int:
-    rule = "min_scale_byte is an integer from 0 to 254 (255 is NaN)"
-    return whole(value, rule, KernelError, 0, reference.SCALE_NAN - 1)

@@ -55,7 +55,7 @@ def execute(
             overlapping local. By default a new array of the library that local is of; where no rank needs a byte from
             another, a read-only view of local may be returned instead (torch and CuPy, which have none, get a copy).
         pool: where a new result comes from.
-        profile: take the time of each step, on the slowest rank, for `plan.explain()`; ranks meet between the steps.
+        profile: take the time of each step, on the slowest rank, for `plan.explain()`; ranks synchronise between steps.
         stream: on GPUs, where the work is put, as for the calls of a `Communicator`; by default the current one.
 
     Returns:
@@ -76,7 +76,7 @@ def execute(
         mine, into, error = _seen(local, out)
         error = wrong or error or _argument_error(plan, mine, comm, into, pool, profile)
         digest = b"" if error is not None else plan.digest_bytes
-        if profile is True:  # the ranks then meet between the steps, so all of them do or none
+        if profile is True:  # the ranks synchronise between the steps: all or none
             digest = digest[::-1]
         agree_on_plan(comm, digest, error, "execute", None if error is not None else partial(_words, plan))
         result = _given_back(_walk(plan, mine, comm, into, pool, times), local, out)
@@ -160,7 +160,7 @@ def redistribute(
         try:
             plan = plan_redistribute(src, dst, cost, comm.node_size)
             error = error or wrong or _argument_error(plan, mine, comm, into, pool)
-        except LowshardError as caught:  # perhaps on this rank alone: the others wait to hear of it
+        except LowshardError as caught:  # perhaps on this rank alone: the others wait
             error = caught
         said = None if plan is None else partial(_words, plan)
         agree_on_plan(comm, b"" if plan is None else plan.digest_bytes, error, "redistribute", said)
@@ -225,14 +225,10 @@ def _steps(
             for part in step.parts:
                 local = _run(part, local, comm, out if part is last else None, part is last, pool)
         if times is not None:
-            _wait_for_device(comm)
+            if comm.xp is not np:
+                comm.xp.cuda.get_current_stream().synchronize()
             times.append(time.perf_counter() - begin_s)
     return local
-
-
-def _wait_for_device(comm: Communicator) -> None:
-    if comm.xp is not np:
-        comm.xp.cuda.get_current_stream().synchronize()
 
 
 def _collective(step: StepProgram, local: Array | None, out: Array | None, comm: Communicator) -> None:

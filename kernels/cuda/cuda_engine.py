@@ -239,7 +239,8 @@ class CudaEngine:
         unit = 4 if all(base % _VECTOR_BYTES == 0 for base in bases) else 1
         elems = arrays[0].size
         # At least one CTA: the elements after the last unit are its work.
-        args = (*bases, elems, *words, *_float_words(scalars))
+        bits = np.array(scalars, np.float32).view(np.uint32).tolist()  # kernels take integers
+        args = (*bases, elems, *words, *bits)
         self._launch(f"{name}_{unit}", max(1, elems // unit), THREADS, 5, args)
 
     def differ(self, new: Array, old: Array, masks: Array, runs: RunTable, unit_bytes: int) -> None:
@@ -419,8 +420,3 @@ def _fold_rows(sources: int) -> _Groups:
     whole, rest = divmod(sources, _FOLD_GROUP)
     full = (1 << _FOLD_GROUP) - 1
     return ((full, 0),) * whole + (((1 << rest) - 1, 0),) * bool(rest)
-
-
-def _float_words(scalars: Sequence[float]) -> list[int]:
-    """Return the bits of float32 numbers, since kernels take integers."""
-    return [int(word) for word in np.array(scalars, np.float32).view(np.uint32)]

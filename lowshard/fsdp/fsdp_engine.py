@@ -205,7 +205,7 @@ class FSDP(Core):
         lie within each other.
 
         Where the block raises, the step has failed on all ranks: they raise at their next call, and `reset` makes the
-        model usable again. What raises between steps is told to the others by `reset`.
+        model usable again. An error between steps reaches the others by `reset`.
         """
         self._check_usable()
         if not isinstance(last, (bool, np.bool_)):
@@ -475,7 +475,7 @@ class FSDP(Core):
                 name. CheckpointError, NotDurable, PeerFailed, TimedOut: as `write_checkpoint`.
         """
         self._check_joined("save")
-        self._compare_calls("save")  # a rank that saves alone is told at once, where the others are in a step
+        self._compare_calls("save")  # fails at once on a rank that saves while others are in a step
         return saved.save(self, path, wait)
 
     def load(self, path: Any) -> None:

@@ -189,8 +189,8 @@ class Shape:
     grid: Grid
     resident: bool  # parameters rest whole and are gathered after an update
     keeps: bool  # each unit has an open buffer of its own
-    open_slots: int  # buffers that units are opened in by turns; 0 where each has its own
-    grad_slots: int  # buffers that gradients are written in by turns; 0 where each unit has its own
+    open_slots: int  # buffers shared by open units; 0 where each has its own
+    grad_slots: int  # buffers shared by gradients; 0 where each unit has its own
     order: str
 
     @classmethod

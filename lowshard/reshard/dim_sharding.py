@@ -48,17 +48,17 @@ class Overlap(NamedTuple):
 @keeps_hash
 @dataclass(frozen=True)
 class DimSharding:
-    """One dim dealt to `parts` parts.
+    """One dim sharded over `parts` parts.
 
     The dim is a row of blocks (`blocks`, widths; by default one), each a row of `chunks` equal chunks, and each chunk
-    is dealt to all parts by itself, by the split rule, balanced or ceil. (Megatron's partition_stride is `chunks`: the
-    gate and up halves of a gated MLP are two. Its partition_sizes are the blocks.) With `points` the parts are the
+    is sharded over all parts separately, by the split rule, balanced or ceil. (Megatron's partition_stride is `chunks`:
+    the gate and up halves of a gated MLP are two. Its partition_sizes are the blocks.) With `points` the parts are the
     intervals between given boundaries instead.
 
     Args:
         length: extent of the dim.
         parts: number of parts.
-        chunks: equal chunks of each block, every one of which is dealt by itself.
+        chunks: equal chunks of each block, each sharded separately.
         blocks: widths of blocks that are packed on the dim; they add up to the length.
         points: `parts + 1` ascending boundaries from 0 to length.
         split: the rule for units that are not equal.

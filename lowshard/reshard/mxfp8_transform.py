@@ -36,7 +36,7 @@ class MXFP8ReshardTransform(ReshardTransform):
     Blocks of 32 lie along the last dim of the *destination's* local array, from its start. Their bytes are those of
     quantising the bf16 array as a whole, in both modes; fp32 and fp16 are rounded to bf16 first. The persistent
     buffers are written in place, and their addresses never change. In a `Refit` with buffering="double", its default,
-    a twin of the transform has buffers of its own, and versions take turns between the two: what is served is in
+    a twin of the transform has buffers of its own, and versions alternate between the two: what is served is in
     `Refit.weights`. Where addresses are to stay as they are from version to version (a CUDA graph reads them, say),
     refit with buffering="in_place".
 

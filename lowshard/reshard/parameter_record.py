@@ -38,21 +38,21 @@ class ParameterMetadata:
         element_size: bytes of an element; by default the dtype's.
         is_tp: whether the ranks of the tensor-parallel group hold different parts along `partition_dim`.
         partition_dim: the dim that is sharded.
-        partition_stride: equal chunks of the dim, each of which is dealt to the group by itself (2 for the gate and up
+        partition_stride: equal chunks of the dim, each sharded over the group separately (2 for the gate and up
             halves of a gated MLP). Where a chunk does not divide by the group its first ranks hold one more.
         partition_sizes: widths, on this rank, of blocks packed on the dim that are each sharded separately (Mamba's
             in_proj, say); they come without a stride.
         is_ep: whether expert-parallel ranks hold different experts; where not, `weightK` and `biasK` are plain names.
         num_experts: experts of the layer over all ranks.
         owner_rank: the rank this record speaks of.
-        tensor_parallel_group_ranks: the ranks that the dim is dealt to, in the order of parts.
-        expert_parallel_group_ranks: the ranks that experts are dealt to, in order.
+        tensor_parallel_group_ranks: the ranks that the dim is sharded over, in the order of parts.
+        expert_parallel_group_ranks: the ranks that experts are distributed over, in order.
         data_parallel_group_ranks: the ranks that hold the same.
         pipeline_parallel_group_ranks: one rank of each stage; for the record only, names say what is where.
         resolved_name: name that is equal wherever the parameter is the same one; by default `name`.
         global_expert_index: the expert, over all ranks.
         partition_copies: neighbours in the tensor-parallel group that hold the same part (more ranks than KV heads).
-        expert_dim: the dim that stacked experts lie on, for tensors that hold several; they are dealt to the
+        expert_dim: the dim that stacked experts lie on, for tensors that hold several; they are distributed over the
             expert-parallel ranks.
     """
 
@@ -158,9 +158,9 @@ def resolve_name(
 ) -> tuple[str, int | None]:
     """Return a parameter's name over all ranks, and its expert over all ranks (None where it is of no expert).
 
-    A local expert K (`weightK`, `biasK`, or `local_experts.K`) becomes its number over all ranks: experts are dealt
-    to the expert-parallel ranks by the balanced rule, so a count that does not divide loses none. A prefix of
-    `layer_prefixes` is replaced by whole path components, the longest first.
+    A local expert K (`weightK`, `biasK`, or `local_experts.K`) becomes its number over all ranks: experts are
+    distributed over the expert-parallel ranks by the balanced rule, so a count that does not divide loses none. A prefix
+    of `layer_prefixes` is replaced by whole path components, the longest first.
 
     Raises:
         PlanError: a local expert that the rank does not have.
@@ -334,7 +334,7 @@ def _sharded_dims(record: ParameterMetadata) -> list[tuple[int, tuple[int, ...],
             or (found and found[0][0] == record.expert_dim)
         ):
             raise PlanError(
-                f"{record.key}: stacked experts are dealt to the expert-parallel ranks along a dim of their own, got "
+                f"{record.key}: stacked experts are distributed over the expert-parallel ranks along their own dim, got "
                 f"expert_dim {record.expert_dim} and ranks {experts}"
             )
         found.append((record.expert_dim, experts, 1))

@@ -35,7 +35,7 @@ def build_reshard_plan(
     Args:
         src: what the ranks hold: a layout for each name (TensorLayout, Layout or Tiling), or the records of all ranks
             (ParameterMetadata, flat or a list a rank).
-        dst: what they shall hold, in the same forms; a list of tables is several destination pools, on ranks of their
+        dst: what they should hold, in the same forms; a list of tables is several destination pools, on ranks of their
             own.
         node_size: ranks a node (rank r is on node r // node_size): replicas on the own node are preferred as sources.
         multicast: one replica of each destination part fetches it and hands it on to the others along a binomial

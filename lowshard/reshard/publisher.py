@@ -67,17 +67,16 @@ class Publisher:
     """Offers versions of tensors to subscribers that were started apart from this job.
 
     A subscriber (`Subscriber`) is a job with any number of ranks, or one process without MPI, that knows the address
-    and the token. It joins between versions, leaves, is killed and comes back whenever it likes; it gets the newest
-    version, whole, and no other member waits for it. On this publisher's host it copies out of mapped memory, from
-    other hosts it reads over TCP, from all ranks at the same time, a connection for each pair of ranks.
+    and the token. It may join, leave, be killed and return at any time; it receives the newest version, whole, and no
+    other subscriber waits for it. On this publisher's host it copies out of mapped memory; on other hosts it reads over
+    TCP, from all ranks at once, with a connection for each pair of ranks.
 
     Each rank keeps one copy of its tensors for the newest version and one for the next, and one more for each
     subscriber that is still copying an older one.
 
-    Collective: all ranks of the communicator make it, publish, and close it. It can be used in a `with` block: one that
-    ends by an exception waits for nobody, and neither does one that nothing refers to any more, or the end of the
-    program. A forked child has nothing of it: what it closes, or leaves, stays with its
-    parent.
+    Collective: all ranks of the communicator make it, publish, and close it. It closes without waiting when its `with`
+    block ends by an exception, when nothing refers to it any more, and at the end of the program. A forked child cannot
+    use it, and closing it there changes nothing for the parent.
 
     Args:
         layouts: by name, what the ranks hold: a Layout, a Tiling or a TensorLayout.
@@ -85,7 +84,7 @@ class Publisher:
             NumPy's, and copy into them before each version.
         comm: the communicator; None for one rank.
         address: `unix:/folder` for subscribers of this host and user; or `tcp://host:port` (port 0: a free one; host
-            0.0.0.0 or [::]: the addresses of this host that others reach, not loopback).
+            0.0.0.0 or [::]: this host's addresses that other hosts reach, not loopback).
         token: the secret that subscribers must know, 16 bytes or more; by default a new one, in `token_file`.
 
     Attributes:
@@ -95,8 +94,8 @@ class Publisher:
     Every rank raises the same error.
 
     Raises:
-        CommError: the address is not valid, is in use, or leads to one host while ranks are on several; something
-            of another origin has a name there that publishers use; a token too short.
+        CommError: the address is invalid, in use, or of one host while ranks are on several; a foreign file there has a
+            publisher's file name; the token is too short.
         LayoutError: a partial layout.
         BufferMismatchError: an array is not the one its layout says.
         MismatchError: ranks ask for different tensors or addresses.

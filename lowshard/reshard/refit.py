@@ -60,16 +60,15 @@ class Refit:
     fails or is killed leaves it whole; the next one works. "in_place" writes into the arrays that are served, for half
     the memory: from the first byte to the switch they are `torn`, and so they stay where a refit fails.
 
-    What is promised where a rank dies: `weights` of every survivor are one whole version, the old one or the new one,
-    never a mix ("double"), and `version` says which. Survivors of one host are all on the same one, whenever the rank
-    died, also where the communicator spans several hosts: they decide by a word in memory that they share. Survivors
-    of different hosts, or of ranks that share no memory (`LOWSHARD_CPU_PATH=mpi`), may differ where the death falls
-    between the last rank's vote and the switch, since a message about it may be lost with the rank that was to send
-    it. So before ranks of several hosts serve together again they compare `version`, over a communicator of the
-    survivors; where it differs the version is pushed again.
+    When a rank dies, `weights` of every survivor are one whole version, the old one or the new one, never a mix
+    ("double"), and `version` says which. Survivors on one host always have the same one: they decide through a word in
+    shared memory. Survivors on different hosts, or without shared memory (`LOWSHARD_CPU_PATH=mpi`), may differ if the
+    rank died between the last vote and the switch, since a message about it may be lost with its sender. So before
+    ranks of several hosts serve together again, compare `version` over a communicator of the survivors, and push again
+    where it differs.
 
-    Versions form a chain (`delta`): a copy of what was sent moves on when a version has been switched to, on all ranks,
-    and stays when it has not. What was not pushed in between is in the next push.
+    With `delta` versions form a chain: the copy of what was sent is updated when all ranks have switched to a version,
+    and kept when they have not. Changes that were not pushed are in the next push.
 
     Collective: all ranks of the communicator make it and close it; each version is one call on every rank: `push` where
     there are sources, `pull` elsewhere. Addresses, memory and open files stay as they are from the first call on.
@@ -83,16 +82,15 @@ class Refit:
             two names that one source feeds.
         transform: what this rank's tensors go through.
         buffering: what becomes of the arrays of `dst`, and of what the transform stores into (the persistent buffers of
-            `MXFP8ReshardTransform`). "double": a second set is made beside them, and versions take turns: the first
+            `MXFP8ReshardTransform`). "double": a second set is made beside them, and versions alternate: the first
             goes to the second set, the next to the arrays that were given, and so on. So read `weights`, again after
             each refit, and not the arrays that were given. "in_place": every version is written into those.
-        delta: "auto": of each tensor and destination what differs from the version before is sent, or all of it where
-            that is less; "always": what differs, also where that is more; "off": all of it. Bits are compared. Each
-            rank with sources then keeps a copy of what it sent last, and a plan with `multicast` runs without it.
-            The first version, and one after a failure "in_place", goes whole; so do boxes of a transform that takes no
-            blocks (`ReshardTransform.change_block_elems`), as MXFP8 boxes that begin or end within a block. Between
-            versions the destinations are the Refit's: do not write to them, since elements may come as the steps that
-            they have moved by.
+        delta: "auto": for each tensor and destination only what differs, bit by bit, from the version before is sent,
+            or all of it where that is less; "always": what differs, even where that is more; "off": all of it. Each
+            rank with sources then keeps a copy of what it sent last; `multicast` of the plan is ignored. The first
+            version, and one after a failure "in_place", goes whole; so do boxes of a transform that takes no blocks
+            (`ReshardTransform.change_block_elems`), as MXFP8 boxes that begin or end within a block. Do not write to
+            the destinations between versions: changed elements may be sent as differences.
         version: of what dst holds now, or None for nothing yet.
         settings: staging_bytes, checksums and way, as for `Reshard`. Here checksums are on by default: every piece that
             travels is checked, and sources are not read where they lie, for which that would take longer.
@@ -259,16 +257,15 @@ class Refit:
 
         Collective: every rank calls push or pull. Those that push name one version, and one of them has sources.
 
-        With `wait=False` a thread does all of it, and a `Work` is returned at once: its `wait()` returns the report, or
-        raises what went wrong, on every rank alike. Each rank chooses for itself. Other calls go on meanwhile, also
+        With `wait=False` a thread does all of it, and a `Work` is returned at once: its `wait()` returns the report or
+        raises the error, the same on every rank. Each rank chooses for itself. Other calls may go on meanwhile, also
         over the communicator that was given: a refit has one of its own. One version at a time: the next push or
-        pull, and `close`, wait for the one that is under way. What went wrong in it and was told to nobody is raised
-        by the next push or pull, on every rank. The process does not end before it has.
+        pull, and `close`, wait for it, and raise on every rank an error of it that no call has raised. The process
+        does not end before it has.
 
-        The sources belong to the version until its work is done. Some bytes of every 64 KiB of those in host memory are
-        compared at the end with what they were when push was called: where a source was changed meanwhile, as by a
-        step of training, the version is refused on every rank, and the old one stays. A few changed elements go
-        unnoticed, and are served as they were when they were read.
+        Do not change the sources until the work is done. Some bytes of every 64 KiB of those in host memory are
+        compared at the end with what they were when push was called: if a source was changed meanwhile, as by a step
+        of training, the version is refused on every rank, and the old one stays. A few changed elements can be missed.
 
         Args:
             version: an integer from 0 to 2^63 - 1.
@@ -352,9 +349,7 @@ class Refit:
         with cost.phase("vote"):
             committed = self._vote.decide(self._attempt, True)
         if not committed:
-            raise PeerFailed(
-                f"another rank heard of a failure while version was voted on: version {self.version} stays"
-            )
+            raise PeerFailed(f"another rank noticed a failure during the vote: version {self.version} stays")
         start_s = time.perf_counter() if self._torn_s is None else self._torn_s
         self._switch(target, number)
         cost.pause_s = time.perf_counter() - start_s

@@ -52,7 +52,7 @@ class Entry:
             raise PlanError(
                 f"{self.name}: source and destination are one tensor, but the source has shape {list(self.src.shape)} "
                 f"and the destination {list(self.dst.shape)} over all ranks (local shapes times the ranks they are "
-                "dealt to); a tensor that is marked as sharded but held whole, or the other way round, looks like this"
+                "sharded over); a tensor marked as sharded but held whole, or the other way round, looks like this"
             )
         if self.src.dtype != self.dst.dtype:
             raise PlanError(

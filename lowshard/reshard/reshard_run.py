@@ -43,11 +43,10 @@ class Settings(TypedDict, total=False):
     checksums: bool
     """Send a checksum with every piece and compare; False by default."""
     way: Way
-    """How bytes move. "direct" reads sources where they lie, without checksums: arrays of `comm.empty`, and others
-    where processes may read each other's memory (not with LOWSHARD_CROSS_MEMORY=off); the rest, and all of it with
-    checksums, goes by "slots": memory that senders pack into and receivers unpack from. Both need ranks that all reach
-    each other's memory. "messages" sends buckets. "auto", the default, takes for each pair of ranks the first of these
-    that works: memory within a node, messages between nodes."""
+    """How bytes move. "direct" reads sources in place, without checksums: arrays of `comm.empty`, and others where
+    processes may read each other's memory (not with LOWSHARD_CROSS_MEMORY=off); the rest, and everything with
+    checksums, uses "slots": shared buffers that senders pack and receivers unpack. Both need ranks that all reach each
+    other's memory. "messages" sends buckets. "auto", the default, takes for each pair of ranks the first that works."""
 
 
 _DEFAULTS: Settings = {"staging_bytes": STAGING_BYTES, "checksums": False, "way": "auto"}
@@ -140,10 +139,7 @@ class Reshard:
         like: another one over the same communicator and with the same settings, whose staging is used: the two never
             run at once.
         settings: equal on all ranks. staging_bytes: bound on the memory for buckets; 16 MiB by default. checksums:
-            True sends a checksum with every piece and compares; False by default. way: "direct" reads sources where
-            they lie, without checksums; "slots" goes by memory that senders pack into and receivers unpack from; both
-            need ranks that reach each other's memory. "messages" sends buckets. "auto", the default, takes for each
-            pair of ranks the first of these that works.
+            True sends a checksum with every piece and compares; False by default. way: as in `Settings`.
 
     Every rank raises the same error, whichever is at fault, before anything is written.
 

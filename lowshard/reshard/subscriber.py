@@ -100,15 +100,13 @@ class Subscriber:
         token: the publisher's.
         token_file: a file with it; by default where the publisher keeps it, if it is on this host or the cache folder
             is shared.
-        delta: "auto": over a connection comes what differs from the version that is served, or all of a tensor where
-            that is less; where the publisher has that version no more, all of it. Bits are compared. "off": all of it
-            always. From mapped memory everything is copied. Between versions the arrays are the subscriber's: do not
-            write to them, since what differs is written over what came before.
+        delta: "auto": a connection carries only what differs, bit by bit, from the served version, or a whole tensor
+            where that is less or the publisher no longer has that version. "off": always whole tensors. From mapped
+            memory everything is copied. Do not write to the arrays between versions: deltas are applied to them.
         name: what the publisher's `members()` shows.
-        transform: what this rank's tensors go through as they come, such as an `MXFP8ReshardTransform`: for a tensor
-            that it stores there is no array in `out`, and `weights` has what it is stored in. The second set is made by
-            its `twin()`. What differs comes by whole blocks of the transform, 32 elements for MXFP8, and only where
-            boxes begin and end with them.
+        transform: applied to this rank's tensors as they arrive, such as an `MXFP8ReshardTransform`: a tensor that it
+            stores has no array in `out`, and `weights` has its buffers. The second set is made by its `twin()`. Deltas
+            consist of whole blocks of the transform, 32 elements for MXFP8, and need boxes aligned to them.
 
     Every rank raises the same error.
 
@@ -197,7 +195,7 @@ class Subscriber:
     @property
     def weights(self) -> Mapping[str, Array]:
         """What holds the version that is served, by name: arrays of the library of `out`, and what a transform stores
-        tensors in. Ask again after each pull: two sets take turns.
+        tensors in. Ask again after each pull: two sets alternate.
         """
         return MappingProxyType(self._sets[self._now.at].weights)
 
@@ -231,16 +229,15 @@ class Subscriber:
         Collective: all ranks of the communicator call this. A publisher that was restarted begins anew: of another
         publisher at the address the newest version is taken, whatever its number.
 
-        With `wait=False` a thread does all of it, and a `Work` is returned at once: its `wait()` returns the number, or
-        raises what went wrong. Threads read `weights` meanwhile: the switch is a swap of references, and what they hold
-        is whole until the pull after the next one begins. Each rank chooses for itself. One version at a time: the next
-        pull, and `close`, wait for the one that is under way. What went wrong in it, and was told to nobody on some
-        rank, they raise, on every rank alike. The process does not end before it has.
+        With `wait=False` a thread does all of it, and a `Work` is returned at once: its `wait()` returns the number or
+        raises the error. Threads may read `weights` meanwhile: the switch is a swap of references, and what they hold
+        stays whole until the pull after the next one begins. Each rank chooses for itself. One version at a time: the
+        next pull, and `close`, wait for it, and raise on every rank an error of it that no call has raised. The process
+        does not end before it has.
 
         Args:
-            timeout_s: how long to wait for a version to begin, in seconds; by default the communicator's. A version
-                that has begun to arrive is given the time it needs, and a publisher that has stopped answering up to
-                12 s.
+            timeout_s: how long to wait for an offer, in seconds; by default the communicator's. Fetching may take
+                longer, and a publisher that has stopped answering is given up to 12 s.
             wait: False does it in the background.
             stream: on GPUs, behind whose work the arrays that are not served are written, of CuPy or torch; by default
                 the current one of the caller, also in the background.
@@ -297,7 +294,7 @@ class Subscriber:
         fetched = self._fetch(offer)
         if not self._vote.decide(self._attempt, True):
             raise PeerFailed(
-                f"another rank heard of a failure while version {offer.version} was voted on: version "
+                f"another rank noticed a failure during the vote on version {offer.version}: version "
                 f"{self.version} stays"
             )
         assert self._source is not None

@@ -30,7 +30,7 @@ class TensorLayout:
 
     Args:
         dtype: any name of the dtype table.
-        partition: how the array is dealt to cells.
+        partition: how the array is split into cells.
         seats: which ranks hold each cell.
 
     Raises:

@@ -79,7 +79,7 @@ class Resolver:
         if isinstance(names, tuple):
             try:
                 found = self._known.get(names)
-            except TypeError:  # a list in it: told by name below
+            except TypeError:  # a list in it: reported by name below
                 found = None
         if found is None:
             found = self._resolve(names, trace=False)

@@ -206,7 +206,7 @@ class RuleTable:
         Args:
             devices: all of them, over all slices.
             ici: size by mesh axis within a slice; -1 once, for what is left. Others are 1, but fsdp
-                takes what is left where no axis is told to.
+                takes what is left if no axis is -1.
             slices: equal groups of devices with fast links inside. They are the outer blocks of each axis.
             dcn: size by mesh axis across slices, likewise; data takes what is left.
 

@@ -166,11 +166,11 @@ class _Check:
                 yield find(code, mode, text, rule=rule, axis=str(axis), tensors=names)
 
     def _absent_elsewhere(self, with_tensors: bool) -> Iterable[Finding]:
-        told = {about[0] for (code, about) in self._facts if code.startswith("axis-absent")}
+        reported = {about[0] for (code, about) in self._facts if code.startswith("axis-absent")}
         layers = [r for layer in self._rules.extension.layers for r in layer.rules]
         for rule in (*self._rules.logical_axis_rules, *layers):
             absent = [a for a in rule.axes if a not in self._axes]
-            if not absent or rule in told:
+            if not absent or rule in reported:
                 continue
             text = f"the mesh ({', '.join(self._axes)}) has no axis {', '.join(map(repr, absent))}: "
             if with_tensors or rule.name.startswith(_NO_WEIGHT):

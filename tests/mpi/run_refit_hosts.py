@@ -78,7 +78,15 @@ def main(folder: Path, victim: int, fatal: int, delta: Any) -> None:
             for name in names:
                 steps.watch(owner, name)
         if refit._changes is not None:
-            for name in ["_catch_up", "_find", "_exchange_sizes", "_streams", "_copy_missing", "_write", "commit"]:
+            for name in [
+                "_catch_up",
+                "_find",
+                "_exchange_sizes",
+                "_streams",
+                "_copy_missing",
+                "_write",
+                "commit",
+            ]:
                 steps.watch(refit._changes, name)
     step = STEP if delta == "auto" else 1
     done = version = 0
