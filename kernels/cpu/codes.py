@@ -1,9 +1,8 @@
-"""Codes of one or two blocks from their bf16 lanes, the arithmetic of `lowshard.kernels.reference` in vectors.
+"""Codes of one or two blocks from their bf16 lanes: the arithmetic of `lowshard.kernels.reference` in vectors.
 
-There are two ways. Where a machine looks bytes up in tables of 128 (AVX-512 VBMI) an element is taken apart into bytes:
-a table rounds its mantissa. Elsewhere elements are subtracted and rounded as 16-bit words. Both ways take what is
-below the smallest normal code for zero first, and `with_subnormals` puts it right. What is below half of the smallest
-code, zeros that is for the most part, is zero already.
+There are two implementations. On machines with byte tables of 128 entries (AVX-512 VBMI) an element is split into
+bytes, and a table rounds its mantissa. Elsewhere elements are subtracted and rounded as 16-bit words. Both first treat
+values below the smallest normal code as zero, and `with_subnormals` corrects them.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _MANTISSA_BITS = 7  # of bf16
 
 @cache
 def has_tables() -> bool:
-    """Whether code for this machine can look bytes up in tables of 128 in one instruction."""
+    """Whether this machine can look up bytes in tables of 128 entries by one instruction."""
     from lowshard.compiled.compiler import target_of
 
     return "+avx512vbmi" in target_of(level_made_for())[2].split(",")
@@ -32,7 +31,7 @@ def has_tables() -> bool:
 
 @dataclass(frozen=True)
 class Words:
-    """Blocks whose elements are subtracted, as complements, from a word each."""
+    """Blocks whose elements are computed as 16-bit words."""
 
     raw: Sequence[Lanes]
     tops: Sequence[Lanes]
@@ -54,7 +53,7 @@ class Words:
         return (below[0] | below[-1]).any()
 
     def with_subnormals(self, magnitudes: Lanes) -> Lanes:
-        """Return the magnitudes with those below the smallest normal code put right, if there are any."""
+        """Return the magnitudes with elements below the smallest normal code corrected, if there are any."""
         drop, targets = _MANTISSA_BITS - self.fmt.mantissa_bits, self._targets()
         below = [_is_below(target, self.fmt) for target in targets]
         with only_if(magnitudes.builder, (below[0] | below[-1]).any(), [magnitudes]) as fixed:
@@ -69,7 +68,7 @@ class Words:
         return fixed[0]
 
     def _targets(self) -> list[Lanes]:
-        """Return x / 2^(s - 127) as bf16, with a field below one where that is below the smallest normal code."""
+        """Return x / 2^(s - 127) as bf16; the exponent field is below one for values below the smallest normal code."""
         return [top - inverse(bits) for top, bits in self._both]
 
     @property
@@ -79,7 +78,7 @@ class Words:
 
 @dataclass(frozen=True)
 class Bytes:
-    """Two blocks whose elements are taken apart into bytes, with their origins, as bytes too."""
+    """Two blocks whose elements, and their origins, are split into bytes."""
 
     raw: Sequence[Lanes]
     origins: Lanes
@@ -95,7 +94,7 @@ class Bytes:
         return (fields.as_lanes(16) << bits).as_lanes(8) + mantissas, normal.not_all()
 
     def with_subnormals(self, magnitudes: Lanes) -> Lanes:
-        """Return the magnitudes with those below the smallest normal code put right, if there are any."""
+        """Return the magnitudes with elements below the smallest normal code corrected, if there are any."""
         bits, fields = self.fmt.mantissa_bits, self._fields
         least = self.origins.minus_or_zero(bits)
         below = fields.compare("<=", self.origins, signed=False) & fields.compare(">=", least, signed=False)
@@ -109,7 +108,7 @@ class Bytes:
 
     @cached_property
     def _low(self) -> Lanes:
-        """Mantissas, and above them the last bits of exponents."""
+        """Mantissas, with the last exponent bit above them."""
         return _bytes_of(self.raw, 0)
 
     @cached_property
@@ -123,7 +122,7 @@ Blocks = Words | Bytes
 
 
 def blocks_of(raw: Sequence[Lanes], origins: Lanes, first: int, fmt: ElementFormat) -> Blocks:
-    """Return one or two blocks to make codes of: their bf16 lanes, and where in the 16-bit origins theirs begin."""
+    """Return one or two blocks to encode: their bf16 lanes, and the start of their 16-bit origins."""
     if has_tables() and len(raw) == 2:
         places = [2 * first] * BLOCK_ELEMS + [2 * first + 2] * BLOCK_ELEMS
         return Bytes(raw, origins.as_lanes(8).picked(places), fmt)
@@ -137,7 +136,7 @@ def signed(magnitudes: Lanes, raw: Sequence[Lanes], fmt: ElementFormat) -> Lanes
 
 
 def inverse(bits: Lanes) -> Lanes:
-    """Return the complement of magnitudes: the largest is the smallest."""
+    """Return the complement of magnitudes: the largest becomes the smallest."""
     return (bits & MAGNITUDE) ^ MAGNITUDE
 
 

@@ -1,4 +1,4 @@
-"""Runs of bytes copied: single elements, rows by memcpy, and long rows past the caches."""
+"""Copies runs of bytes: single elements, rows by memcpy, and long rows by non-temporal stores."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from lowshard.kernels.cpu.memory_steps import (
 )
 
 STAGE_BYTES = 12 << 10
-"""What is put together in scratch memory before lines go past the caches; a run more fits behind it."""
+"""Bytes collected in scratch memory before lines are written non-temporally; one more run fits behind."""
 
 LAG_BYTES = 4 << 10
-"""Lines leave the stage this long after they were written, so that they need not be waited for."""
+"""Lines are written out this long after they were filled, so that the loads need not wait."""
 
 RING_BYTES = 4 << 10
 """A stage of equal parts, each of whole lines, that are written in turn. What lies in a part is sent when it is next to
@@ -31,7 +31,7 @@ and stores do not. The line after the ring is for what lies over its end."""
 
 
 _LONG_BYTES = 2 << 10
-"""Shorter runs are copied by code without a loop, in which each instruction is at one line of every run.
+"""Shorter runs are copied by code without a loop, in which each instruction handles one line of every run.
 
 Machines that prefetch by instruction would take a loop for one long stream, and read on where a run ends.
 """
@@ -75,7 +75,7 @@ stream_ahead, copy_ahead = _mover(1), _mover(0)
 
 @njit(nogil=True)
 def stream_copy(dst: int, src: int, size_bytes: int, ahead: Ahead) -> None:
-    """Copy bytes past the caches; the part lines at both ends go through them. Prefetches as `drive` says."""
+    """Copy bytes with non-temporal stores; partial lines at the ends are stored normally. Prefetches as in `drive`."""
     end = dst + size_bytes
     head = min(-dst & 63, size_bytes)
     if head:
@@ -110,7 +110,7 @@ def send_lines(line: int, stage: int, begin: int, end: int, skip_bytes: int) -> 
 
 @njit(nogil=True)
 def flush_stage(line: int, stage: int, begin: int, end: int, skip_bytes: int) -> None:
-    """Write out all that is left of the stage."""
+    """Write out the rest of the stage."""
     begin = send_lines(line, stage, begin, end, skip_bytes)
     begin = max(begin, skip_bytes)
     copy_bytes(line + begin, stage + begin, end - begin)
@@ -118,7 +118,7 @@ def flush_stage(line: int, stage: int, begin: int, end: int, skip_bytes: int) ->
 
 @njit(nogil=True)
 def flush_ring(dst: int, line: int, end: int, ring: int) -> None:
-    """Write out what is left of a ring whose first part was for `dst`, from the target's line `line` to `end`."""
+    """Write out the rest of a ring whose first part was for `dst`, from the target's line `line` to `end`."""
     copy_line(ring + RING_BYTES, ring)
     at = (line - dst) & (RING_BYTES - 1)
     while line + 64 <= end:

@@ -37,16 +37,16 @@ STEP_WIDTHS = (2, 4)
 """Bytes of the elements that may be encoded as steps."""
 
 _ROW_BYTES, _AHEAD_BYTES = 64 << 10, 4 << 10
-"""Of rows up to so long, lines are asked for so far ahead: the machine itself asks for what follows in a row alone."""
+"""In rows up to this length lines are prefetched this far ahead: hardware prefetches only within long rows."""
 _LINES = 32
-"""Cache lines that are compared before what was found is written: no branch depends on what they hold."""
+"""Cache lines compared before the findings are written: no branch depends on their content."""
 _TAIL = 2 * CACHE_LINE_BYTES
 FIND_SCRATCH_BYTES = _TAIL + 2 * 8 * (_LINES + 1)
 """Two lines for the end of a row; then, of lines that differ, which elements do, and which line it is."""
 _RUNS = 64
-"""Runs that are looked up, and their lines asked for, before they are written."""
+"""Runs that are decoded, and whose lines are prefetched, before they are written."""
 WRITE_SCRATCH_BYTES = 2 * 8 * _RUNS
-"""Of each, its address and bytes."""
+"""The address and bytes of each."""
 _I1, _I64 = ir.IntType(1), ir.IntType(64)
 
 
@@ -101,7 +101,7 @@ def _put_number(at: int, number: int) -> int:
 
 @njit(nogil=True)
 def put_run(gaps: int, lengths: int, begin: int, end: int, before: int) -> tuple[int, int]:
-    """Write a run of units, if it has one, behind one that ended at `before`; return where the two streams go on."""
+    """Write a non-empty run of units after one that ended at `before`; return the new ends of the two streams."""
     if end > begin:
         gaps = _put_number(gaps, 2 * (begin - before) + (end - begin > 1))
         if end - begin > 1:
@@ -111,7 +111,7 @@ def put_run(gaps: int, lengths: int, begin: int, end: int, before: int) -> tuple
 
 @njit(nogil=True)
 def _take_number(at: int, end: int) -> tuple[int, int]:
-    """Return a number and where the next one begins; -1 for a number that is cut off or too long."""
+    """Return a number and where the next one begins; -1 for a truncated or overlong number."""
     number, shift = 0, 0
     while at < end and shift < 63:
         byte = types.int64(load_u8(at))
@@ -125,7 +125,7 @@ def _take_number(at: int, end: int) -> tuple[int, int]:
 
 @njit(nogil=True)
 def _put_step(at: int, new: int, old: int, width: int) -> int:
-    """Write how far it is from one element to another, both addresses; return where the next step goes."""
+    """Write the step from one element to another, both addresses; return where the next step goes."""
     if width == 2:
         step = types.int64(types.int16(load_u16(new) - load_u16(old)))
     else:
@@ -136,7 +136,7 @@ def _put_step(at: int, new: int, old: int, width: int) -> int:
 
 @njit(nogil=True)
 def _take_step(target: int, number: int, width: int) -> None:
-    """Move an element on by a step."""
+    """Apply a step to an element."""
     step = (number >> 1) ^ -(number & 1)
     if width == 2:
         store_value(target, types.uint16(types.int64(load_u16(target)) + step))

@@ -1,4 +1,4 @@
-"""Optimizer steps in one pass over memory; every operation is rounded by itself, in vectors and in tails alike."""
+"""Optimizer steps in one pass over memory; every operation is rounded separately, in vectors and tails alike."""
 
 from __future__ import annotations
 

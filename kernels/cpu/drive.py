@@ -1,7 +1,7 @@
 """The loop over a run table that all CPU kernels share, and how kernels are compiled once for a machine.
 
-A kernel is this loop with the rows of one kind inlined: `run_rows` has an overload in each kernel module, picked when
-the loop is compiled by a text such as "quantize bfloat16 e4m3".
+A kernel is this loop with the row function of one kind inlined: each kernel module registers an overload of `run_rows`,
+picked at compile time by a text such as "quantize bfloat16 e4m3".
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lowshard.kernels.runs import DST_OFFSET, FIRST_DIM, RUN, SRC_OFFSET
 Ahead = tuple[int, int, int]
 AHEAD_BYTES: Ahead = (12 << 10, 8 << 10, 4 << 10)
 OWN_ROWS_BYTES = 32 << 10
-"""In larger boxes it is the box's own rows that are asked for, in smaller ones the boxes after it."""
+"""In larger boxes the box's own rows are prefetched, in smaller ones the next boxes."""
 _LONG_RUN_BYTES = 16 << 10
 SMALL_GAP_BYTES = 512
 
@@ -40,7 +40,7 @@ _ROWS: dict[str, Callable[..., Callable[..., None]]] = {}
 
 
 def rows_of(job: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register what makes the rows of a job, from the further words of a kind."""
+    """Register the maker of a job's row function, from the further words of a kind."""
 
     def register(make: Callable[..., Any]) -> Callable[..., Any]:
         _ROWS[job] = make
@@ -198,7 +198,7 @@ def rows_ahead(step: int, size_bytes: int) -> Ahead:
 
 @njit(nogil=True)
 def boxes_ahead(columns: Any, side: int, box: int, far: int, mid: int, near: int) -> Ahead:
-    """Return the bytes from a box to those so many boxes on, the last of all at most."""
+    """Return the byte distances to the boxes this many further on, the last box at most."""
     last, offset = columns.shape[1] - 1, columns[side, box]
     return (
         columns[side, min(box + far, last)] - offset,
@@ -209,7 +209,7 @@ def boxes_ahead(columns: Any, side: int, box: int, far: int, mid: int, near: int
 
 @njit(nogil=True)
 def prefetch_line(address: int, ahead: Ahead) -> None:
-    """Ask for the lines of three bytes, as far from an address as `run_rows` says."""
+    """Prefetch the lines at three distances from an address, as `run_rows` says."""
     prefetch(address + ahead[0])
     prefetch(address + ahead[1])
     prefetch(address + ahead[2])
@@ -217,7 +217,7 @@ def prefetch_line(address: int, ahead: Ahead) -> None:
 
 @njit(nogil=True)
 def prefetch_run(address: int, size_bytes: int, ahead: Ahead) -> None:
-    """Ask for the lines ahead of every 64th byte of a run, and of its last: it may begin amid a line."""
+    """Prefetch ahead of every 64th byte of a run, and of its last: it may begin within a line."""
     for at in range(address, address + size_bytes, 64):
         prefetch_line(at, ahead)
     prefetch_line(address + size_bytes - 1, ahead)

@@ -1,4 +1,4 @@
-"""Steps of MXFP8 quantisation, as `quantize` and `pieces` put them together: maxima, scale bytes, writing codes."""
+"""Steps of MXFP8 quantisation, combined by `quantize` and `pieces`: maxima, scale bytes, writing codes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def block_bytes(dtype: str) -> int:
 def prefetch_block(
     builder: ir.IRBuilder, address: ir.Value, block: int, dtype: str, locality: int = 2
 ) -> None:
-    """Ask for the lines of a block of the source, one, or two of fp32, into a cache as `prefetch_at` does."""
+    """Prefetch the lines of a block of the source, one, or two of fp32, as `prefetch_at` does."""
     begin = block * block_bytes(dtype)
     for line in range(begin, begin + block_bytes(dtype), CACHE_LINE_BYTES):
         prefetch_at(builder, offset(builder, address, line), locality)
@@ -63,7 +63,7 @@ def make_origins(minima: Lanes, increment: Lanes, fmt: ElementFormat) -> Lanes:
 def scales_of(
     origins: Lanes, lowest: Lanes, zero_byte: Lanes, dtype: str, fmt: ElementFormat
 ) -> tuple[Lanes, Lanes]:
-    """Return scale bytes, and a mask of rare blocks: those with Inf, NaN or just less, and scales under `lowest`."""
+    """Return scale bytes, and a mask of rare blocks: those with Inf, NaN or nearly so, and scales under `lowest`."""
     zero = origins.compare("==", _FIELD_OF_ZERO - fmt.emax - fmt.bias)
     made = origins + fmt.bias
     # Unsigned, so that what is under `lowest` is above all others.

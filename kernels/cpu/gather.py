@@ -1,8 +1,8 @@
-"""Short runs from many places into one stretch of memory and back, with as little as possible to do for each run.
+"""Gathers short runs into one contiguous buffer and scatters them back, with little work for each run.
 
-Gathering: runs that are whole cache lines go straight past the caches. Others would end amid a line, which the
-machine has to read before it can write it: they are put together in the first cache, and lines go out from there.
-Scattering: such part lines are asked for ahead of time.
+Gathering: runs of whole cache lines are written non-temporally at once. Others would end within a line, which the
+machine has to read before it can write it: they are collected in the first cache, and written out by lines. Scattering:
+such partial lines are prefetched.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ SHORT_RUN_BYTES = 8 << 10
 """Longer runs are streamed one by one."""
 
 _ASK_BYTES = 32 << 10
-"""Part lines of the target are asked for so far ahead when scattering."""
+"""Distance at which partial lines of the target are prefetched when scattering."""
 
 THROUGH_CACHES, STAGED, WHOLE_LINES = 0, 1, 2
-"""Ways to write: as usual; put together, then past the caches; past the caches at once."""
+"""Ways to write: normal stores; collected, then non-temporal; non-temporal at once."""
 
 
 @njit(nogil=True)
 def _gather_lines(columns: Any, src: int, to: int, itemsize: int) -> None:
-    """Gather runs of whole lines, one a box, straight past the caches."""
+    """Gather runs of whole lines, one a box, by non-temporal stores."""
     last = columns.shape[1] - 1
     sent_bytes = columns[DST_OFFSET, last] - columns[DST_OFFSET, 0] + columns[RUN, last] * itemsize
     run_bytes = sent_bytes // (last + 1)

@@ -1,4 +1,4 @@
-"""Memory steps that kernels share: vectors in and out, past the caches too, and what is asked for ahead of time."""
+"""Memory operations shared by kernels: vector loads and stores, non-temporal too, and prefetching."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def load(builder: ir.IRBuilder, address: ir.Value, bits: int, count: int, offset
 def store(
     builder: ir.IRBuilder, address: ir.Value, lanes: Lanes, streaming: bool, offset_bytes: int = 0
 ) -> None:
-    """Store lanes: to any address, or past the caches to one that is a multiple of the store's size."""
+    """Store lanes: to any address, or non-temporally to one that is a multiple of the store's size."""
     pointer = _pointer(builder, address, lanes.value.type, offset_bytes)
     size_bytes = lanes.bits * max(1, lanes.count) // 8
     made = builder.store(lanes.value, pointer, align=min(CACHE_LINE_BYTES, size_bytes) if streaming else 1)
@@ -97,18 +97,18 @@ def store_value(typingctx: Any, address: Any, value: Any) -> Any:
 
 @emitted("void")
 def prefetch(builder: ir.IRBuilder, address: ir.Value) -> None:
-    """Ask for the cache line at an address, valid or not."""
+    """Prefetch the cache line at an address, valid or not."""
     prefetch_at(builder, address)
 
 
 @emitted("void")
 def prefetch_to_write(builder: ir.IRBuilder, address: ir.Value) -> None:
-    """Ask for the cache line at an address, valid or not, to write a part of it."""
+    """Prefetch the cache line at an address, valid or not, for a partial write."""
     prefetch_at(builder, address, 3, write=1)
 
 
 def prefetch_at(builder: ir.IRBuilder, address: ir.Value, locality: int = 2, write: int = 0) -> None:
-    """Ask for a cache line, into the second cache (locality 2) or the first (3)."""
+    """Prefetch a cache line, into the second cache (locality 2) or the first (3)."""
     pointer_type = _I8.as_pointer()
     signature = ir.FunctionType(ir.VoidType(), [pointer_type, _I32, _I32, _I32])
     function = cgutils.get_or_insert_function(builder.module, signature, "llvm.prefetch.p0")
@@ -124,7 +124,7 @@ def copy_line(builder: ir.IRBuilder, target: ir.Value, source: ir.Value) -> None
 
 @intrinsic(prefer_literal=True)
 def stream_lines(typingctx: Any, target: Any, source: Any, lines: Any) -> Any:
-    """Copy cache lines, a literal number, past the caches to a multiple of 64."""
+    """Copy cache lines, a literal number, by non-temporal stores to a multiple of 64."""
     size_bytes = lines.literal_value * CACHE_LINE_BYTES
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:

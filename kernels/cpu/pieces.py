@@ -36,7 +36,7 @@ from lowshard.kernels.cpu.vector import Lanes, lowest_bit
 from lowshard.kernels.reference import BLOCK_ELEMS, element_format
 
 PIECE_BLOCKS = 16
-"""Blocks of a piece: each of its instructions is at one block of every piece, see `copy`."""
+"""Blocks of a piece: each of its instructions handles one block of every piece, see `copy`."""
 
 _STEP = 4
 """Blocks of a step."""
@@ -141,7 +141,7 @@ def encode_piece(
 
 @intrinsic(prefer_literal=True)
 def to_mend(typingctx: Any, scratch: Any) -> Any:
-    """Return the first blocks of pairs of a piece that was encoded, as a mask: those that `mend_pair` is for."""
+    """Return the pairs of an encoded piece that `mend_pair` must correct, as a mask of their first blocks."""
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
         if has_tables():
@@ -155,7 +155,7 @@ def to_mend(typingctx: Any, scratch: Any) -> Any:
 def mend_pair(
     typingctx: Any, src: Any, data: Any, scratch: Any, first: Any, source: Any, elem: Any, streaming: Any
 ) -> Any:
-    """Write the codes of two blocks of a piece again, with those of elements below the smallest normal one."""
+    """Write the codes of two blocks of a piece again, with elements below the smallest normal code."""
     dtype, past_caches = source.literal_value, bool(streaming.literal_value)
     fmt = element_format(elem.literal_value)
 

@@ -1,7 +1,7 @@
-"""MXFP8 quantisation of rows: whole pieces as `pieces` does them, others some blocks at a time in three steps.
+"""MXFP8 quantisation of rows: whole pieces as in `pieces`, others some blocks at a time in three steps.
 
-1. The maximum of each block goes to scratch memory (and its elements as bf16 lanes, if they are of another dtype).
-2. All maxima at once give the scale bytes, where its elements' fields are counted from, and which blocks are rare.
+1. The maximum of each block goes to scratch memory (with its elements as bf16 lanes, if they are of another dtype).
+2. All maxima together give the scale bytes, the origins of the elements' fields, and a mask of rare blocks.
 3. Each block is shifted, rounded and narrowed to codes; its elements come from the first cache now.
 """
 

@@ -1,4 +1,4 @@
-"""Blocks of bf16, fp16 or fp32 as 16-bit lanes in the form of bf16, all that rounding to an 8-bit code asks for."""
+"""Blocks of bf16, fp16 or fp32 as 16-bit lanes in bf16 form, with all that rounding to an 8-bit code needs."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ def _load_fp16(builder: ir.IRBuilder, address: ir.Value) -> Lanes:
 
 
 def _sticky(high: Lanes, rest: Lanes) -> Lanes:
-    """Return bits cut short, with the last one set if anything that was cut off is.
+    """Return truncated bits, with the last one set if a truncated bit was.
 
-    All that rounding asks of the bits below the first dropped one is whether they are zero, so a bf16 made this
-    way gives the same code and the same scale as the fp32 it comes from.
+    Rounding needs to know of the bits below the first dropped one only whether they are zero, so a bf16 made this way
+    gives the same code and the same scale as the fp32 it comes from.
     """
     return rest.compare("!=", 0).where(high | 1, high)
 

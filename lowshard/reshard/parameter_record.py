@@ -159,7 +159,7 @@ def resolve_name(
     """Return a parameter's name over all ranks, and its expert over all ranks (None where it is of no expert).
 
     A local expert K (`weightK`, `biasK`, or `local_experts.K`) becomes its number over all ranks: experts are
-    distributed over the expert-parallel ranks by the balanced rule, so a count that does not divide loses none. A prefix
+    distributed over expert-parallel ranks by the balanced rule, so a count that does not divide loses none. A prefix
     of `layer_prefixes` is replaced by whole path components, the longest first.
 
     Raises:
@@ -334,7 +334,7 @@ def _sharded_dims(record: ParameterMetadata) -> list[tuple[int, tuple[int, ...],
             or (found and found[0][0] == record.expert_dim)
         ):
             raise PlanError(
-                f"{record.key}: stacked experts are distributed over the expert-parallel ranks along their own dim, got "
+                f"{record.key}: stacked experts are distributed over expert-parallel ranks along their own dim, got "
                 f"expert_dim {record.expert_dim} and ranks {experts}"
             )
         found.append((record.expert_dim, experts, 1))

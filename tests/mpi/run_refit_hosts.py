@@ -78,15 +78,8 @@ def main(folder: Path, victim: int, fatal: int, delta: Any) -> None:
             for name in names:
                 steps.watch(owner, name)
         if refit._changes is not None:
-            for name in [
-                "_catch_up",
-                "_find",
-                "_exchange_sizes",
-                "_streams",
-                "_copy_missing",
-                "_write",
-                "commit",
-            ]:
+            names = "_catch_up", "_find", "_exchange_sizes", "_streams", "_copy_missing"
+            for name in (*names, "_write", "commit"):
                 steps.watch(refit._changes, name)
     step = STEP if delta == "auto" else 1
     done = version = 0

@@ -38,18 +38,18 @@ PRODUCT = {
             "settings", "streams",
         )),
     )),
-    "kernels": Budget(9_381, 60, ("kernels",)),
-    "mesh, placement, layout, tiling": Budget(1_213, 4, tuple(
+    "kernels": Budget(9_356, 58, ("kernels",)),
+    "mesh, placement, layout, tiling": Budget(1_208, 4, tuple(
         f"lowshard/{name}.py" for name in ("mesh", "placement", "layout", "tiling")
     )),
     "comm": Budget(17_148, 69, ("lowshard/comm",)),
-    "cost, rules": Budget(3_641, 21, ("lowshard/cost.py", "lowshard/rules")),
+    "cost, rules": Budget(3_608, 19, ("lowshard/cost.py", "lowshard/rules")),
     "redistribute plans, solver, op": Budget(9_909, 50, (
         *(f"lowshard/{name}.py" for name in ("redistribute_plan", "step_search", "step_cost", "exchange")),
         "lowshard/solver", "lowshard/op",
     )),
-    "execute, pool, transfer": Budget(3_044, 19, ("lowshard/execute.py", "lowshard/pool.py", "lowshard/transfer")),
-    "reshard": Budget(8_147, 33, ("lowshard/reshard",)),
+    "execute, pool, transfer": Budget(3_037, 19, ("lowshard/execute.py", "lowshard/pool.py", "lowshard/transfer")),
+    "reshard": Budget(8_085, 31, ("lowshard/reshard",)),
     "weights, checkpoint": Budget(9_480, 39, ("lowshard/weights", "lowshard/checkpoint")),
     "fsdp": Budget(3_799, 16, ("lowshard/fsdp",)),
     "launch": Budget(3_494, 21, ("launch",)),

@@ -16,9 +16,8 @@ from lowshard.box import Box, full_box
 from lowshard.errors import KernelError, VerificationError
 from lowshard.kernels.change_boxes import ScratchBuffer
 from lowshard.kernels.change_encoding import Changes
-from lowshard.kernels.changes import ChangeBoxes
+from lowshard.kernels.changes import ChangeBoxes, PlainSearch
 from lowshard.kernels.cuda.cuda_changes import DeviceSearch
-from lowshard.kernels.plain_changes import PlainSearch
 
 DTYPES = [dtype.name for dtype in dtypes.all_dtypes()]
 SHARES = (0, 0.001, 0.01, 0.1, 0.4, 0.9, 1)
