@@ -53,7 +53,12 @@ _DEFAULTS: Settings = {"staging_bytes": STAGING_BYTES, "checksums": False, "way"
 
 
 def argument_error(
-    plan: object, src: object, dst: object, transform: object, settings: Mapping[str, object]
+    plan: object,
+    src: object,
+    dst: object,
+    transform: object,
+    settings: Mapping[str, object],
+    like: object = None,
 ) -> LowshardError | None:
     """Return what is wrong with the arguments of a `Reshard` on this rank, or None."""
     if not isinstance(plan, ReshardPlan):
@@ -67,6 +72,8 @@ def argument_error(
     if strange:
         return PlanError(f"settings are {', '.join(Settings.__annotations__)}, got {', '.join(strange)}")
     given = {**_DEFAULTS, **settings}
+    if not (like is None or isinstance(like, Reshard)):
+        return PlanError(f"like is another Reshard or None, got {type(like).__name__}")
     try:
         one_of(given["way"], get_args(Way), "way", PlanError)
         rule = f"staging_bytes is a number of bytes from 1 to {MOST_STAGING_BYTES}"
@@ -163,9 +170,7 @@ class Reshard:
         **settings: Unpack[Settings],
     ) -> None:
         control_of(comm)
-        error = argument_error(plan, src, dst, transform, settings)
-        if not (error or like is None or isinstance(like, Reshard)):
-            error = PlanError(f"like is another Reshard or None, got {type(like).__name__}")
+        error = argument_error(plan, src, dst, transform, settings, like)
         if error is not None:
             agree(comm, b"", error, "reshard")
         self.comm, self._errors = comm, FirstError()
