@@ -1,7 +1,7 @@
 """Copies between host memory and arrays on GPUs, by way of page-locked slots (`comm.pinned`).
 
 They are for memory that a GPU does not reach by itself: what comes over a connection, snapshots that other processes
-have mapped. Tested over streams and arrays that stand in for CuPy's; not run on a GPU.
+have mapped. Tested over streams and arrays that stand in for CuPy's.
 """
 
 from __future__ import annotations
