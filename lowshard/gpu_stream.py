@@ -1,7 +1,7 @@
 """The stream a caller names for a call: CuPy's, torch's or an address becomes CuPy's current one.
 
 CuPy keeps a current stream for each thread and device, and all that lowshard launches goes there. So `stream=` of a
-call is a matter of making that stream current while the call runs. Not run on a GPU.
+call is a matter of making that stream current while the call runs.
 """
 
 from __future__ import annotations

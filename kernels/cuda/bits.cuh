@@ -133,7 +133,7 @@ DEVICE u64 shuffle(u64 value, u32 lane) {
 // here, so the compiler has to be told that it is one of global memory.
 template <class T>
 DEVICE T load(u64 address) {
-    return __ldcs((const T*)address);
+    return __ldca((const T*)address);
 }
 
 #if defined(ON_GPU)

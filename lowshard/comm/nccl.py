@@ -26,7 +26,7 @@ first call that needs it, which blocks the host until the other rank has come, w
 communicator, as `split_share=1` of a communicator of the user's does: less memory for each axis of a mesh. A group that
 fails is aborted here, and NCCL says that this may make the others of such a family unusable. So it is off by default.
 
-Tested over a stand-in that moves host memory; not run on a GPU.
+Tested over a stand-in that moves host memory.
 """
 
 from __future__ import annotations

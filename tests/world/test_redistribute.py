@@ -150,12 +150,8 @@ def value_of(layout: Layout, parts: list[np.ndarray]) -> np.ndarray:
     total = np.zeros(layout.shape, object)
     for rank in range(mesh.size):
         coord = mesh.coord(rank)
-        copies = [
-            a
-            for a in range(mesh.ndim)
-            if a not in terms and not any(a in axes for axes in layout.sharding_axes)
-        ]
-        if all(coord[a] == 0 for a in copies):
+        used = {*terms, *(a for axes in layout.sharding_axes for a in axes)}
+        if all(coord[a] == 0 for a in range(mesh.ndim) if a not in used):
             total[tuple(slice(*i) for i in layout.box(rank))] += parts[rank].astype(object)
     divisor = int(np.prod([mesh.shape[a] for a in terms if layout.partials[a] == "avg"]))
     value: np.ndarray = total // divisor

@@ -73,7 +73,7 @@ inline unsigned __shfl_xor_sync(unsigned mask, unsigned value, int lanes) {
 inline int __all_sync(unsigned mask, int value) { return cuda_host::all(mask, value != 0); }
 
 template <class T>
-inline T __ldcs(const T* address) {
+inline T __ldca(const T* address) {
     return cuda_host::load(address);
 }
 template <class T>
