@@ -186,12 +186,7 @@ class FSDP(Core):
         entry = segment.plan.by_name[param]
         whole = self._empty(entry.elems, unit.formats.master, f"the whole of {name!r}")
         saved.gather_param(
-            self._groups,
-            self._in_queue,
-            segment.plan,
-            entry,
-            self._opener.shard(unit.name, segment),
-            whole,
+            self._groups, self._in_queue, segment.plan, entry, self._opener.shard(unit.name, segment), whole
         )
         return whole.reshape(entry.shape)
 

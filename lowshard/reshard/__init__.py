@@ -7,10 +7,7 @@ from lowshard.kernels import SwizzledMXFP8
 from lowshard.reshard.cache_layouts import kv_cache_layout, ssm_state_layouts
 from lowshard.reshard.content_digest import digest
 from lowshard.reshard.dim_sharding import DimSharding
-from lowshard.reshard.mxfp8_transform import (
-    MXFP8ReshardTransform,
-    ensure_sendable,
-)
+from lowshard.reshard.mxfp8_transform import MXFP8ReshardTransform, ensure_sendable
 from lowshard.reshard.parameter_record import ParameterMetadata, resolve_name
 from lowshard.reshard.plan_builder import build_reshard_plan
 from lowshard.reshard.publisher import Publisher

@@ -21,11 +21,7 @@ Side = Table | Iterable[ParameterMetadata] | Iterable[Iterable[ParameterMetadata
 
 
 def build_reshard_plan(
-    src: Side,
-    dst: Side | Sequence[Table],
-    *,
-    node_size: int | None = None,
-    multicast: bool = False,
+    src: Side, dst: Side | Sequence[Table], *, node_size: int | None = None, multicast: bool = False
 ) -> ReshardPlan:
     """Return the plan that moves tensors from one table of layouts to another.
 

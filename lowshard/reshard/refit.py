@@ -20,14 +20,7 @@ from lowshard.comm.background import Background
 from lowshard.comm.communicator import Communicator
 from lowshard.comm.work import Stream, Work
 from lowshard.content_hash import text_digest
-from lowshard.errors import (
-    CommError,
-    MismatchError,
-    PeerFailed,
-    PlanError,
-    TimedOut,
-    VerificationError,
-)
+from lowshard.errors import CommError, MismatchError, PeerFailed, PlanError, TimedOut, VerificationError
 from lowshard.foreign_array import like, never_change, view_of
 from lowshard.kernels.buffer import is_gpu, twins_of
 from lowshard.reshard.published_tensors import same_again

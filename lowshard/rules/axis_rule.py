@@ -88,8 +88,7 @@ def read_map(node: Node) -> dict[str, tuple[Node, Node]]:
             raise rules_error(f"a key is a word, got {key}", key.where)
         if key.text in entries:
             raise rules_error(
-                f"the key {quoted(key.text)} stands twice, before at {entries[key.text][0].where}",
-                key.where,
+                f"the key {quoted(key.text)} stands twice, before at {entries[key.text][0].where}", key.where
             )
         entries[key.text] = (key, value)
     return entries

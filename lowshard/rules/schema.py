@@ -13,14 +13,7 @@ from dataclasses import dataclass, field
 from lowshard.argument import quoted
 from lowshard.document import Node, Where, parse_document
 from lowshard.nearest import nearest
-from lowshard.rules.axis_rule import (
-    AXIS_NAME_FORM,
-    MAX_AXES,
-    Rule,
-    is_axis_name,
-    read_map,
-    rules_error,
-)
+from lowshard.rules.axis_rule import AXIS_NAME_FORM, MAX_AXES, Rule, is_axis_name, read_map, rules_error
 from lowshard.rules.extension import Extension, read_extension
 from lowshard.rules.finding import Finding, Mode, find
 

@@ -27,14 +27,7 @@ from lowshard.transfer.huge_pages import settle
 from lowshard.transfer.item import Item, bytes_of
 from lowshard.transfer.piece_checksum import checksum
 from lowshard.transfer.rounds import FirstError, Message, RoundMessages, run_rounds
-from lowshard.transfer.spans import (
-    BoxCopy,
-    Span,
-    can_read,
-    inner_span,
-    is_worth_it,
-    packed_span,
-)
+from lowshard.transfer.spans import BoxCopy, Span, can_read, inner_span, is_worth_it, packed_span
 
 Array = Any
 Streams = Mapping[int, Sequence[Item]]

@@ -43,15 +43,15 @@ PRODUCT = {
         f"lowshard/{name}.py" for name in ("mesh", "placement", "layout", "tiling")
     )),
     "comm": Budget(17_148, 69, ("lowshard/comm",)),
-    "cost, rules": Budget(3_608, 19, ("lowshard/cost.py", "lowshard/rules")),
+    "cost, rules": Budget(3_600, 19, ("lowshard/cost.py", "lowshard/rules")),
     "redistribute plans, solver, op": Budget(9_909, 50, (
         *(f"lowshard/{name}.py" for name in ("redistribute_plan", "step_search", "step_cost", "exchange")),
         "lowshard/solver", "lowshard/op",
     )),
-    "execute, pool, transfer": Budget(3_037, 19, ("lowshard/execute.py", "lowshard/pool.py", "lowshard/transfer")),
-    "reshard": Budget(8_085, 31, ("lowshard/reshard",)),
+    "execute, pool, transfer": Budget(3_030, 19, ("lowshard/execute.py", "lowshard/pool.py", "lowshard/transfer")),
+    "reshard": Budget(8_071, 31, ("lowshard/reshard",)),
     "weights, checkpoint": Budget(9_480, 39, ("lowshard/weights", "lowshard/checkpoint")),
-    "fsdp": Budget(3_799, 16, ("lowshard/fsdp",)),
+    "fsdp": Budget(3_794, 16, ("lowshard/fsdp",)),
     "launch": Budget(3_494, 21, ("launch",)),
     "demo, selftest, interop, cli": Budget(3_917, 35, (
         "lowshard/demo", "lowshard/selftest", "lowshard/interop", "lowshard/cli.py",
