@@ -179,7 +179,7 @@ def samples() -> Mapping[str, Any]:
         "layout": plain(layout().to_json()),
         "tiling": plain(load_plan().tilings[0][1].to_json()),
         "cluster profile": plain(ClusterProfile.default().to_json()),
-        "cut": DimSharding(12, 3, chunks=2, blocks=(6, 6)).to_json(),
+        "sharding of a dim": DimSharding(12, 3, chunks=2, blocks=(6, 6)).to_json(),
         "tensor layout": moves["layouts"][1],
         "reshard plan": moves,
         "exchange": redistributed["steps"][0]["exchanges"][0],

@@ -275,7 +275,7 @@ OVERLAP = "unpack_dequantize writes every element at most once, but box 0 .* and
     ("call", "error", "text"),
     [
         (lambda: pack_quantize(SRC, NARROW), KernelError,
-         r"multiple of 32 elements wide in the last dim, .* got \(10, 50\) in box 1; cut at multiples of 32"),
+         r"multiple of 32 elements wide in the last dim, .* got \(10, 50\) in box 1; split at multiples of 32"),
         (lambda: pack_quantize(SRC, BoxTable((4, 64), NARROW)), KernelError, r"\(10, 50\) in box 1"),
         (lambda: pack_quantize(np.zeros((), np.float32), [()]), KernelError, "at least one dim .* got a 0-d array"),
         (lambda: pack_quantize(SRC[:, :32], TABLE), BufferMismatchError,
