@@ -54,9 +54,9 @@ q = quantize_mxfp8(np.ones((1, 32), np.float32))
 found = {"engine": host_engine().name, "right": bool((q.data == 0x78).all() and q.scale[0, 0] == 119)}
 if found["engine"] == "numba":
     from lowshard.compiled import cache_folder, origins
-    from lowshard.compiled.shipped import level_in_use
+    from lowshard.compiled.store import package_level
     from lowshard.kernels.cpu.cpu_engine import vector_bits
-    level = level_in_use()
+    level = package_level()
     found |= {"bits": vector_bits(), "cache": str(cache_folder()), "level": level.name if level else "",
               "shipped": "shipped" in origins.values()}
 print(json.dumps(found))

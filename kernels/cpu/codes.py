@@ -13,7 +13,6 @@ from functools import cache, cached_property
 
 from llvmlite import ir
 
-from lowshard.compiled.cache import level_made_for
 from lowshard.kernels.cpu.sources import MAGNITUDE, ONE_FIELD
 from lowshard.kernels.cpu.vector import Lanes, only_if
 from lowshard.kernels.reference import BLOCK_ELEMS, ElementFormat
@@ -23,10 +22,10 @@ _MANTISSA_BITS = 7  # of bf16
 
 @cache
 def has_tables() -> bool:
-    """Whether this machine can look up bytes in tables of 128 entries by one instruction."""
-    from lowshard.compiled.compiler import target_of
+    """Whether code for this machine can look bytes up in tables of 128 in one instruction."""
+    from lowshard.compiled.compiler import target
 
-    return "+avx512vbmi" in target_of(level_made_for())[2].split(",")
+    return "+avx512vbmi" in target()[2].split(",")
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 
 from lowshard.compiled import numba_fault, prepared
-from lowshard.compiled.cache import level_made_for
 from lowshard.kernels import reference, unit_weights
 from lowshard.kernels.buffer import STREAM_FROM_BYTES, Array, address, dtype_name
 from lowshard.kernels.cpu import copy, cpu_cast, dequantize, quantize  # noqa: F401  their overloads
@@ -234,9 +233,9 @@ def vector_bits() -> int:
     """Return the width of the widest vector register that the compiled kernels use here, in bits."""
     import llvmlite.binding as llvm
 
-    from lowshard.compiled.compiler import target_of
+    from lowshard.compiled.compiler import target
 
-    triple, cpu, features = target_of(level_made_for())
+    triple, cpu, features = target()
     lanes = "<32 x i16>"
     module = llvm.parse_assembly(
         f"define void @probe(ptr %a, ptr %b) {{\n%x = load {lanes}, ptr %a\n%y = load {lanes}, ptr %b\n"

@@ -17,16 +17,16 @@ from numba.core.registry import cpu_target
 
 from lowshard.compiled import deferred
 from lowshard.compiled.emitted import elements_at
-from lowshard.compiled.native import python_symbol
-from lowshard.compiled.shipped import Level
-from lowshard.compiled.signature import Signature
+from lowshard.compiled.level import target_level
+from lowshard.compiled.native import Signature, python_symbol
 
 _lock = threading.Lock()
 """One thread compiles at a time: ranks may be threads."""
 
 
-def target_of(level: Level | None) -> tuple[str, str, str]:
-    """Return triple, processor and features that this process compiles for: a level's, unless Numba was used before."""
+def target() -> tuple[str, str, str]:
+    """Return triple, processor and features that this process compiles for: its level's, if Numba is not in use yet."""
+    level = target_level()
     if level is not None:
         config.CPU_NAME, config.CPU_FEATURES = level.cpu, level.flags
     triple, cpu, features = cpu_target.target_context.codegen().magic_tuple()
@@ -34,45 +34,35 @@ def target_of(level: Level | None) -> tuple[str, str, str]:
 
 
 def compile_object(
-    name: str, make: Callable[[], Any], signature: Signature, error_model: str, level: Level | None
+    name: str, make: Callable[[], Any], signature: Signature, error_model: str
 ) -> tuple[bytes, bool]:
     """Return an object file with a function, under its name as C calls it and under another as Python does.
 
-    Beside it: whether it is for the level, or for this processor where there is none.
+    Beside it: whether it is for the level that this process compiles for, so that others may use it.
     """
-    triple, cpu, features = target_of(level)
-    module = compile_module(name, make(), signature, error_model)
+    (triple, cpu, features), level = target(), target_level()
     machine = llvm.Target.from_triple(triple).create_target_machine(
         cpu=cpu, features=features, opt=3, reloc="default", codemodel="jitdefault", jit=True
     )
-    return machine.emit_object(module), level is None or (cpu, features) == (level.cpu, level.flags)
-
-
-def compile_module(name: str, function: Any, signature: Signature, error_model: str) -> Any:
-    """Return the same as a module of LLVM."""
     with _lock:
-        return _compiled(name, function, signature, error_model)
-
-
-def _compiled(name: str, function: Any, signature: Signature, error_model: str) -> Any:
-    deferred.take_up()
-    target = function.real() if isinstance(function, deferred.Deferred) else function
-    if not hasattr(target, "py_func"):
-        target = njit(nogil=True, error_model=error_model)(target)
-    entry, words = _entry(target, signature)
-    integers = (types.int64,) * words
-    compiled = njit(
-        [getattr(types, signature.result)(*integers)],
-        nogil=True, error_model=error_model, no_cpython_wrapper=True, no_cfunc_wrapper=True,
-    )(entry)  # fmt: skip
-    symbol = compiled.overloads[integers].fndesc.llvm_func_name
-    module = llvm.parse_assembly(compiled.inspect_llvm(integers))
-    module.link_in(llvm.parse_assembly(_callers(name, symbol, words, signature.result)))
-    kept = {name, python_symbol(name)}
-    for symbol in (*module.functions, *module.global_variables):
-        if not symbol.is_declaration and symbol.name not in kept:
-            symbol.linkage = "internal"
-    return module
+        deferred.take_up()
+        function = make()
+        function = function.real() if isinstance(function, deferred.Deferred) else function
+        if not hasattr(function, "py_func"):
+            function = njit(nogil=True, error_model=error_model)(function)
+        entry, words = _entry(function, signature)
+        integers = (types.int64,) * words
+        compiled = njit(
+            [getattr(types, signature.result)(*integers)],
+            nogil=True, error_model=error_model, no_cpython_wrapper=True, no_cfunc_wrapper=True,
+        )(entry)  # fmt: skip
+        symbol = compiled.overloads[integers].fndesc.llvm_func_name
+        module = llvm.parse_assembly(compiled.inspect_llvm(integers))
+        module.link_in(llvm.parse_assembly(_callers(name, symbol, words, signature.result)))
+        for symbol in (*module.functions, *module.global_variables):
+            if not symbol.is_declaration and symbol.name not in (name, python_symbol(name)):
+                symbol.linkage = "internal"
+        return machine.emit_object(module), level is None or (cpu, features) == (level.cpu, level.flags)
 
 
 def _entry(target: Any, signature: Signature) -> tuple[Any, int]:
@@ -98,8 +88,7 @@ def _entry(target: Any, signature: Signature) -> tuple[Any, int]:
 def _callers(name: str, symbol: str, words: int, result: str) -> str:
     """Return LLVM text of the function that C calls and the one that Python calls.
 
-    Numba's takes the places of its result and of an error, and returns a status. No code of ours raises: Python would
-    show a status as an error, and C gets 0.
+    Numba's takes the places of its result and of an error, and returns a status. No code of ours raises.
     """
     values = [f"i64 %a{i}" for i in range(words)]
     numbers = "\n".join(
@@ -113,19 +102,13 @@ def _callers(name: str, symbol: str, words: int, result: str) -> str:
         "uint64": "call ptr @PyLong_FromUnsignedLongLong(i64 %value)",
         "void": "call ptr @Py_BuildValue(ptr @nothing)",
     }[result]
-    taken = f"{name} takes {words} integers"
     return f"""
-@wrong = private constant [{len(taken) + 1} x i8] c"{taken}\\00"
-@raised = private constant [25 x i8] c"compiled code has raised\\00"
 @nothing = private constant [1 x i8] zeroinitializer
-@PyExc_TypeError = external global ptr
-@PyExc_SystemError = external global ptr
 declare i64 @PyLong_AsLongLong(ptr)
 declare ptr @PyLong_FromLongLong(i64)
 declare ptr @PyLong_FromUnsignedLongLong(i64)
 declare ptr @Py_BuildValue(ptr, ...)
 declare ptr @PyErr_Occurred()
-declare void @PyErr_SetString(ptr, ptr)
 declare ptr @PyEval_SaveThread()
 declare void @PyEval_RestoreThread(ptr)
 declare i32 @"{symbol}"(ptr, ptr{", i64" * words})
@@ -148,17 +131,6 @@ define i64 @"{name}"({", ".join(values)}) {{
 }}
 
 define ptr @"{python_symbol(name)}"(ptr %self, ptr %args, i64 %count) {{
-  %result = alloca i64
-  %error = alloca ptr
-  store i64 0, ptr %result
-  store ptr null, ptr %error
-  %fits = icmp eq i64 %count, {words}
-  br i1 %fits, label %read, label %unfit
-unfit:
-  %type = load ptr, ptr @PyExc_TypeError
-  call void @PyErr_SetString(ptr %type, ptr @wrong)
-  ret ptr null
-read:
   %f0 = or i1 false, false
 {numbers}
   br i1 %f{words}, label %ask, label %run
@@ -170,16 +142,8 @@ fail:
   ret ptr null
 run:
   %state = call ptr @PyEval_SaveThread()
-  %status = call i32 @"{symbol}"({", ".join(["ptr %result", "ptr %error", *values])})
+  %value = call i64 @"{name}"({", ".join(values)})
   call void @PyEval_RestoreThread(ptr %state)
-  %failed = icmp ne i32 %status, 0
-  br i1 %failed, label %report, label %return
-report:
-  %kind = load ptr, ptr @PyExc_SystemError
-  call void @PyErr_SetString(ptr %kind, ptr @raised)
-  ret ptr null
-return:
-  %value = load i64, ptr %result
   %made = {back}
   ret ptr %made
 }}

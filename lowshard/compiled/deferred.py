@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 import threading
-import typing
 from collections.abc import Callable
 from functools import update_wrapper
 from typing import Any, ClassVar
@@ -23,13 +22,7 @@ class Deferred:
     _waiting: ClassVar[list[Deferred]] = []
 
     def __init__(self, make: Callable[[], Any], function: Callable[..., Any] | None = None) -> None:
-        """Remember how to make the object, and of which Python function it is made.
-
-        Args:
-            make: returns the object.
-            function: kept as `py_func`, as Numba has it.
-        """
-        if function is not None:
+        if function is not None:  # that the object is made of: kept as `py_func`, as Numba has it
             update_wrapper(self, function)
             self.py_func = function
         self._make: Callable[[], Any] | None = make
@@ -67,65 +60,34 @@ def take_up() -> None:
         Deferred._waiting.pop().real()
 
 
-def module(name: str) -> Any:
-    """Return a module that is imported on first use."""
-    return Deferred(lambda: importlib.import_module(name))
+def _attribute(module: str, name: str) -> Any:
+    return getattr(importlib.import_module(module), name)
 
 
-def _numba(name: str) -> Any:
-    return Deferred(lambda: getattr(importlib.import_module("numba"), name))
+types = Deferred(lambda: importlib.import_module("numba.types"))
+carray = Deferred(lambda: _attribute("numba", "carray"))
+cgutils = Deferred(lambda: importlib.import_module("numba.core.cgutils"))
 
 
-types = module("numba.types")
-carray = _numba("carray")
-cgutils = module("numba.core.cgutils")
-
-
-def njit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
+def njit(**options: Any) -> Callable[..., Any]:
     """As `numba.njit`."""
-
-    def decorate(function: Callable[..., Any]) -> Any:
-        def make() -> Any:
-            import numba
-
-            return numba.njit(**options)(function)
-
-        return Deferred(make, function)
-
-    return decorate
+    return lambda function: Deferred(lambda: _attribute("numba", "njit")(**options)(function), function)
 
 
-@typing.overload
-def intrinsic(function: Callable[..., Any]) -> Any: ...
-
-
-@typing.overload
-def intrinsic(**options: Any) -> Callable[[Callable[..., Any]], Any]: ...
-
-
-def intrinsic(function: Callable[..., Any] | None = None, **options: Any) -> Any:
-    """As `numba.extending.intrinsic`, with options or without."""
-
-    def decorate(function: Callable[..., Any]) -> Any:
-        def make() -> Any:
-            from numba.extending import intrinsic as made
-
-            return made(**options)(function) if options else made(function)
-
-        return Deferred(make, function)
-
-    return decorate if function is None else decorate(function)
-
-
-def overload(target: Callable[..., Any], **options: Any) -> Callable[[Callable[..., Any]], Any]:
+def overload(target: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     """As `numba.extending.overload`."""
+    return lambda function: Deferred(
+        lambda: _attribute("numba.extending", "overload")(target, **options)(function), function
+    )
 
-    def decorate(function: Callable[..., Any]) -> Any:
-        def make() -> Any:
-            from numba.extending import overload as made
 
-            return made(target, **options)(function)
+def intrinsic(function: Callable[..., Any] | None = None, **options: Any) -> Callable[..., Any]:
+    """As `numba.extending.intrinsic`, with options or without."""
+    if function is None:
+        return lambda decorated: intrinsic(decorated, **options)
 
-        return Deferred(make, function)
+    def make() -> Any:
+        real = _attribute("numba.extending", "intrinsic")
+        return real(**options)(function) if options else real(function)
 
-    return decorate
+    return Deferred(make, function)

@@ -12,11 +12,7 @@ from lowshard.compiled.deferred import cgutils, intrinsic, types
 
 
 def emitted(result: str = "int64") -> Callable[[Callable[..., Any]], Any]:
-    """Make a function for compiled code to call, of int64 alone, out of one that emits its instructions.
-
-    Args:
-        result: what it returns: a type of Numba's by name, or "void".
-    """
+    """Make a function for compiled code to call, of int64 alone, out of one that emits its instructions."""
 
     def decorate(emit: Callable[..., Any]) -> Any:
         args = emit.__code__.co_argcount - 1  # the builder comes first

@@ -13,20 +13,34 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from lowshard.compiled.elf import symbols_of
-
+PYTHON_NAMES = (
+    "PyLong_AsLongLong", "PyLong_FromLongLong", "PyLong_FromUnsignedLongLong", "Py_BuildValue", "PyErr_Occurred",
+    "PyEval_SaveThread", "PyEval_RestoreThread",
+)  # fmt: skip
+"""What the functions that Python calls take of Python itself."""
+INT = "int64"
 _METH_FASTCALL = 0x0080
 _lock = threading.Lock()
+_methods: list[_Method] = []
+"""What Python's function objects point to: never freed, as the code is not."""
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What a compiled function takes and returns, in words that need no Numba.
+
+    Attributes:
+        args: of each argument its kind: "int64", "bool", or a C-contiguous array such as "float32[1]" of one dim.
+        result: "int64", "uint64" or "void".
+    """
+
+    args: tuple[str, ...]
+    result: str = INT
 
 
 @dataclass(frozen=True)
 class Native:
-    """A function in memory, for good.
-
-    Attributes:
-        address: of the function as C calls it.
-        call: the function as Python calls it.
-    """
+    """A function in memory, for good: its address as C calls it, and the function as Python calls it."""
 
     address: int
     call: Callable[..., Any]
@@ -36,11 +50,8 @@ class _Method(ctypes.Structure):
     """PyMethodDef."""
 
     _fields_ = (
-        ("name", ctypes.c_char_p),
-        ("function", ctypes.c_void_p),
-        ("flags", ctypes.c_int),
-        ("text", ctypes.c_char_p),
-    )
+        ("name", ctypes.c_char_p), ("function", ctypes.c_void_p), ("flags", ctypes.c_int), ("text", ctypes.c_char_p),
+    )  # fmt: skip
 
 
 def python_symbol(name: str) -> str:
@@ -48,30 +59,11 @@ def python_symbol(name: str) -> str:
     return f"{name}_py"
 
 
-_methods: list[_Method] = []
-"""What Python's function objects point to: never freed, as the code is not."""
-
-
 def link(code: bytes, name: str) -> Native:
-    """Put an object file into memory and return its function.
-
-    Raises:
-        ImportError: llvmlite is missing, or the code calls a function that this process does not have.
-    """
+    """Put an object file into memory and return its function; an ImportError where llvmlite is missing."""
     import llvmlite.binding as llvm
 
     with _lock:
-        missing = []
-        for called in symbols_of(code).called:
-            try:
-                # LLVM itself would end the process over a name that it does not find.
-                llvm.add_symbol(called, ctypes.addressof(ctypes.c_char.in_dll(_process(), called)))
-            except ValueError:
-                missing.append(called)
-        if missing:
-            raise ImportError(
-                f"compiled code {name} calls {', '.join(missing)}, which is not in this process"
-            )
         engine = _engine()
         engine.add_object_file(llvm.ObjectFileRef.from_data(code))
         engine.finalize_object()
@@ -91,11 +83,7 @@ def _engine() -> Any:
 
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
+    for name in PYTHON_NAMES:  # of a libpython that a program has loaded for itself too
+        llvm.add_symbol(name, ctypes.addressof(ctypes.c_char.in_dll(ctypes.pythonapi, name)))
     machine = llvm.Target.from_default_triple().create_target_machine(jit=True)
     return llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
-
-
-@cache
-def _process() -> ctypes.CDLL:
-    """Return what stands for all names of this process: Python's own and those of the C library."""
-    return ctypes.PyDLL(None)

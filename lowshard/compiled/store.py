@@ -1,7 +1,8 @@
-"""Where object files are kept: a folder that only this user can write to, a file a function.
+"""Object files on disk: those that came with the package, and those that were compiled on this machine.
 
-A file begins with a digest of what its code is for (the machine's key, the function's name) and of the code. Whoever
-could forge it could run code as this user without it: what it keeps out is files that are cut, spoiled or another's.
+A file begins with a digest of what its code is for (the key of `lowshard.compiled.level`, the function's name) and of
+the code: what is cut, spoilt or another's is not used. Nor is a file that somebody could have changed who could not
+have changed lowshard itself, or this user's files.
 """
 
 from __future__ import annotations
@@ -9,112 +10,127 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import secrets
+import stat
 import sys
 import time
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 
-from lowshard import private_dir
+from lowshard.compiled.level import Level, host_levels, target_key
+from lowshard.settings import SHIPPED_CODE, cache_root, numba_cache_dir
 
 _LOCK_WAIT_S = 120.0
 _DIGEST_BYTES = 32
 _LOCKS = 16
+_MOST_BYTES = 64 << 20
 
 
-def unsealed(key: str, name: str, content: bytes) -> bytes | None:
-    """Return the code of a file's content, None where it is not whole or for another function or key."""
+def cache_folder() -> Path:
+    """Return where compiled code is kept: `$NUMBA_CACHE_DIR/lowshard`, else compiled/ in lowshard's cache folder."""
+    named = numba_cache_dir()
+    return named / "lowshard" if named else cache_root() / "compiled"
+
+
+def package_folder() -> Path:
+    """Return where code that came with the package lies, a folder a level."""
+    return Path(__file__).with_name("objects")
+
+
+def package_level() -> Level | None:
+    """Return the best of this processor's levels for which code came with the package and may be used, or None."""
+    levels = () if SHIPPED_CODE.choice() == "off" else host_levels()
+    return next((level for level in levels if (package_folder() / level.name).is_dir()), None)
+
+
+def read_kept(name: str) -> bytes | None:
+    """Return a function's code that was compiled on this machine, None where there is none that may be used."""
+    return _read(cache_folder() / (key := target_key()) / f"{name}.o", key, name)
+
+
+def read_package(name: str, level: Level) -> bytes | None:
+    """Return a function's code that came with the package for a level, None where none came or of other source."""
+    return _read(package_folder() / level.name / f"{name}.o", level.key, name)
+
+
+def has_kept() -> bool:
+    """Say whether any code was compiled on this machine."""
+    return any((cache_folder() / target_key()).glob("*.o"))
+
+
+def keep(name: str, code: bytes) -> bool:
+    """Keep a function's code, and say whether that was possible; why it was not is said once, on stderr."""
+    key = target_key()
+    folder = cache_folder() / key
+    part = folder / f"{name}.{secrets.token_hex(8)}.part"
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(_digest(key, name, code) + code)
+        part.rename(folder / f"{name}.o")
+    except OSError as error:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
+        _say(error.strerror)
+        return False
+    return True
+
+
+@contextmanager
+def locked(name: str) -> Iterator[None]:
+    """Let one process compile a function; after a time, or where there are no locks, go on without."""
+    path = cache_folder() / target_key() / f"lock{zlib.crc32(name.encode()) % _LOCKS}"
+    try:
+        path.parent.mkdir(parents=True, mode=0o700, exist_ok=True)
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+    except OSError:
+        yield
+        return
+    deadline_s = time.monotonic() + _LOCK_WAIT_S
+    try:
+        while time.monotonic() < deadline_s:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(0.02)
+            except OSError:  # no locks on this file system
+                break
+        yield
+    finally:
+        os.close(lock)
+
+
+def _read(path: Path, key: str, name: str) -> bytes | None:
+    try:
+        with open(path, "rb", opener=lambda at, flags: os.open(at, flags | os.O_NONBLOCK)) as file:
+            found, package = os.fstat(file.fileno()), os.stat(__file__)
+            writers = stat.S_IWGRP | stat.S_IWOTH
+            if (
+                found.st_uid not in (0, os.geteuid(), package.st_uid)
+                or found.st_mode & writers & ~package.st_mode
+                or not stat.S_ISREG(found.st_mode)
+            ):
+                return None
+            content = file.read(_MOST_BYTES)
+    except OSError:
+        return None
     code = content[_DIGEST_BYTES:]
-    return code if _digest(key, name, code) == content[:_DIGEST_BYTES] else None
+    return code if content[:_DIGEST_BYTES] == _digest(key, name, code) else None
 
 
 def _digest(key: str, name: str, code: bytes) -> bytes:
     return hashlib.sha256(f"{key} {name} {len(code)}\n".encode() + code).digest()
 
 
-class ObjectStore:
-    """The object files of one machine."""
-
-    _has_said = False
-    """Of this process, whatever the store."""
-
-    def __init__(self, folder: Path, key: str) -> None:
-        self.folder, self.key = folder, key
-
-    def read(self, name: str) -> bytes | None:
-        """Return a function's code, None where there is none that may be used."""
-        try:
-            with self._opened() as inside:
-                content = private_dir.read_file(f"{name}.o", inside)
-        except OSError:
-            return None
-        return unsealed(self.key, name, content)
-
-    def write(self, name: str, code: bytes) -> bool:
-        """Keep a function's code, and say whether that was possible; why it was not is said once, on stderr."""
-        try:
-            with self._opened(make=True) as inside:
-                private_dir.write_file(f"{name}.o", inside, _digest(self.key, name, code) + code)
-        except OSError as error:
-            self._say(error)
-            return False
-        return True
-
-    def has_any(self) -> bool:
-        """Say whether there is code of this machine."""
-        try:
-            with self._opened() as inside:
-                return any(name.endswith(".o") for name in os.listdir(inside))
-        except OSError:
-            return False
-
-    @contextmanager
-    def locked(self, name: str) -> Iterator[None]:
-        """Let one process compile a function; after a time, or where there are no locks, go on without."""
-        try:
-            with self._opened(make=True) as inside:
-                flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-                lock = os.open(f"lock{zlib.crc32(name.encode()) % _LOCKS}", flags, 0o600, dir_fd=inside)
-        except OSError:
-            yield
-            return
-        try:
-            deadline_s = time.monotonic() + _LOCK_WAIT_S
-            while time.monotonic() < deadline_s:
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    time.sleep(0.02)
-                except OSError:  # no locks on this file system
-                    break
-            yield
-        finally:
-            os.close(lock)
-
-    @contextmanager
-    def _opened(self, make: bool = False) -> Iterator[int]:
-        """Open the machine's folder."""
-        if make:
-            self.folder.parent.mkdir(parents=True, exist_ok=True)
-        outer = private_dir.open_folder(self.folder, make=make)
-        try:
-            inner = private_dir.open_folder(self.key, outer, make=make)
-        finally:
-            os.close(outer)
-        try:
-            yield inner
-        finally:
-            os.close(inner)
-
-    def _say(self, error: OSError) -> None:
-        if ObjectStore._has_said:
-            return
-        ObjectStore._has_said = True
-        text = (
-            f"lowshard: compiled code is neither kept in {self.folder} nor loaded from it ({error}): each process "
-            "compiles what it needs in memory; NUMBA_CACHE_DIR names another folder\n"
+@cache
+def _say(error: str) -> None:
+    with suppress(OSError, ValueError, AttributeError):  # stderr is closed, or full
+        sys.stderr.write(
+            f"lowshard: compiled code cannot be kept in {cache_folder()} ({error}): each process compiles what it "
+            "needs in memory; NUMBA_CACHE_DIR names another folder\n"
         )
-        with suppress(OSError, ValueError, AttributeError):  # stderr is closed, or full
-            sys.stderr.write(text)

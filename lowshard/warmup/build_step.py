@@ -1,7 +1,6 @@
 """What setuptools runs in addition when it builds lowshard: functions are compiled into the package.
 
-Loaded by setuptools alone, before lowshard can be imported. A build goes on without object code where there is no Numba
-or something fails, and says so.
+Loaded by setuptools alone, before lowshard can be imported. Where there is no Numba, a build goes on without.
 """
 
 from __future__ import annotations
@@ -26,11 +25,10 @@ class BuildPy(build_py):  # type: ignore[misc]
         """Run the command."""
         super().run()
         root = Path.cwd() if self.editable_mode else Path(self.build_lib).resolve()
-        folder = root / _OBJECTS
-        new = folder.with_name("objects-new")
+        folder, new = root / _OBJECTS, root / f"{_OBJECTS}-new"
+        shutil.rmtree(new, ignore_errors=True)
+        command = [sys.executable, "-B", "-m", "lowshard.warmup.compile_all", str(new)]
         try:
-            shutil.rmtree(new, ignore_errors=True)
-            command = [sys.executable, "-B", "-m", "lowshard.warmup.ship_objects", str(new)]
             subprocess.run(command, cwd=root, stdin=subprocess.DEVNULL, check=True, timeout=_LIMIT_S)
         except (OSError, subprocess.SubprocessError) as error:
             shutil.rmtree(new, ignore_errors=True)
@@ -46,6 +44,5 @@ class BdistWheel(bdist_wheel):  # type: ignore[misc]
     def get_tag(self) -> tuple[str, str, str]:
         """Return the wheel's tag."""
         python, abi, machine = super().get_tag()
-        if machine == "any" and any(Path(self.bdist_dir).glob(f"{_OBJECTS}/*/*.o")):
-            machine = f"{sys.platform}_{os.uname().machine}"
-        return python, abi, machine
+        has_code = any(Path(self.bdist_dir).glob(f"{_OBJECTS}/*/*.o"))
+        return python, abi, f"{sys.platform}_{os.uname().machine}" if has_code else machine

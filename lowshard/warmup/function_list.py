@@ -11,25 +11,18 @@ Loader = Callable[[], Any]
 
 def function_groups() -> dict[str, list[Loader]]:
     """Return what loads each function, by group: what takes longest to compile first."""
+    import lowshard.kernels.cpu.cpu_engine  # noqa: F401  it has the rows of all kernels
     from lowshard.comm.heartbeat import compiled_loop
     from lowshard.comm.node.calls import load_calls
     from lowshard.comm.node.combine import HALVES, NATIVE, OPS, recipe_of
-    from lowshard.kernels.cpu import (
-        bit_digest,
-        cpu_changes,
-        cpu_engine,  # noqa: F401  it has the rows of all kernels
-        cpu_optimizer,
-        drive,
-        gather,
-        scales,
-        total,
-    )
+    from lowshard.kernels.cpu import cpu_changes as changes
+    from lowshard.kernels.cpu import bit_digest, cpu_optimizer, drive, gather, scales, total
     from lowshard.kernels.cpu.scalar import DTYPE_CODES
     from lowshard.kernels.reference import ELEMS
     from lowshard.reshard.atomic_word import compare_swap
     from lowshard.transfer import cross_memory, peer_write_kernel, piece_checksum
 
-    floats = tuple(DTYPE_CODES)
+    floats, find, write = tuple(DTYPE_CODES), changes.find_kernel, changes.write_kernel
 
     def kernels(*kinds: str) -> list[Loader]:
         return [partial(drive.compiled, kind) for kind in kinds]
@@ -45,13 +38,9 @@ def function_groups() -> dict[str, list[Loader]]:
         "cast": kernels(*(f"cast {source} {to}" for source in floats for to in floats if source != to)),
         "watch": [compiled_loop],
         "changes": [
-            *(
-                partial(cpu_changes.find_kernel, width, in_blocks)
-                for width in cpu_changes.WIDTHS
-                for in_blocks in (False, True)
-            ),
-            *(partial(cpu_changes.write_kernel, width, False) for width in (0, *cpu_changes.WIDTHS)),
-            *(partial(cpu_changes.write_kernel, width, True) for width in cpu_changes.STEP_WIDTHS),
+            *(partial(find, width, in_blocks) for width in changes.WIDTHS for in_blocks in (False, True)),
+            *(partial(write, width, False) for width in (0, *changes.WIDTHS)),
+            *(partial(write, width, True) for width in changes.STEP_WIDTHS),
         ],
         "copy": [
             *kernels("copy", "fetch"),

@@ -29,12 +29,12 @@ class Budget:
 
 
 PRODUCT = {
-    "floor 0": Budget(4_781, 41, (
+    "floor 0": Budget(4_222, 36, (
         "lowshard/compiled", "lowshard/warmup",
         *(f"lowshard/{name}.py" for name in (
             "__init__", "__main__", "_version", "argument", "block_format", "bounded", "box",
             "command_examples", "command_parser", "content_hash", "document", "dtypes", "erf", "errors", "flag_value",
-            "foreign_array", "gpu_stream", "interrupt", "nearest", "plain_console", "private_dir", "reading",
+            "foreign_array", "gpu_stream", "interrupt", "nearest", "plain_console", "reading",
             "settings", "streams",
         )),
     )),

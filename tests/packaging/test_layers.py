@@ -40,7 +40,6 @@ FLOORS: dict[str, str] = {
     "lowshard.interrupt": "0",
     "lowshard.gpu_stream": "0",
     "lowshard.foreign_array": "0",
-    "lowshard.private_dir": "0",
     "lowshard.compiled": "0",
     "lowshard.mesh": "1",
     "lowshard.placement": "1",
