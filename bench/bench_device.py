@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from lowshard.bench.turn_timing import Clock, Copy, HostClock, Work
+from lowshard.bench.turn_timing import HostClock, ProcessClock, Work
 from lowshard.errors import BufferMismatchError, DependencyError
 from lowshard.kernels.buffer import Array, allocate
 
@@ -27,11 +28,21 @@ _FIRST_HOLD_S = 2e-4
 _LONGEST_HOLD_S = 0.2
 
 
+class DeviceClock(Protocol):
+    """Times work where it runs."""
+
+    def work_s(self, run: Work) -> float:
+        """Run the work and return the seconds it took, without what starting it cost elsewhere."""
+
+    def call_s(self, run: Work) -> float:
+        """Run the work to its end and return the seconds the caller waited."""
+
+
 class Device(Protocol):
     """A place to measure in."""
 
     kind: Kind
-    clock: Clock
+    clock: DeviceClock
 
     def put(self, array: np.ndarray[Any, Any]) -> Array:
         """Return a copy of the array there."""
@@ -52,7 +63,7 @@ class HostDevice:
     kind: Kind = "cpu"
 
     def __init__(self) -> None:
-        self.clock: Clock = HostClock()
+        self.clock: Any = HostClock()
 
     def put(self, array: np.ndarray[Any, Any]) -> Array:
         """Return a copy that begins on a cache line; arrays that NumPy makes begin 16 bytes after one."""
@@ -95,7 +106,7 @@ class CudaDevice:
         import cupy
 
         self._cupy = cupy
-        self.clock: Clock = CudaClock(cupy)
+        self.clock: Any = CudaClock(cupy)
 
     def put(self, array: np.ndarray[Any, Any]) -> Array:
         """Return a copy on the GPU."""
@@ -115,7 +126,7 @@ class CudaDevice:
         return int(self._cupy.cuda.runtime.memGetInfo()[0])
 
 
-class CudaClock:
+class CudaClock(ProcessClock):
     """Times work between two events on the current stream."""
 
     def __init__(self, cupy: Any) -> None:
@@ -147,6 +158,14 @@ class CudaClock:
         return time.perf_counter() - begin
 
 
+@dataclass(frozen=True)
+class Copy:
+    """A copy, which reads each of its bytes once and writes it once."""
+
+    run: Work
+    copied_bytes: int
+
+
 class Yardstick:
     """Copies of any size up to a largest one, between two buffers that have been written before."""
 
@@ -161,8 +180,6 @@ class Yardstick:
     def copy(self, moved_bytes: int, times: int = 1) -> Copy:
         """Return the copy that reads and writes as many bytes in total."""
         each = -(-moved_bytes // (2 * times))
-        if each > self._src.size:
-            raise BufferMismatchError(f"a copy has at most {self._src.size} bytes here, got {each}")
         run = self._device.copy_work(self._dst[:each], self._src[:each])
         return Copy(run if times == 1 else _repeated(run, times), each * times)
 
@@ -185,13 +202,12 @@ def why_no_gpu() -> str | None:
     return None if count else "CuPy sees no CUDA device"
 
 
-def require_memory(device: Device, need_bytes: int) -> None:
-    """Raise BufferMismatchError when a measurement's buffers would not fit."""
-    free = device.free_bytes()
+def require_memory(need_bytes: int, free: int | None, option: str = "--size", where: str = "host") -> None:
+    """Raise BufferMismatchError when a measurement's buffers would not fit into what is free."""
     if free is not None and need_bytes > free:
         raise BufferMismatchError(
-            f"the buffers of this measurement take {need_bytes / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free on "
-            f"the {'GPU' if device.kind == 'cuda' else 'host'}; pass a smaller --size"
+            f"the buffers of this measurement take {need_bytes / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free on the "
+            f"{where}; pass a smaller {option}"
         )
 
 

@@ -1,15 +1,13 @@
 """What each rank of `lowshard bench fsdp` runs: an MLP in plain NumPy, sharded, trained and watched.
 
-Eight times Linear and GELU (the last without), squared error, AdamW: the model of the torch side, `fsdp_rival`.
+Eight times Linear and GELU (the last without), squared error, AdamW: the model of the torch side, `rival_torch`.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import resource
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -19,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from lowshard.bench.bench_world import Rank
 from lowshard.fsdp import FSDP, AdamW, Param, Precision, ShardingStrategy
 
 MODES = ("full", "sgo", "sgo-replicated", "none", "hybrid")
@@ -117,23 +116,19 @@ def expected_bytes(engine: FSDP) -> int:
     return sent
 
 
-def measure(request: dict[str, Any]) -> dict[str, Any]:
-    """Train on this rank and return its figures."""
-    from mpi4py import MPI
-
-    from lowshard import comm as lc
-
+def measure_steps(rank: Rank, request: dict[str, Any]) -> Any:
+    """Train on this rank; the figures of all ranks on rank 0. Collective: all ranks call this."""
     model = MLP(request["dims"])
-    compute = request["compute"]
     base_mib = status_mib("VmRSS")
-    with lc.from_mpi(MPI.COMM_WORLD, device="cpu") as comm:
+    with rank.open("mpi") as comm:
         engine = FSDP(
-            model.units, comm, strategy_of(request["mode"], request["intra"]), precision=Precision(compute=compute),
-            communicators=request["communicators"], prefetch=request["prefetch"],
+            model.units, comm, strategy_of(request["mode"], request["intra"]),
+            precision=Precision(compute=request["compute"]), communicators=request["communicators"],
+            prefetch=request["prefetch"],
         )  # fmt: skip
         engine.fill(model.fill)
         rule = AdamW(lr=1e-3, weight_decay=0.01)
-        walls, cpus, losses, sent = [], [], [], []
+        walls, cpus, sent = [], [], []
         for step in range(request["warmup"] + request["steps"]):
             if step == request["warmup"]:
                 reset_peak()
@@ -144,7 +139,7 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
             comm.barrier()
             began_s, began_cpu_s = time.perf_counter(), time.process_time()
             with engine.step():
-                losses.append(model.step(engine, x, y))
+                model.step(engine, x, y)
             engine.join()
             engine.update(rule)
             engine.broadcast_updated_params()
@@ -154,18 +149,17 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
                 cpus.append(time.process_time() - began_cpu_s)
                 sent.append(engine.report().total_wire_bytes - before)
         report = engine.report()
-        expected = expected_bytes(engine)
-        result = {
-            "rank": comm.rank, "wall_s": statistics.median(walls), "min_wall_s": min(walls),
-            "cpu_s": statistics.median(cpus), "sent_bytes": statistics.median(sent), "expected_bytes": expected,
-            "pool_bytes": report.pool.total_bytes, "state_bytes": report.state_bytes, "base_mib": base_mib,
-            "steady_mib": status_mib("VmRSS"), "peak_mib": status_mib("VmHWM"),
-            "wait_s": sum(report.wait_s.values()) / len(losses), "losses": losses,
+        found = {
+            "walls_s": walls, "cpus_s": cpus, "sent_bytes": int(statistics.median(sent)),
+            "expected_bytes": expected_bytes(engine), "pool_bytes": report.pool.total_bytes,
+            "state_bytes": report.state_bytes, "base_mib": base_mib, "peak_mib": status_mib("VmHWM"),
+            "wait_s": sum(report.wait_s.values()) / (request["warmup"] + request["steps"]),
             "params": engine.plan.elems,
         }  # fmt: skip
         comm.barrier()
         engine.shut()
-    return result
+    every = rank.host.exchange(found)
+    return every if rank.host.rank == 0 else None
 
 
 def status_mib(field: str) -> float:
@@ -180,9 +174,3 @@ def reset_peak() -> None:
     """Make the peak that of what follows, where the system lets us."""
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
-
-
-if __name__ == "__main__":
-    asked = json.loads(Path(sys.argv[1]).read_text())
-    found = measure(asked)
-    (Path(sys.argv[2]) / f"{found['rank']}.json").write_text(json.dumps(found))
