@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 
@@ -28,42 +28,13 @@ _FIRST_HOLD_S = 2e-4
 _LONGEST_HOLD_S = 0.2
 
 
-class DeviceClock(Protocol):
-    """Times work where it runs."""
-
-    def work_s(self, run: Work) -> float:
-        """Run the work and return the seconds it took, without what starting it cost elsewhere."""
-
-    def call_s(self, run: Work) -> float:
-        """Run the work to its end and return the seconds the caller waited."""
-
-
-class Device(Protocol):
-    """A place to measure in."""
-
-    kind: Kind
-    clock: DeviceClock
-
-    def put(self, array: np.ndarray[Any, Any]) -> Array:
-        """Return a copy of the array there."""
-
-    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        """Return a new array there, not filled."""
-
-    def copy_work(self, dst: Array, src: Array) -> Work:
-        """Return the copy between two contiguous uint8 arrays that is the yardstick there."""
-
-    def free_bytes(self) -> int | None:
-        """Return the memory that is free there, or None where nobody says."""
-
-
 class HostDevice:
     """NumPy arrays, one thread, `numpy.copyto` (which is the C library's memcpy)."""
 
     kind: Kind = "cpu"
 
     def __init__(self) -> None:
-        self.clock: Any = HostClock()
+        self.clock: ProcessClock = HostClock()
 
     def put(self, array: np.ndarray[Any, Any]) -> Array:
         """Return a copy that begins on a cache line; arrays that NumPy makes begin 16 bytes after one."""
@@ -106,7 +77,7 @@ class CudaDevice:
         import cupy
 
         self._cupy = cupy
-        self.clock: Any = CudaClock(cupy)
+        self.clock: ProcessClock = CudaClock(cupy)
 
     def put(self, array: np.ndarray[Any, Any]) -> Array:
         """Return a copy on the GPU."""
@@ -164,6 +135,10 @@ class Copy:
 
     run: Work
     copied_bytes: int
+
+
+Device = HostDevice | CudaDevice
+"""A place to measure in."""
 
 
 class Yardstick:

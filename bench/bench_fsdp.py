@@ -7,26 +7,10 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from lowshard.bench.bench_argument import (
-    add_parser,
-    add_result_arguments,
-    conclude,
-    count,
-    list_of,
-    natural,
-    require_results,
-)
+from lowshard.bench import bench_argument as options
+from lowshard.bench import bench_table as table
 from lowshard.bench.bench_limits import OF_TORCH
 from lowshard.bench.bench_report import Beside, Limit, Report, Row
-from lowshard.bench.bench_table import (
-    NAME,
-    Column,
-    closing_lines,
-    fact_column,
-    head_lines,
-    table_lines,
-    x_column,
-)
 from lowshard.bench.bench_world import Progress, ask_rival, has_package, leads, run_entry
 from lowshard.bench.machine import facts
 from lowshard.bench.turn_timing import Timing
@@ -53,29 +37,35 @@ _ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THR
 def add_fsdp_parser(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `fsdp`."""
     summary = "steps of sharded training, beside torch FSDP2"
-    parser = add_parser(benches, "fsdp", run_fsdp, summary, DESCRIPTION, EPILOG)
+    parser = options.add_parser(benches, "fsdp", run_fsdp, summary, DESCRIPTION, EPILOG)
     add = parser.add_argument
-    add("--ranks", type=list_of(count), default="2", metavar="N[,N...]", help="ranks to start (default 2)")
+    add(
+        "--ranks",
+        type=options.list_of(options.count),
+        default="2",
+        metavar="N[,N...]",
+        help="ranks to start (default 2)",
+    )
     add("--mode", type=_modes, default="full", metavar="NAME[,NAME...]",
         help=f"strategies, of {', '.join(MODES)}, or all (default full)")  # fmt: skip
-    add("--intra", type=count, default=2, metavar="N", help="shard group of hybrid (default 2)")
-    add("--width", type=count, default=2560, metavar="N", help="width of a layer (default 2560)")
-    add("--layers", type=count, default=8, metavar="N", help="layers (default 8)")
-    add("--batch", type=count, default=16, metavar="N", help="rows a rank (default 16)")
-    add("--steps", type=count, default=5, metavar="N", help="steps that count (default 5)")
-    add("--warmup", type=natural, default=2, metavar="N", help="steps before them (default 2)")
+    add("--intra", type=options.count, default=2, metavar="N", help="shard group of hybrid (default 2)")
+    add("--width", type=options.count, default=2560, metavar="N", help="width of a layer (default 2560)")
+    add("--layers", type=options.count, default=8, metavar="N", help="layers (default 8)")
+    add("--batch", type=options.count, default=16, metavar="N", help="rows a rank (default 16)")
+    add("--steps", type=options.count, default=5, metavar="N", help="steps that count (default 5)")
+    add("--warmup", type=options.natural, default=2, metavar="N", help="steps before them (default 2)")
     add("--compute", default=None, choices=("float32", "bfloat16"), help="Precision.compute")
-    add("--prefetch", type=natural, default=1, metavar="N", help="units gathered ahead (default 1)")
+    add("--prefetch", type=options.natural, default=1, metavar="N", help="units gathered ahead (default 1)")
     add("--communicators", type=int, default=1, choices=(1, 2), help="2: reductions have their own")
     add("--compare-torch", action="store_true", help="also torch FSDP2, which must be installed")
-    add_result_arguments(parser, f"ratios to torch are at most {OF_TORCH}")
+    options.add_result_arguments(parser, f"ratios to torch are at most {OF_TORCH}")
 
 
 def run_fsdp(args: argparse.Namespace) -> int:
     """Run `lowshard bench fsdp` and return the exit code."""
     from lowshard.bench.fsdp_step import measure_steps
 
-    require_results(args)
+    options.require_results(args)
     if args.check_limits and not args.compare_torch:
         raise LowshardError("--check judges ratios to torch: pass --compare-torch with it")
     if args.compare_torch and not has_package(sys.executable, "torch"):
@@ -110,27 +100,30 @@ def run_fsdp(args: argparse.Namespace) -> int:
     if not rows:
         return int(finish(0))
     report = Report("fsdp", facts(), settings, tuple(rows))
-    return int(finish(conclude(report, args, _lines(report, args.compare_torch))))
+    return int(
+        finish(options.conclude(report, args, table.report_lines(report, _columns(args.compare_torch))))
+    )
 
 
-def _lines(report: Report, compared: bool) -> Sequence[str]:
-    def mib(key: str) -> Column:
-        return fact_column(key.partition("_")[0], key, ".0f", "(MiB)", 2**-20)
+def _columns(compared: bool) -> Sequence[table.Column]:
+    def mib(key: str) -> table.Column:
+        return table.fact_column(key.partition("_")[0], key, ".0f", "(MiB)", 2**-20)
 
-    def of_params(head: str, key: str) -> Column:
-        return Column(head, lambda row: f"{row.facts[key] / (4 * row.facts['params']):.4f}")
+    def of_params(head: str, key: str) -> table.Column:
+        return table.Column(head, lambda row: f"{row.facts[key] / (4 * row.facts['params']):.4f}")
 
-    columns: list[Column] = [
-        NAME, Column("wall", lambda row: f"{row.median_s:.3f}", "(s)"), fact_column("cpu", "cpu_s", ".3f", "(s)"),
-        of_params("sent", "sent_bytes"), of_params("formula", "expected_bytes"), mib("pool_bytes"), mib("state_bytes"),
-        fact_column("peak", "peak_mib", ".0f", "(MiB)"),
+    columns = [
+        table.NAME, table.Column("wall", lambda row: f"{row.median_s:.3f}", "(s)"),
+        table.fact_column("cpu", "cpu_s", ".3f", "(s)"), of_params("sent", "sent_bytes"),
+        of_params("formula", "expected_bytes"), mib("pool_bytes"), mib("state_bytes"),
+        table.fact_column("peak", "peak_mib", ".0f", "(MiB)"),
     ]  # fmt: skip
     if compared:
         columns += [
-            x_column("torch"), fact_column("x torch cpu", "cpu_ratio", ".2f"),
-            fact_column("torch", "torch_peak_mib", ".0f", "(MiB)"),
+            table.x_column("torch"), table.fact_column("x torch cpu", "cpu_ratio", ".2f"),
+            table.fact_column("torch", "torch_peak_mib", ".0f", "(MiB)"),
         ]  # fmt: skip
-    return [*head_lines("fsdp", report.machine), *table_lines(columns, report.rows), *closing_lines(report)]
+    return columns
 
 
 def _row(

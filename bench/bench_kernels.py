@@ -11,32 +11,11 @@ from typing import Any
 import numpy as np
 
 from lowshard import dtypes
-from lowshard.bench.bench_argument import (
-    Size,
-    add_parser,
-    add_result_arguments,
-    conclude,
-    count,
-    require_results,
-    selected,
-    sizes,
-)
+from lowshard.bench import bench_argument as options
+from lowshard.bench import bench_table as table
 from lowshard.bench.bench_device import Copy, Device, Yardstick, open_device, require_memory
 from lowshard.bench.bench_limits import AGAIN, KERNEL_BYTES, fused_limit, kernel_limit
 from lowshard.bench.bench_report import Beside, Limit, Report, Row, Spread, better
-from lowshard.bench.bench_table import (
-    GB_PER_S,
-    MOVED,
-    MS,
-    NAME,
-    Column,
-    closing_lines,
-    fact_column,
-    head_lines,
-    quartiles_column,
-    table_lines,
-    x_column,
-)
 from lowshard.bench.bench_world import Progress
 from lowshard.bench.machine import facts
 from lowshard.bench.turn_timing import Runner, Work, take_turns
@@ -71,6 +50,14 @@ speed of that copy; the first call, which compiles or loads and counts nowhere e
 Host kernels run on one thread. GPU times are taken by events on the stream, without the launch.
 Exit codes: 0 done, 1 a figure misses its limit (with --check), 2 wrong usage, 130 interrupted.
 """
+_MXFP8_SIZE = (
+    "elements (64Mi), or bytes of the bf16 array (128MiB, 1GB), in whole blocks of 32. Default 64Mi; 1Mi with the "
+    "plain engine; 64MB,1GB on a GPU. Takes about 31 bytes of memory an element"
+)
+_PACK_SIZE = (
+    "bytes that each row moves in a round, at least; small tables are rotated to reach it. Default 100MB; 10MB with "
+    "the plain engine; 64MB,1GB on a GPU. Takes about 15 times as much memory"
+)
 DEFAULT_SIZES = {
     "mxfp8": {"numba": "64Mi", "plain": "1Mi", "cuda": "64MB,1GB"},
     "pack": {"numba": "100MB", "plain": "10MB", "cuda": "64MB,1GB"},
@@ -103,20 +90,22 @@ def add_kernel_parsers(benches: argparse._SubParsersAction[argparse.ArgumentPars
     """Add `mxfp8` and `pack`."""
     for name, summary, description, names, what in (
         ("mxfp8", "quantise and dequantise whole arrays", MXFP8, MXFP8_NAMES,
-         "elements (64Mi), or bytes of the bf16 array (128MiB, 1GB), in whole blocks of 32. Default 64Mi; 1Mi with the "
-         "plain engine; 64MB,1GB on a GPU. Takes about 31 bytes of memory an element"),
+         _MXFP8_SIZE),
         ("pack", "pack, unpack and quantise boxes and slices", PACK, PACK_NAMES,
-         "bytes that each row moves in a round, at least; small tables are rotated to reach it. Default 100MB; 10MB "
-         "with the plain engine; 64MB,1GB on a GPU. Takes about 15 times as much memory"),
+         _PACK_SIZE),
     ):  # fmt: skip
-        parser = add_parser(benches, name, run_kernels, summary, description, EPILOG)
-        parser.add_argument("--size", type=sizes, metavar="N[,N...]", help=what)
+        parser = options.add_parser(benches, name, run_kernels, summary, description, EPILOG)
+        parser.add_argument("--size", type=options.sizes, metavar="N[,N...]", help=what)
         if name == "pack":
             parser.add_argument(
-                "--boxes", type=count, default=10_000, metavar="N", help="boxes a table (default 10000)"
+                "--boxes",
+                type=options.count,
+                default=10_000,
+                metavar="N",
+                help="boxes a table (default 10000)",
             )
         parser.add_argument(
-            "--rounds", type=count, default=15, metavar="N", help="rounds that count (default 15)"
+            "--rounds", type=options.count, default=15, metavar="N", help="rounds that count (default 15)"
         )
         parser.add_argument(
             "--device", choices=("auto", "cpu", "cuda"), default="auto",
@@ -126,7 +115,7 @@ def add_kernel_parsers(benches: argparse._SubParsersAction[argparse.ArgumentPars
             "--only", metavar="WORDS[,WORDS...]",
             help="only rows whose names begin with these words, such as quantize or 'pack boxes of 4 KB'",
         )  # fmt: skip
-        add_result_arguments(
+        options.add_result_arguments(
             parser,
             "measured up to twice more with new buffers; limits hold for the host and rounds of 100 MB",
         )
@@ -137,8 +126,8 @@ def run_kernels(args: argparse.Namespace) -> int:
     """Run `lowshard bench mxfp8` or `bench pack` and return the exit code."""
     from lowshard.kernels.engine import host_engine
 
-    require_results(args)
-    names = selected(args.names, args.only)
+    options.require_results(args)
+    names = options.selected(args.names, args.only)
     device = open_device(args.device)
     if args.check_limits and all(kernel_limit(name, device.kind) is None for name in names):
         raise LowshardError(
@@ -151,7 +140,7 @@ def run_kernels(args: argparse.Namespace) -> int:
     rows: list[Row] = []
     notes: dict[str, None] = {}
     found_sizes: list[dict[str, int]] = []
-    for size in args.size or sizes(DEFAULT_SIZES[args.bench][engine]):
+    for size in args.size or options.sizes(DEFAULT_SIZES[args.bench][engine]):
         build = partial(_build, args, device, size)
         title, section, more, made = _section(device, build(names), args.rounds, say)
         for _ in range(AGAIN if args.check_limits else 0):
@@ -167,23 +156,16 @@ def run_kernels(args: argparse.Namespace) -> int:
         found_sizes.append(made)
     settings = {"rounds": args.rounds, "sizes": found_sizes}
     report = Report(args.bench, machine, settings, tuple(rows), notes=tuple(notes))
-    return conclude(report, args, _lines(report))
+    return options.conclude(report, args, table.report_lines(report, _columns()))
 
 
-def _lines(report: Report) -> Sequence[str]:
-    copy = Column(
-        "memcpy", lambda row: f"{row.facts['memcpy_gb_per_s']:,.2f}", "(GB/s)"
-    )  # of the copy that took turns with the row
-    first = fact_column("first call", "first_call_s", ".3f", "(s)")
-    columns = (NAME, MOVED, MS, GB_PER_S, x_column("memcpy"), quartiles_column("memcpy"), copy, first)
-    return [
-        *head_lines(report.bench, report.machine),
-        *table_lines(columns, report.rows),
-        *closing_lines(report),
-    ]
+def _columns() -> Sequence[table.Column]:
+    copy = table.Column("memcpy", lambda row: f"{row.facts['memcpy_gb_per_s']:,.2f}", "(GB/s)")
+    first = table.fact_column("first call", "first_call_s", ".3f", "(s)")
+    return (*table.standard("memcpy"), copy, first)
 
 
-def _build(args: argparse.Namespace, device: Device, size: Size, names: Collection[str]) -> Workload:
+def _build(args: argparse.Namespace, device: Device, size: options.Size, names: Collection[str]) -> Workload:
     if args.bench == "pack":
         return build_pack(device, args.boxes, size.count, names)
     elems = size.count // 2 if size.in_bytes else size.count
@@ -310,11 +292,9 @@ class _Arrays:
 
     @cached_property
     def values(self) -> np.ndarray[Any, np.dtype[np.float32]]:
-        """The values in float32 on the host."""
         return weights(self._elems)
 
     def traffic(self, floats: str, key: str) -> tuple[int, Copy]:
-        """Return the bytes of a row and the copy with as many; rows of one key share its buffers."""
         moved = moved_bytes(self._elems, dtypes.get(_DTYPES[floats]).itemsize_bytes)
         if key not in self._made:
             most = moved_bytes(self._elems, 4) if key == "copy target" else moved
@@ -322,14 +302,12 @@ class _Arrays:
         return moved, self._made[key].copy(moved)
 
     def source(self, short: str) -> Array:
-        """Return the values in a dtype."""
         if short not in self._made:
             dtype = dtypes.get(_DTYPES[short]).numpy
             self._made[short] = self._device.put(self.values.astype(dtype, copy=False))
         return self._made[short]
 
     def tensor(self, elem: Elem) -> MXFP8Tensor:
-        """Return the tensor that rows of this element type write, and read."""
         if elem not in self._made:
             byte = np.dtype(np.uint8)
             data = self._device.empty((self._elems,), byte)
@@ -339,7 +317,6 @@ class _Arrays:
         return found
 
     def target(self, short: str) -> Array:
-        """Return an array to dequantise into."""
         dtype = dtypes.get(_DTYPES[short]).numpy
         if "target" not in self._made:
             self._made["target"] = self._device.empty((self._elems * 4,), np.dtype(np.uint8))
@@ -417,16 +394,13 @@ class _Group:
 
     @property
     def payload_bytes(self) -> int:
-        """Bytes packed in a round."""
         return sum(move.table.total_elems for move in self.moves) * _ITEMSIZE
 
     def copy(self, moved: int) -> Copy:
-        """Return the copy with so much traffic: in one piece, or as often in one place as the table is used."""
         return self.yardstick.copy(moved, len(self.moves) if self.same else 1)
 
     @property
     def note(self) -> str:
-        """How many tables a round is."""
         return f"{len(self.moves)} {'times the same table' if self.same else 'tables'} a round"
 
 
@@ -447,7 +421,6 @@ class _Boxes:
 
     @property
     def title(self) -> str:
-        """Sizes, in words."""
         return (
             f"{self.boxes:,} boxes a table, bf16, at random places of an array {SPREAD} times as large; "
             f"slices of {self.rows:,} rows of {ROW_ELEMS} elements out of {SPREAD * ROW_ELEMS}"
@@ -455,7 +428,6 @@ class _Boxes:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The same as names and numbers."""
         return {
             "boxes": self.boxes, "tables_of_4_kb": self.tables[BIG], "tables_of_512_b": self.tables[SMALL],
             "slice_rows": self.rows, "slice_row_elems": ROW_ELEMS,
@@ -463,7 +435,6 @@ class _Boxes:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the figures of this measurement mean."""
         small, again = self.tables[SMALL], self.tables[SAME]
         small_mb, again_mb = (2 * self.boxes * BOX_BYTES[SMALL] * n / 1e6 for n in (small, 1))
         turns = f"{SMALL}: a round takes {small} tables, arrays and packed buffers in turn, {small_mb:,.1f} MB moved"
@@ -472,14 +443,12 @@ class _Boxes:
 
     @property
     def base_elems(self) -> int:
-        """Elements of the array that all boxes come from, the larger of both kinds."""
         return SPREAD * max(
             BOX_BYTES[what] // _ITEMSIZE * self.boxes * self.tables[what] for what in (BIG, SMALL)
         )
 
     @property
     def need_bytes(self) -> int:
-        """Bytes of everything."""
         packed = sum(BOX_BYTES[what] * self.boxes * self.tables[what] for what in (BIG, SMALL))
         slice_bytes = self.rows * ROW_ELEMS * _ITEMSIZE
         copies = 2 * (packed + slice_bytes)
@@ -487,16 +456,13 @@ class _Boxes:
 
     @cached_property
     def base(self) -> Array:
-        """The array that all boxes come from."""
         return self._weights(self.base_elems)
 
     @cached_property
     def matrix(self) -> Array:
-        """The matrix that slices come from, [rows, SPREAD * ROW_ELEMS]."""
         return self._weights(self.rows * SPREAD * ROW_ELEMS).reshape(self.rows, SPREAD * ROW_ELEMS)
 
     def group(self, what: str) -> _Group:
-        """Return the tables of a kind of row."""
         if what not in self._groups:
             same = what == SAME
             moves = []
@@ -512,18 +478,15 @@ class _Boxes:
 
     @cached_property
     def slice(self) -> _Move:
-        """1 KB of each row of the matrix."""
         table = BoxTable(self.matrix.shape, (((0, self.rows), (ROW_ELEMS, 2 * ROW_ELEMS)),))
         return _Move(self.matrix, table, self.device.empty((table.total_elems,), self.matrix.dtype))
 
     @cached_property
     def slice_tensor(self) -> MXFP8Tensor:
-        """What the slice is quantised into."""
         return self._tensor(self.slice.table.total_elems)
 
     @cached_property
     def slice_yardstick(self) -> Yardstick:
-        """Copies up to the traffic of packing the slice."""
         return Yardstick(self.device, self.slice.table.total_elems * _ITEMSIZE)
 
     def _tensor(self, elems: int) -> MXFP8Tensor:
@@ -539,19 +502,16 @@ class _Boxes:
     # ---- cases
 
     def packed_boxes(self, what: str, name: str) -> Case:
-        """Return the case that packs boxes."""
         group = self.group(what)
         moved = 2 * group.payload_bytes
         return Case(name, _pack(group.moves), moved, group.copy(moved), group.note)
 
     def unpacked_boxes(self, what: str, name: str) -> Case:
-        """Return the case that unpacks boxes."""
         group = self.group(what)
         moved = 2 * group.payload_bytes
         return Case(name, _unpack(group.moves), moved, group.copy(moved), group.note, _pack(group.moves))
 
     def quantized_boxes(self, name: str) -> Case:
-        """Return the case that packs and quantises boxes."""
         group = self.group(BIG)
         moved = len(group.moves) * moved_bytes(group.moves[0].table.total_elems, _ITEMSIZE)
         tensors = [self._tensor(move.table.total_elems) for move in group.moves]
@@ -563,23 +523,19 @@ class _Boxes:
         return Case(name, run, moved, group.copy(moved), group.note)
 
     def packed_slice(self, name: str) -> Case:
-        """Return the case that packs the slice."""
         moved = 2 * self.slice.table.total_elems * _ITEMSIZE
         return Case(name, _pack([self.slice]), moved, self.slice_yardstick.copy(moved))
 
     def unpacked_slice(self, name: str) -> Case:
-        """Return the case that unpacks the slice."""
         return replace(self.packed_slice(name), run=_unpack([self.slice]), prepare=_pack([self.slice]))
 
     def fused(self, name: str) -> Case:
-        """Return the case that packs and quantises the slice in one pass."""
         move, q = self.slice, self.slice_tensor
         moved = moved_bytes(move.table.total_elems, _ITEMSIZE)
         run = partial(pack_quantize, move.array, move.table, out=q)
         return Case(name, run, moved, self.slice_yardstick.copy(moved))
 
     def unfused(self, name: str) -> Case:
-        """Return the case that packs the slice and then quantises it."""
         move, q = self.slice, self.slice_tensor
 
         def run() -> None:
@@ -590,7 +546,6 @@ class _Boxes:
         return replace(self.fused(name), run=run, note=note)
 
     def dequantized_slice(self, name: str) -> Case:
-        """Return the case that dequantises into a slice."""
         matrix, q = self.matrix, self.slice_tensor
         # Columns that no other row reads: what is quantised stays weights, and not dequantised ones.
         aside = BoxTable(matrix.shape, (((0, self.rows), (2 * ROW_ELEMS, 3 * ROW_ELEMS)),))

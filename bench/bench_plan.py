@@ -9,10 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from lowshard.bench.bench_argument import add_parser, add_result_arguments, conclude, count, require_results
+from lowshard.bench import bench_argument as options
+from lowshard.bench import bench_table as table
 from lowshard.bench.bench_limits import PLAN_S
 from lowshard.bench.bench_report import Beside, Limit, Report, Row
-from lowshard.bench.bench_table import NAME, Column, closing_lines, fact_column, head_lines, table_lines
 from lowshard.bench.bench_world import Progress
 from lowshard.bench.machine import facts
 from lowshard.bench.turn_timing import Runner, Timing, ToldClock, take_turns
@@ -41,14 +41,18 @@ class PlanCase:
 
 def add_plan_parser(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `plan`."""
-    parser = add_parser(benches, "plan", run_plan, "time to plan a reshard, by ranks", DESCRIPTION, EPILOG)
-    parser.add_argument("--rounds", type=count, default=3, metavar="N", help="rounds a row (default 3)")
-    add_result_arguments(parser, "limits are seconds on a machine that does nothing else")
+    parser = options.add_parser(
+        benches, "plan", run_plan, "time to plan a reshard, by ranks", DESCRIPTION, EPILOG
+    )
+    parser.add_argument(
+        "--rounds", type=options.count, default=3, metavar="N", help="rounds a row (default 3)"
+    )
+    options.add_result_arguments(parser, "limits are seconds on a machine that does nothing else")
 
 
 def run_plan(args: argparse.Namespace) -> int:
     """Run `lowshard bench plan` and return the exit code."""
-    require_results(args)
+    options.require_results(args)
     say = Progress("plan")
     rows = []
     for case in cases():
@@ -56,17 +60,14 @@ def run_plan(args: argparse.Namespace) -> int:
         rows.append(measure_plan(case, args.rounds))
     report = Report("plan", facts(), {"rounds": args.rounds}, tuple(rows))
     columns = (
-        NAME,
-        fact_column("tensors", "tensors"),
-        fact_column("ranks", "at"),
-        Column("plan", lambda row: f"{row.facts['build_s'] * 1e3:.1f}", "(ms)"),
-        Column("rank", lambda row: f"{row.facts['rank_s'] * 1e3:.1f}", "(ms)"),
-        fact_column("memory", "memory_mib", ".1f", "(MiB)"),
+        table.NAME,
+        table.fact_column("tensors", "tensors"),
+        table.fact_column("ranks", "at"),
+        table.Column("plan", lambda row: f"{row.facts['build_s'] * 1e3:.1f}", "(ms)"),
+        table.Column("rank", lambda row: f"{row.facts['rank_s'] * 1e3:.1f}", "(ms)"),
+        table.fact_column("memory", "memory_mib", ".1f", "(MiB)"),
     )
-    lines = (
-        *head_lines("plan", report.machine), *table_lines(columns, report.rows), *closing_lines(report)
-    )  # fmt: skip
-    return conclude(report, args, lines)
+    return options.conclude(report, args, table.report_lines(report, columns))
 
 
 def cases() -> list[PlanCase]:

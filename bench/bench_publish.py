@@ -15,29 +15,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from lowshard.bench.bench_argument import (
-    add_parser,
-    add_result_arguments,
-    conclude,
-    count,
-    require_results,
-    size,
-)
+from lowshard.bench import bench_argument as options
+from lowshard.bench import bench_table as table
 from lowshard.bench.bench_device import HostDevice, require_memory
 from lowshard.bench.bench_limits import OF_BARE, OF_WHOLE
 from lowshard.bench.bench_report import Beside, Limit, Report, Row, Spread
-from lowshard.bench.bench_table import (
-    GB_PER_S,
-    MOVED,
-    MS,
-    NAME,
-    closing_lines,
-    fact_column,
-    head_lines,
-    quartiles_column,
-    table_lines,
-    x_column,
-)
 from lowshard.bench.bench_world import Progress, job_size
 from lowshard.bench.machine import facts
 from lowshard.bench.turn_timing import Runner, ToldClock, take_turns
@@ -66,11 +48,11 @@ _TIMES_THE_SIZE = 9
 def add_publish_parser(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `publish`."""
     summary = "versions for another job over TCP, beside a bare socket"
-    parser = add_parser(benches, "publish", run_publish, summary, DESCRIPTION, EPILOG)
-    parser.add_argument("--size", type=size, default="256M", metavar="SIZE",
+    parser = options.add_parser(benches, "publish", run_publish, summary, DESCRIPTION, EPILOG)
+    parser.add_argument("--size", type=options.size, default="256M", metavar="SIZE",
                         help="bytes of a version (default 256M)")  # fmt: skip
-    parser.add_argument("--rounds", type=count, default=15, metavar="N", help="rounds (default 15)")
-    add_result_arguments(
+    parser.add_argument("--rounds", type=options.count, default=15, metavar="N", help="rounds (default 15)")
+    options.add_result_arguments(
         parser,
         f"a whole version comes at {OF_BARE:g} of the rate of a bare socket, and one of which 1 %% has changed takes "
         f"{OF_WHOLE:g} of its time at most",
@@ -79,7 +61,7 @@ def add_publish_parser(benches: argparse._SubParsersAction[argparse.ArgumentPars
 
 def run_publish(args: argparse.Namespace) -> int:
     """Run `lowshard bench publish` and return the exit code."""
-    require_results(args)
+    options.require_results(args)
     if job_size() is not None:
         raise LowshardError(
             "lowshard bench publish starts its own two processes: run it outside of an MPI job"
@@ -89,13 +71,10 @@ def run_publish(args: argparse.Namespace) -> int:
     say("starting two processes")
     with _Side("giver") as giver, _Side("taker") as taker:
         report = _measure(giver, taker, args.size, args.rounds, say)
-    bare = fact_column("bare", "bare_gb_per_s", ".2f", "(GB/s)")
-    whole = fact_column("x whole", "of_whole", ".2f")
-    columns = (NAME, MOVED, MS, GB_PER_S, x_column("bare"), quartiles_column("bare"), bare, whole)
-    lines = (
-        *head_lines("publish", report.machine), *table_lines(columns, report.rows), *closing_lines(report)
-    )  # fmt: skip
-    return conclude(report, args, lines)
+    bare = table.fact_column("bare", "bare_gb_per_s", ".2f", "(GB/s)")
+    whole = table.fact_column("x whole", "of_whole", ".2f")
+    columns = (*table.standard("bare"), bare, whole)
+    return options.conclude(report, args, table.report_lines(report, columns))
 
 
 class _Side:
@@ -132,14 +111,12 @@ class _Side:
         self._said.close()
 
     def say(self, do: str, **more: Any) -> None:
-        """Ask for something, and go on."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # `hear` tells why
             self._process.stdin.write(json.dumps({"do": do, **more}) + "\n")
             self._process.stdin.flush()
 
     def hear(self) -> Any:
-        """Return the answer."""
         assert self._process.stdout is not None
         if not select.select([self._process.stdout], [], [], ANSWER_S)[
             0
@@ -156,7 +133,6 @@ class _Side:
         return json.loads(line)
 
     def ask(self, do: str, **more: Any) -> Any:
-        """Ask for something, and return the answer."""
         self.say(do, **more)
         return self.hear()
 

@@ -11,29 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from lowshard.bench.bench_argument import (
-    add_parser,
-    add_result_arguments,
-    conclude,
-    count,
-    list_of,
-    positive,
-    require_results,
-    size,
-)
+from lowshard.bench import bench_argument as options
+from lowshard.bench import bench_table as table
 from lowshard.bench.bench_device import HostDevice, require_memory
 from lowshard.bench.bench_limits import redistribute_limit
 from lowshard.bench.bench_report import Beside, Report, Row
-from lowshard.bench.bench_table import (
-    MS,
-    NAME,
-    closing_lines,
-    fact_column,
-    head_lines,
-    quartiles_column,
-    table_lines,
-    x_column,
-)
 from lowshard.bench.bench_transition import ONE_AXIS, TWO_AXES, Transition, floor_of, transitions
 from lowshard.bench.bench_world import (
     DEFAULT_RANKS,
@@ -45,6 +27,7 @@ from lowshard.bench.bench_world import (
     run_entry,
 )
 from lowshard.bench.machine import rank_facts
+from lowshard.bench.plot import size_text
 from lowshard.bench.rival_mpi import transition_by_mpi
 from lowshard.bench.turn_timing import Runner, Timing, take_turns
 from lowshard.errors import LowshardError
@@ -73,29 +56,33 @@ _PEER_S = 900.0
 
 def add_redistribute_parser(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `redistribute`."""
-    parser = add_parser(
+    parser = options.add_parser(
         benches, "redistribute", run_redistribute, "transitions between layouts, beside a floor and other libraries",
         DESCRIPTION, EPILOG,
     )  # fmt: skip
-    parser.add_argument("--ranks", type=count, metavar="N", help="ranks to start (default 2)")
-    parser.add_argument("--size", type=list_of(size), default="64M", metavar="SIZE[,SIZE...]",
+    parser.add_argument("--ranks", type=options.count, metavar="N", help="ranks to start (default 2)")
+    parser.add_argument("--size", type=options.list_of(options.size), default="64M", metavar="SIZE[,SIZE...]",
                         help="bytes of the matrix (default 64M)")  # fmt: skip
     parser.add_argument(
         "--only", action="append", metavar="TRANSITION",
         help="only this one, such as 'S0->S1' or 'S0,S1->S1,S0'; may be given again. Default: "
         + ", ".join((*ONE_AXIS, *TWO_AXES)),
     )  # fmt: skip
-    parser.add_argument("-n", "--iters", type=count, default=7, metavar="N", help="rounds (default 7)")
+    parser.add_argument(
+        "-n", "--iters", type=options.count, default=7, metavar="N", help="rounds (default 7)"
+    )
     parser.add_argument("--peers", action="store_true", help="also DTensor and JAX, where they are installed")
     parser.add_argument("--peer-python", action="append", metavar="FILE", default=[],
                         help="a Python that has PyTorch or JAX installed (default: this one)")  # fmt: skip
-    parser.add_argument("-T", "--timeout", type=positive, metavar="S", help="end the run after S seconds")
-    add_result_arguments(parser, "limits hold from 64 MB on")
+    parser.add_argument(
+        "-T", "--timeout", type=options.positive, metavar="S", help="end the run after S seconds"
+    )
+    options.add_result_arguments(parser, "limits hold from 64 MB on")
 
 
 def run_redistribute(args: argparse.Namespace) -> int:
     """Run `lowshard bench redistribute` and return the exit code."""
-    require_results(args)
+    options.require_results(args)
     ranks = job_size() or args.ranks or DEFAULT_RANKS
     names = args.only or [*ONE_AXIS, *TWO_AXES]
     if not any(transitions(names, ranks, size) for size in args.size):
@@ -115,19 +102,10 @@ def run_redistribute(args: argparse.Namespace) -> int:
         order = {row.group: i for i, row in enumerate(report.rows)}
         rows = sorted((*report.rows, *found), key=lambda row: order[row.group])
         report = replace(report, rows=tuple(rows), notes=(*report.notes, *notes))
-    columns = (
-        NAME,
-        MS,
-        x_column("floor"),
-        quartiles_column("floor"),
-        fact_column("floor", "floor_s", ".1f", "(ms)", 1e3),
+    columns = (*table.standard("floor"), table.fact_column("floor", "floor_s", ".1f", "(ms)", 1e3))
+    return outcome.finish(
+        options.conclude(report, args, table.report_lines(report, columns, f"{ranks} ranks"))
     )
-    lines = (
-        *head_lines("redistribute", report.machine, f"{ranks} ranks"),
-        *table_lines(columns, report.rows),
-        *closing_lines(report),
-    )
-    return outcome.finish(conclude(report, args, lines))
 
 
 def measure_transitions(rank: Rank, request: Any) -> Any:
@@ -138,7 +116,7 @@ def measure_transitions(rank: Rank, request: Any) -> Any:
         rows: list[Row] = []
         for size_bytes in request["sizes"]:
             for transition in transitions(request["names"], rank.host.size, size_bytes):
-                say(f"{transition.name}, {size_bytes >> 20} MB")
+                say(f"{transition.name}, {size_text(size_bytes)}")
                 rows += _measure(rank, comm, transition, request["rounds"], say)
     report = Report("redistribute", machine, request | {"ranks": rank.host.size}, tuple(rows))
     return report.to_json() if rank.host.rank == 0 else None
@@ -200,7 +178,7 @@ def _measure(
 
 def _group(transition: Transition) -> str:
     mesh = " x ".join(map(str, transition.grid))
-    return f"{transition.name} of {transition.side**2 * 4 >> 20} MB on {mesh} ranks"
+    return f"{transition.name} of {size_text(transition.side**2 * 4)} on {mesh} ranks"
 
 
 def peer_rows(request: Any, ranks: int, pythons: Sequence[str]) -> tuple[list[Row], list[str]]:

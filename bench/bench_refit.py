@@ -4,35 +4,17 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from lowshard.bench.bench_argument import (
-    add_parser,
-    add_result_arguments,
-    conclude,
-    count,
-    natural,
-    require_results,
-)
+from lowshard.bench import bench_argument as options
+from lowshard.bench import bench_table as table
 from lowshard.bench.bench_device import HostDevice, require_memory
 from lowshard.bench.bench_limits import AGAIN, REFIT_RANKS, refit_limit
 from lowshard.bench.bench_report import Beside, Report, Row, better
-from lowshard.bench.bench_table import (
-    MOVED,
-    MS,
-    NAME,
-    Column,
-    closing_lines,
-    fact_column,
-    head_lines,
-    quartiles_column,
-    table_lines,
-    x_column,
-)
 from lowshard.bench.bench_world import Progress, Rank, job_size, run_entry
 from lowshard.bench.machine import rank_facts
 from lowshard.bench.model_refit import ModelSpec, measure_model
@@ -56,33 +38,35 @@ _MEMORY = ("shown", "private")
 
 def add_refit_parser(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `refit`."""
-    parser = add_parser(benches, "refit", run_refit, "reshard a model between layouts", DESCRIPTION, EPILOG)
+    parser = options.add_parser(
+        benches, "refit", run_refit, "reshard a model between layouts", DESCRIPTION, EPILOG
+    )
     add = parser.add_argument
-    add("--ranks", type=count, metavar="N", help=f"ranks to start (default {REFIT_RANKS})")
-    add("--size", type=count, default=268, metavar="MB", help="of the model (default 268)")
-    add("--rounds", type=count, default=7, metavar="N", help="rounds a row (default 7)")
+    add("--ranks", type=options.count, metavar="N", help=f"ranks to start (default {REFIT_RANKS})")
+    add("--size", type=options.count, default=268, metavar="MB", help="of the model (default 268)")
+    add("--rounds", type=options.count, default=7, metavar="N", help="rounds a row (default 7)")
     add("--only", default="", metavar="TEXT", help="rows whose names have this in them")
     add = parser.add_argument_group("one model (--model)").add_argument
     add("--model", metavar="MODEL",
         help="a checkpoint, of which only names and shapes are read; a JSON file "
-        '{"tensors": {NAME: {"dtype": "bfloat16", "shape": [..]}}}; or "sample": one like Llama, of --size MB')  # fmt: skip
+        '{"tensors": {NAME: {"dtype": "bfloat16", "shape": [..]}}}; or "sample", like Llama, of --size MB')  # fmt: skip
     add("--from", dest="trains", default="tp=2", metavar="GRID",
         help="of the ranks that train, such as fsdp=2,tp=2 (axes tp, ep, dp and fsdp; default tp=2)")  # fmt: skip
     add("--to", dest="serves", default="tp=2", metavar="GRID", help="of the ranks that serve (default tp=2)")
     add("--together", action="store_true", help="the ranks that train serve, too")
     add("--strategies", default="llama", metavar="FILE",
         help="cuts by name patterns: llama, qwen, moe, bert, or your own (default llama)")  # fmt: skip
-    add("--heads", type=count, metavar="H", help="query heads (default: the model's config)")
-    add("--kv-heads", type=count, metavar="H", help="key-value heads (default: likewise)")
+    add("--heads", type=options.count, metavar="H", help="query heads (default: the model's config)")
+    add("--kv-heads", type=options.count, metavar="H", help="key-value heads (default: likewise)")
     add("--changed", type=_percents, default="0.1,1,3,100", metavar="LIST",
         help="per cent of elements that a version changes (default 0.1,1,3,100)")  # fmt: skip
-    add("--seed", type=natural, default=1, metavar="N", help="of which elements change (default 1)")
-    add_result_arguments(parser, f"rows of {REFIT_RANKS} ranks, measured up to twice more")
+    add("--seed", type=options.natural, default=1, metavar="N", help="of which elements change (default 1)")
+    options.add_result_arguments(parser, f"rows of {REFIT_RANKS} ranks, measured up to twice more")
 
 
 def run_refit(args: argparse.Namespace) -> int:
     """Run `lowshard bench refit` and return the exit code."""
-    require_results(args)
+    options.require_results(args)
     if args.model is not None:
         return _run_model(args)
     ranks = job_size() or args.ranks or REFIT_RANKS
@@ -108,12 +92,10 @@ def run_refit(args: argparse.Namespace) -> int:
     if outcome.data is None or not outcome.leads:
         return outcome.finish(outcome.exit_code)
     report = Report.from_json(outcome.data)
-    sent, ready = (
-        fact_column("sent", "sent_bytes", ",.1f", "(MB)", 1e-6),
-        fact_column("ready", "prepare_s", ".1f", "(ms)", 1e3),
-    )
-    columns = (NAME, MOVED, sent, ready, MS, x_column("memcpy"), quartiles_column("memcpy"))
-    return outcome.finish(conclude(report, args, _lines(report, columns)))
+    sent = table.fact_column("sent", "sent_bytes", ",.1f", "(MB)", 1e-6)
+    ready = table.fact_column("ready", "prepare_s", ".1f", "(ms)", 1e3)
+    columns = (*table.standard("memcpy"), sent, ready)
+    return outcome.finish(options.conclude(report, args, table.report_lines(report, columns)))
 
 
 def _run_model(args: argparse.Namespace) -> int:
@@ -128,26 +110,10 @@ def _run_model(args: argparse.Namespace) -> int:
     if outcome.data is None or not outcome.leads:
         return outcome.finish(outcome.exit_code)
     report = Report.from_json(outcome.data)
-    least = Column("x least", lambda row: f"{row.moved_bytes / max(1, row.facts['least_bytes']):.2f}")
-    pause = fact_column("pause", "pause_s", ".3f", "(ms)", 1e3)
-    columns = (
-        NAME,
-        Column("sent", MOVED.cell, "(MB)"),
-        least,
-        MS,
-        x_column("memcpy"),
-        x_column("dense"),
-        pause,
-    )
-    return outcome.finish(conclude(report, args, _lines(report, columns)))
-
-
-def _lines(report: Report, columns: Sequence[Column]) -> list[str]:
-    return [
-        *head_lines("refit", report.machine),
-        *table_lines(columns, report.rows),
-        *closing_lines(report),
-    ]
+    least = table.Column("x least", lambda row: f"{row.moved_bytes / max(1, row.facts['least_bytes']):.2f}")
+    pause = table.fact_column("pause", "pause_s", ".3f", "(ms)", 1e3)
+    columns = (*table.standard("memcpy"), least, table.x_column("dense"), pause)
+    return outcome.finish(options.conclude(report, args, table.report_lines(report, columns)))
 
 
 def _percents(text: str) -> list[float]:
@@ -248,9 +214,7 @@ def _measure(
     one, two = np.ones(gets, np.uint8), np.ones(gets, np.uint8)
     report = mover.run()
     works = Runner(mover.run), Runner(lambda: np.copyto(two, one))
-    own, copy = take_turns(
-        works, rounds, rank.clock(comm, add_rounds=False), say=lambda turn: say(f"{name}, {turn}")
-    )
+    own, copy = take_turns(works, rounds, rank.clock(), say=lambda turn: say(f"{name}, {turn}"))
     mover.close()
     sums = rank.host.exchange((gets, report.sent_bytes))
     facts = {"sent_bytes": sum(b for _, b in sums), "prepare_s": prepare_s}

@@ -56,9 +56,14 @@ def fact_column(head: str, key: str, form: str = "", unit: str = "", scale: floa
         found = row.facts.get(key)
         if found is None:
             return EMPTY
-        return str(found) if isinstance(found, str) else format(found * scale, form)
+        return format(found if scale == 1.0 else found * scale, form)
 
     return Column(head, cell, unit)
+
+
+def standard(name: str) -> tuple[Column, ...]:
+    """Return what most tables begin with: a row's bytes, time and speed, and its ratio to what took turns with it."""
+    return NAME, MOVED, MS, GB_PER_S, x_column(name), quartiles_column(name)
 
 
 LIMITS = Column("limit", lambda row: ", ".join(map(_limit, row.limits)), left=True)
@@ -119,12 +124,14 @@ def closing_lines(report: Report) -> Iterator[str]:
     limits = report.every_limit
     if limits:
         missed = list(report.missed())
-        yield (
-            f"# limits: {len(missed)} of {len(limits)} missed"
-            if missed
-            else f"# limits: all {len(limits)} kept"
-        )
-        yield from (f"#   {miss}" for miss in missed)
+        kept = f"{len(missed)} of {len(limits)} missed" if missed else f"all {len(limits)} kept"
+        yield f"# limits: {kept}"
+
+
+def report_lines(report: Report, columns: Sequence[Column], *more: str) -> list[str]:
+    """Return everything that is printed of a report whose rows are all there."""
+    head = head_lines(report.bench, report.machine, *more)
+    return [*head, *table_lines(columns, report.rows), *closing_lines(report)]
 
 
 def _limit(limit: Limit) -> str:

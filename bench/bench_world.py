@@ -120,10 +120,10 @@ class Rank:
             raise LowshardError(f"threads are joined by --transport loopback, not by {transport}")
         yield self._thread_comm  # stays open
 
-    def clock(self, comm: Any, combine: Combine = "span", **more: Any) -> RankClock:
-        """Return the clock of a communicator's ranks. Collective."""
+    def clock(self, comm: Any = None, combine: Combine = "span", **more: Any) -> RankClock:
+        """Return the clock of all ranks; with a communicator it watches how much of the CPU they get. Collective."""
         # Threads sleep while they wait, and so does who waits for a GPU: their CPU time says nothing.
-        watched = self._thread_comm is None and comm.xp is np
+        watched = comm is not None and self._thread_comm is None and comm.xp is np
         return RankClock(self.host, combine, cores=self._cores if watched else None, **more)
 
 

@@ -13,21 +13,11 @@ from typing import Any, cast
 
 import numpy as np
 
-from lowshard.bench.bench_argument import (
-    add_parser,
-    add_result_arguments,
-    conclude,
-    count,
-    file,
-    natural,
-    positive,
-    require_results,
-    size,
-)
+from lowshard.bench import bench_argument as options
+from lowshard.bench import bench_table as table
 from lowshard.bench.bench_device import HostDevice, require_memory, why_no_gpu
 from lowshard.bench.bench_limits import FROM_BYTES, TO_BYTES, CollectiveRun
 from lowshard.bench.bench_report import Beside, Facts, Limit, Report, Row
-from lowshard.bench.bench_table import EMPTY, Column, closing_lines, column_lines, head_lines, line_of
 from lowshard.bench.bench_world import DEFAULT_RANKS, Progress, Rank, job_size, run_entry
 from lowshard.bench.collective_case import (
     ALL_REDOPS,
@@ -82,14 +72,14 @@ _FIRST_SEED = 1
 def add_collective_parsers(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add a benchmark for each collective."""
     for op, summary in SUMMARIES.items():
-        parser = add_parser(benches, op, run_collective, summary, DESCRIPTION.format(op=op), EPILOG)
+        parser = options.add_parser(benches, op, run_collective, summary, DESCRIPTION.format(op=op), EPILOG)
         _add_what(parser, op)
         _add_how(parser)
-        add_result_arguments(parser, "limits are for 2 ranks on one host")
+        options.add_result_arguments(parser, "limits are for 2 ranks on one host")
         parser.add_argument(
-            "--csv", type=file, metavar="FILE", help="write a line for each size and placement"
+            "--csv", type=options.file, metavar="FILE", help="write a line for each size and placement"
         )
-        parser.add_argument("--min-busbw", type=positive, metavar="GBPS",
+        parser.add_argument("--min-busbw", type=options.positive, metavar="GBPS",
                             help="exit code 1 if the average bus bandwidth is below this")  # fmt: skip
         parser.set_defaults(op=op)
 
@@ -97,6 +87,7 @@ def add_collective_parsers(benches: argparse._SubParsersAction[argparse.Argument
 def _add_what(parser: argparse.ArgumentParser, op: str) -> None:
     add = parser.add_argument_group("what is measured").add_argument
     if op != "barrier":
+        size = options.size
         add("-b", "--minbytes", type=size, default="1K", metavar="SIZE", help="smallest size (default 1K)")
         add("-e", "--maxbytes", type=size, default="64M", metavar="SIZE", help="largest size (default 64M)")
         add("-i", "--stepbytes", type=size, metavar="SIZE", help="add this from size to size")
@@ -111,12 +102,12 @@ def _add_what(parser: argparse.ArgumentParser, op: str) -> None:
         add("--order", choices=("fast", "tree", "rank"), default="fast",
             help="order of the operands (default fast, the transport's own)")  # fmt: skip
     if OPERATIONS[op].rooted:
-        add("-r", "--root", type=natural, default=0, metavar="RANK", help="root (default 0)")
+        add("-r", "--root", type=options.natural, default=0, metavar="RANK", help="root (default 0)")
     if OPERATIONS[op].shared:
         add("--shared", action="store_true", help="the result is one read-only array for the node")
     if op != "barrier":
         add("--window", action="store_true", help="buffers from comm.empty, which other ranks read directly")
-    add("--ranks", type=count, metavar="N",
+    add("--ranks", type=options.count, metavar="N",
         help="ranks to start (default 2); inside an MPI job all of its ranks take part")  # fmt: skip
     add("--transport", choices=TRANSPORTS, default="auto",
         help="auto: NCCL where every rank has a GPU, else mpi; loopback: threads; staged: GPU buffers by MPI through "
@@ -125,19 +116,19 @@ def _add_what(parser: argparse.ArgumentParser, op: str) -> None:
 
 def _add_how(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("how it is measured").add_argument
-    add("-n", "--iters", type=count, default=20, metavar="N", help="timed rounds (default 20)")
-    add("-w", "--warmup_iters", type=natural, default=5, metavar="N", help="calls before (default 5)")
-    add("-m", "--agg_iters", type=count, default=0, metavar="N",
+    add("-n", "--iters", type=options.count, default=20, metavar="N", help="timed rounds (default 20)")
+    add("-w", "--warmup_iters", type=options.natural, default=5, metavar="N", help="calls before (default 5)")
+    add("-m", "--agg_iters", type=options.count, default=0, metavar="N",
         help="calls in a round, timed as one (default: as many as last 2 ms)")  # fmt: skip
-    add("-c", "--checks", type=count, default=1, metavar="N",
+    add("-c", "--checks", type=options.count, default=1, metavar="N",
         help="check results N times, each with other data (default 1)")  # fmt: skip
     add("-a", "--average", type=int, choices=(0, 1, 2, 3), default=3,
         help="whose time: 0 rank 0's, 1 average, 2 fastest, 3 slowest rank's (default 3)")  # fmt: skip
     add("-I", "--per-iteration", action="store_true",
         help="time each call by itself, and show min, median, p99, max and cv")  # fmt: skip
-    add("-N", "--run_cycles", type=count, default=1, metavar="N",
+    add("-N", "--run_cycles", type=options.count, default=1, metavar="N",
         help="go through everything N times (default 1)")  # fmt: skip
-    add("-T", "--timeout", type=positive, metavar="S", help="end the run after S seconds")
+    add("-T", "--timeout", type=options.positive, metavar="S", help="end the run after S seconds")
     add("--compare-mpi", action="store_true",
         help="also time mpi4py's own call on NumPy buffers, taking turns")  # fmt: skip
 
@@ -147,7 +138,7 @@ def run_collective(args: argparse.Namespace) -> int:
     settings = settings_of(args)
     ranks = job_size() or args.ranks or DEFAULT_RANKS
     # Whatever can be refused is refused before anything is measured.
-    require_results(args)
+    options.require_results(args)
     if args.check_limits:
         run = CollectiveRun(settings.op, ranks, settings.transport, CHECK.text(), settings.form)
         in_range = any(FROM_BYTES <= size <= TO_BYTES for size in settings.sizes)
@@ -168,7 +159,7 @@ def run_collective(args: argparse.Namespace) -> int:
         report = replace(report, limits=(limit,))
     if args.csv is not None:
         write_csv(report, args.csv)
-    return outcome.finish(conclude(report, args, closing(report)))
+    return outcome.finish(options.conclude(report, args, closing(report)))
 
 
 def settings_of(args: argparse.Namespace) -> Settings:
@@ -178,24 +169,13 @@ def settings_of(args: argparse.Namespace) -> Settings:
         sizes = size_list(args.minbytes, args.maxbytes, args.stepfactor, args.stepbytes)
     datatype, redop = getattr(args, "datatype", "float32"), getattr(args, "redop", None)
     return Settings(
-        op=op,
-        sizes=sizes,
-        dtypes=DTYPES if datatype == "all" else (datatype,),
-        redops=() if redop is None else ALL_REDOPS if redop == "all" else (redop,),
-        root=getattr(args, "root", 0),
-        rounds=args.iters,
-        warmups=args.warmup_iters,
-        calls=args.agg_iters,
-        checks=args.checks,
-        average=args.average,
-        cycles=args.run_cycles,
-        each=args.per_iteration,
-        transport=args.transport,
-        shared=getattr(args, "shared", False),
-        window=getattr(args, "window", False),
-        order=getattr(args, "order", "fast"),
-        compare_mpi=args.compare_mpi,
-    )
+        op, sizes, DTYPES if datatype == "all" else (datatype,),
+        () if redop is None else ALL_REDOPS if redop == "all" else (redop,),
+        root=getattr(args, "root", 0), rounds=args.iters, warmups=args.warmup_iters, calls=args.agg_iters,
+        checks=args.checks, average=args.average, cycles=args.run_cycles, each=args.per_iteration,
+        transport=args.transport, shared=getattr(args, "shared", False), window=getattr(args, "window", False),
+        order=getattr(args, "order", "fast"), compare_mpi=args.compare_mpi,
+    )  # fmt: skip
 
 
 def size_list(begin: int, end: int, factor: float, step: int | None) -> tuple[int, ...]:
@@ -424,12 +404,12 @@ def need_bytes(settings: Settings, ranks: int) -> int:
 # ---- the table, in nccl-tests' form, and CSV
 
 _WHAT = (
-    Column("size", lambda row: str(row.facts["size_bytes"]), "(B)", 12),
-    Column("count", lambda row: str(row.facts["count"]), "(elements)", 13),
-    Column("type", lambda row: row.facts["dtype"], "", 10),
-    Column("redop", lambda row: row.facts["redop"] or "none", "", 8),
-    Column("root", lambda row: "-1" if row.facts["root"] is None else str(row.facts["root"]), "", 6),
-    Column("   ", lambda row: "", "", 3),
+    table.Column("size", lambda row: str(row.facts["size_bytes"]), "(B)", 12),
+    table.Column("count", lambda row: str(row.facts["count"]), "(elements)", 13),
+    table.Column("type", lambda row: row.facts["dtype"], "", 10),
+    table.Column("redop", lambda row: row.facts["redop"] or "none", "", 8),
+    table.Column("root", lambda row: "-1" if row.facts["root"] is None else str(row.facts["root"]), "", 6),
+    table.Column("   ", lambda row: "", "", 3),
 )
 
 
@@ -441,22 +421,17 @@ class Listing:
         ratios = ["memcpy"] if on_host and settings.op != "barrier" else []
         ratios += ["mpi"] if on_host and settings.compare_mpi else []
         self._block = (
-            Column("time", _time_cell, "(us)", 10),
-            Column("algbw", lambda row: _speed(row, "algbw_gb_per_s"), "(GB/s)", 8),
-            Column("busbw", lambda row: _speed(row, "busbw_gb_per_s"), "(GB/s)", 8),
-            Column(
-                "#wrong",
-                lambda row: EMPTY if row.facts["size_bytes"] == 0 else str(row.facts["wrong"]),
-                "",
-                7,
-            ),
-            *(Column(f"x {name}", partial(_ratio_cell, name), "", 9) for name in ratios),
+            table.Column("time", _time_cell, "(us)", 10),
+            table.Column("algbw", partial(_speed_cell, "algbw_gb_per_s"), "(GB/s)", 8),
+            table.Column("busbw", partial(_speed_cell, "busbw_gb_per_s"), "(GB/s)", 8),
+            table.Column("#wrong", lambda row: str(row.facts["wrong"]), "", 7),
+            *(table.Column(f"x {name}", partial(_ratio_cell, name), "", 9) for name in ratios),
         )
 
     def head(self, machine: Facts, ranks: int) -> Iterator[str]:
         """Yield what ran where, and the columns."""
         settings = self._settings
-        yield from head_lines(settings.op, machine, f"{ranks} rank{'s' * (ranks != 1)}")
+        yield from table.head_lines(settings.op, machine, f"{ranks} rank{'s' * (ranks != 1)}")
         average = AVERAGES[cast(int, settings.average)]
         how = [f"time of the {average} rank" if settings.average != 1 else "average over ranks"]
         how.append(
@@ -469,7 +444,7 @@ class Listing:
         yield f"# {'how':<10} {', '.join(how)}"
         block = sum(column.width for column in self._block)
         above = f"{'':>52}{'out-of-place':^{block}}{'in-place':^{block}}"
-        yield from column_lines((*_WHAT, *self._block, *self._block), above)
+        yield from table.column_lines((*_WHAT, *self._block, *self._block), above)
 
     def lines(self, rows: Sequence[Row]) -> Iterator[str]:
         """Yield a size's line; with `-I` one more for each placement, on how its calls spread."""
@@ -477,8 +452,8 @@ class Listing:
         cells = [column.cell(rows[0]) for column in _WHAT]
         for placement in ("out-of-place", "in-place"):
             row = placed.get(placement)
-            cells += [EMPTY if row is None else column.cell(row) for column in self._block]
-        yield line_of((*_WHAT, *self._block, *self._block), cells)
+            cells += [table.EMPTY if row is None else column.cell(row) for column in self._block]
+        yield table.line_of((*_WHAT, *self._block, *self._block), cells)
         for row in rows if self._settings.each else ():
             timing = row.timing
             times = (min(timing.counted), timing.median_s, timing.p99_s, max(timing.counted))
@@ -491,7 +466,7 @@ class Listing:
 
 def closing(report: Report) -> Iterator[str]:
     """Yield the closing lines: wrong values, limits, average bus bandwidth, whether the machine was busy."""
-    yield from closing_lines(report)
+    yield from table.closing_lines(report)
     if report.bench != "barrier":
         yield f"# Avg bus bandwidth    : {report.facts['average_busbw_gb_per_s']:.4g} GB/s"
     names = {name for row in report.rows for name in row.beside}
@@ -542,10 +517,10 @@ def _time_cell(row: Row) -> str:
     return ("~" if row.timing.is_bound else "") + _time(row.median_s)
 
 
-def _speed(row: Row, key: str) -> str:
-    return f"{row.facts[key]:.2f}" if row.facts["size_bytes"] else EMPTY
+def _speed_cell(key: str, row: Row) -> str:
+    return f"{row.facts[key]:.2f}" if row.facts["size_bytes"] else table.EMPTY
 
 
 def _ratio_cell(name: str, row: Row) -> str:
     found = row.x(name)
-    return EMPTY if found is None else f"{found:.2f}"
+    return table.EMPTY if found is None else f"{found:.2f}"

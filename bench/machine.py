@@ -27,7 +27,7 @@ _NO_SETTINGS = (
 def facts(kind: str = "cpu") -> Facts:
     """Return names and values that say what runs in this process, and where."""
     found = {"lowshard": __version__, "device": kind}
-    found |= _host_kernels() if kind == "cpu" else _gpu()
+    found |= _host_kernels() if kind == "cpu" else {"engine": _device_engine(), **_gpu()}
     cores = available_cores()
     found["cpu"] = f"{cpu_model()}, {cores} core{'s' * (cores != 1)} usable"
     return tuple((found | _system()).items())
@@ -101,17 +101,22 @@ def _host_kernels() -> dict[str, str]:
     return {"engine": engine, "vectors": vectors, "threads": "1"}
 
 
-def _gpu() -> dict[str, str]:
+def _device_engine() -> str:
     import cupy
 
     from lowshard.kernels.cuda.cuda_engine import device_engine
+
+    return device_engine(int(cupy.cuda.runtime.getDevice())).name
+
+
+def _gpu() -> dict[str, str]:
+    import cupy
 
     runtime = cupy.cuda.runtime
     index = int(runtime.getDevice())
     about: dict[str, Any] = runtime.getDeviceProperties(index)
     name = about["name"].decode() if isinstance(about["name"], bytes) else str(about["name"])
     return {
-        "engine": device_engine(index).name,
         "gpu": f"{name}, sm_{about['major']}{about['minor']}, {about['multiProcessorCount']} SMs, "
         f"{about['totalGlobalMem'] / 1e9:.0f} GB, L2 {about['l2CacheSize'] / 1e6:.0f} MB",
         "driver": f"{_kernel_driver()}CUDA {_cuda_version(runtime.driverGetVersion())}, "

@@ -241,7 +241,7 @@ class _Measured:
         for rival in rivals:
             check = partial(self._require_same, rival.name, self._plain)
             runners += [Runner(rival, after=self._in_last_round(check)), copy]
-        clock = self._rank.clock(self._comm)
+        clock = self._rank.clock()
         timings = take_turns(runners, rounds, clock, warm=1, say=say)
         for refit in self._refits.values():
             refit.close()

@@ -88,26 +88,18 @@ def _draw_lines(picture: Any, lines: Mapping[str, list[tuple[int, float, float]]
         panels[0].plot(at, [seconds for _, seconds, _ in line], label=name, **style)
         if has_busbw:
             panels[1].plot(at, [busbw for _, _, busbw in line], label=name, **style)
-    ticks = sorted({x for line in lines.values() for x, _, _ in line})
     for axes, label in zip(panels, ("time of a call", "bus bandwidth, GB/s"), strict=False):
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
-        axes.set_xticks(ticks[:: -(-len(ticks) // 10)])
         axes.xaxis.set_major_formatter(lambda x, _: size_text(x) if what == "size" else f"{x:g}")
-        axes.xaxis.set_minor_locator(_no_ticks())
         axes.set_xlabel(what)
         axes.set_ylabel(label)
         axes.tick_params(axis="x", labelrotation=30)
         axes.grid(visible=True, which="both", alpha=0.25)
+        axes.yaxis.set_major_formatter(lambda y, _: f"{y:g}")
+        axes.yaxis.set_minor_formatter(lambda y, _: "")
     panels[0].yaxis.set_major_formatter(lambda y, _: time_text(y))
-    panels[0].yaxis.set_minor_formatter(lambda y, _: "")
     picture.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper", fontsize=8)
-
-
-def _no_ticks() -> Any:
-    from matplotlib.ticker import NullLocator
-
-    return NullLocator()
 
 
 def _draw_bars(picture: Any, rows: Sequence[Row]) -> None:

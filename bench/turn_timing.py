@@ -116,28 +116,16 @@ class HostComm(Protocol):
         """Return every rank's value, in rank order. Collective: all ranks call this."""
 
 
-class Clock(Protocol):
-    """Times batches of calls."""
-
-    def calls_of(self, runner: Runner) -> int:
-        """Return how many calls a batch should have."""
-
-    def batch(self, runner: Runner, calls: int) -> Any:
-        """Run one batch and return a sample of it."""
-
-    def timings(self, samples: Sequence[Sequence[Any]], calls: Sequence[int]) -> list[Timing]:
-        """Return the timing of each runner from its samples, one a round."""
-
-    def wants_more(self, timings: Sequence[Timing], rounds: int, spent_s: float) -> bool:
-        """Say whether as many rounds again are to be run."""
-
-
 class ProcessClock:
     """Base of clocks of one process, without batches."""
 
     def work_s(self, run: Work) -> float:
         """Run the work and return the seconds it took, without what starting it cost elsewhere."""
         raise NotImplementedError
+
+    def call_s(self, run: Work) -> float:
+        """Run the work to its end and return the seconds the caller waited."""
+        return self.work_s(run)
 
     def calls_of(self, runner: Runner) -> int:
         """Return 1."""
@@ -170,8 +158,6 @@ class HostClock(ProcessClock):
         start = self._now()
         run()
         return self._now() - start
-
-    call_s = work_s
 
 
 class ToldClock(ProcessClock):
@@ -267,7 +253,7 @@ def combined(
 def take_turns(
     runners: Sequence[Runner],
     rounds: int,
-    clock: Clock,
+    clock: ProcessClock | RankClock,
     *,
     warm: int = 0,
     order: Callable[[int], Sequence[int]] | None = None,
