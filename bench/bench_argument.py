@@ -122,7 +122,7 @@ def require_results(args: argparse.Namespace) -> None:
 
 def conclude(report: Report, args: argparse.Namespace, lines: Iterable[str]) -> int:
     """Print the table, write JSON and plot, judge the limits, and return the exit code."""
-    if put_json(args.json, report.dump()):
+    if put_json(args.json, report.dump):
         lines = ()
     for line in lines:
         print(line)

@@ -203,8 +203,8 @@ class Report:
         )
 
     def dump(self) -> str:
-        """Return the report as JSON text that ends with a newline."""
-        return json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n"
+        """Return the report as JSON text."""
+        return json.dumps(self.to_json(), indent=1, allow_nan=False)
 
 
 def better(first: Row, again: Row | None) -> Row:

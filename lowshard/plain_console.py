@@ -79,12 +79,12 @@ def add_json_argument(parser: argparse._ActionsContainer) -> None:
     )  # fmt: skip
 
 
-def put_json(target: str | None, text: str) -> bool:
+def put_json(target: str | None, text: Callable[[], str]) -> bool:
     """Print or write JSON as `--json` asks; return whether it stands in the table's place."""
     if target == "-":
-        print(text.removesuffix("\n"))
+        print(text())
     elif target is not None:
-        Path(target).write_text(text.removesuffix("\n") + "\n", encoding="utf-8")
+        Path(target).write_text(f"{text()}\n", encoding="utf-8")
     return target == "-"
 
 
