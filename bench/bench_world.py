@@ -226,8 +226,8 @@ def _on_own_ranks(
         command = python_command(
             "lowshard.bench.bench_world", [f"{entry.__module__}:{entry.__name__}", str(asked), str(found)], module=True
         )  # fmt: skip
-        more = {} if env is None else {"env": {**environment(), **env}}
-        result = run_ranks(command, ranks, timeout_s=timeout_s, prefix_output=False, **more)
+        given = None if env is None else {**environment(), **env}
+        result = run_ranks(command, ranks, timeout_s=timeout_s, prefix_output=False, env=given)
         if result.exit_code:
             if result.exit_code == 128 + signal.SIGPIPE:
                 # Else Python complains of the closed pipe at its own end.

@@ -164,7 +164,8 @@ def run_collective(args: argparse.Namespace) -> int:
 
 def settings_of(args: argparse.Namespace) -> Settings:
     """Return what the flags ask for."""
-    op, sizes = args.op, (0,)
+    op = args.op
+    sizes: tuple[int, ...] = (0,)
     if op != "barrier":
         sizes = size_list(args.minbytes, args.maxbytes, args.stepfactor, args.stepbytes)
     datatype, redop = getattr(args, "datatype", "float32"), getattr(args, "redop", None)

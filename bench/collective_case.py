@@ -166,7 +166,8 @@ class Settings:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Settings:
         """Return the settings that `to_json` wrote, after a way through JSON."""
-        return cls(**{n: tuple(v) if isinstance(v, list) else v for n, v in data.items()})
+        fields: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in data.items()}
+        return cls(**fields)
 
 
 @dataclass(frozen=True)

@@ -255,7 +255,7 @@ class _Measured:
                 sent = rivals[index - len(ways)].sent_bytes
                 found = {"sent": sent, "least_bytes": dense_bytes, "pause_s": own.median_s, "changed": 1.0}
             beside = {"memcpy": Beside(other), "dense": Beside(dense)}
-            limits = ()
+            limits: tuple[Limit, ...] = ()
             if name == GatherAndBroadcast.name:
                 gain = Spread.of(own.over(dense)).median
                 limits = (Limit("x dense", gain, GATHERED, at_least=True),)

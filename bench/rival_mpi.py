@@ -12,7 +12,6 @@ from lowshard import dtypes
 from lowshard.bench.collective_case import Case, Placement, Request, uneven
 from lowshard.bench.turn_timing import Work
 from lowshard.box import Box
-from lowshard.reshard import ReshardPlan
 
 Array = Any
 Arrays = Mapping[str, Array]
@@ -175,7 +174,7 @@ class GatherAndBroadcast:
 
     name = "gather, broadcast"
 
-    def __init__(self, plan: ReshardPlan, src: Arrays, dst: Arrays, mpi_comm: Any) -> None:
+    def __init__(self, plan: Any, src: Arrays, dst: Arrays, mpi_comm: Any) -> None:
         self._plan, self._src, self._dst, self._comm = plan, src, dst, mpi_comm
         self._rank, self._root = int(mpi_comm.Get_rank()), min(plan.entries[0].src.seats.ranks(0))
         largest = max(np.prod(e.src.shape) * e.src.itemsize_bytes for e in plan.entries)
@@ -229,7 +228,7 @@ class TensorByTensor:
 
     name = "tensor by tensor"
 
-    def __init__(self, plan: ReshardPlan, src: Arrays, dst: Arrays, mpi_comm: Any) -> None:
+    def __init__(self, plan: Any, src: Arrays, dst: Arrays, mpi_comm: Any) -> None:
         self._comm = mpi_comm
         own = plan.for_rank(int(mpi_comm.Get_rank()))
         self._steps: list[list[Callable[[], Any]]] = [[] for _ in plan.entries]

@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
+from lowshard.bench.bench_fsdp import reset_peak, status_mib
 from lowshard.bench.bench_transition import Transition, floor_of, transitions
-from lowshard.bench.fsdp_step import reset_peak, status_mib
 from lowshard.settings import change, environment
 
 

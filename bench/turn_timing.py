@@ -18,8 +18,6 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from lowshard.comm.interface import boot_id
-
 Work = Callable[[], object]
 Combine = Literal["span", 0, 1, 2, 3]
 """The time of a batch: the span over all ranks, or rank 0's, the average, the fastest or the slowest rank's."""
@@ -183,6 +181,8 @@ class RankClock:
         add_rounds: bool = False,
     ) -> None:
         """Set what counts; `calls` of 0 are as many as last two milliseconds, `cores` those that the ranks can fill."""
+        from lowshard.comm.interface import boot_id
+
         self._host, self._combine, self._calls, self._cores = host, combine, calls, cores
         self._cpu_s, self._clean_share, self._adds = cpu_s, clean_share, add_rounds
         self._boots = host.exchange(boot_id())  # clocks of one host are alike
@@ -247,7 +247,7 @@ def combined(
         spans = ends - begins
         return np.asarray((spans[0], spans.mean(axis=0), spans.min(axis=0), spans.max(axis=0))[how])
     hosts = [[rank for rank, boot in enumerate(boots) if boot == one] for one in dict.fromkeys(boots)]
-    return np.max([ends[ranks].max(axis=0) - begins[ranks].min(axis=0) for ranks in hosts], axis=0)
+    return np.asarray(np.max([ends[at].max(axis=0) - begins[at].min(axis=0) for at in hosts], axis=0))
 
 
 def take_turns(
