@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import csv
+import gc
 import json
 import sys
+import time
 from argparse import ArgumentTypeError
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from math import nan
 from pathlib import Path
@@ -19,7 +21,7 @@ from lowshard import cli
 from lowshard import comm as lc
 from lowshard.bench import bench_argument as options
 from lowshard.bench import bench_kernels, bench_limits, plot
-from lowshard.bench.bench_device import HostDevice, why_no_gpu
+from lowshard.bench.bench_device import CudaClock, HostDevice, why_no_gpu
 from lowshard.bench.bench_limits import CollectiveRun, redistribute_limit
 from lowshard.bench.bench_report import Beside, Limit, Report, Row, Spread, better
 from lowshard.bench.bench_table import standard, table_lines
@@ -125,6 +127,73 @@ def test_cores_that_ranks_can_fill_are_no_more_than_ranks_or_cores() -> None:
     assert fillable([("a", [0, 1])] * 4) == 2
     assert fillable([("a", [0, 1, 2, 3])] * 2) == 2
     assert fillable([("a", [0]), ("a", [0]), ("b", [0])]) == 2
+
+
+def test_no_garbage_is_collected_during_rounds_and_it_is_again_after_an_error() -> None:
+    seen: list[bool] = []
+
+    def work() -> None:
+        seen.append(gc.isenabled())
+        if len(seen) == 3:
+            raise RuntimeError("the work broke")
+
+    assert gc.isenabled()
+    with pytest.raises(RuntimeError, match="the work broke"):
+        take_turns([Runner(work)], 5, HostClock())
+    assert seen == [False] * 3
+    assert gc.isenabled()
+
+
+class StandInEvent:
+    def __init__(self, log: list[str]) -> None:
+        self.log = log
+
+    def record(self) -> None:
+        self.log.append("record")
+
+    def synchronize(self) -> None:
+        self.log.append("synchronize")
+
+
+class StandInCuPy:
+    """The few names of CuPy that the GPU clock uses; it says that each piece of work took 5 ms."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.held_s: list[float] = []
+        self.cuda = self
+
+    def RawKernel(self, source: str, name: str) -> Callable[..., None]:
+        assert f"void {name}(" in source
+
+        def hold(grid: tuple[int], block: tuple[int], args: tuple[np.uint64]) -> None:
+            self.held_s.append(int(args[0]) / 1e9)
+            self.log.append("hold")
+
+        return hold
+
+    def Event(self) -> StandInEvent:
+        return StandInEvent(self.log)
+
+    def get_elapsed_time(self, start: StandInEvent, stop: StandInEvent) -> float:
+        return 5.0
+
+
+def test_the_gpu_clock_queues_work_between_events_behind_a_waiting_kernel() -> None:
+    cupy = StandInCuPy()
+    assert CudaClock(cupy).work_s(lambda: cupy.log.append("work")) == 5e-3
+    assert cupy.log[-5:] == ["hold", "record", "work", "record", "synchronize"]
+
+
+def test_the_gpu_clock_measures_again_when_the_host_was_slower_than_the_wait() -> None:
+    cupy = StandInCuPy()
+    clock = CudaClock(cupy)
+    clock.work_s(lambda: time.sleep(0.01))
+    assert cupy.log.count("hold") >= 2
+    assert cupy.held_s[0] < 0.01 < cupy.held_s[-1]
+    times = cupy.log.count("hold")
+    clock.work_s(lambda: time.sleep(1.0))  # longer than any wait: it gives up, and does not go on for ever
+    assert cupy.log.count("hold") <= times + 3
 
 
 # ---- what counts
