@@ -293,9 +293,8 @@ class _Sweep:
         self.small_s: float | None = None
         if settings.compare_mpi:
             small = Runner(plain_all_reduce(rank.rivals, SMALL_BYTES))
-            self.small_s = self._time([small], settings.rounds, "MPI's small all-reduce", self._probing)[
-                0
-            ].median_s
+            (timing,) = self._time([small], settings.rounds, "MPI's small all-reduce", self._probing)
+            self.small_s = timing.median_s
 
     def _time(self, runners: list[Runner], rounds: int, what: str, clock: RankClock) -> list[Timing]:
         return take_turns(runners, rounds, clock, say=lambda turn: self._say(f"{what}, {turn}"))

@@ -51,7 +51,7 @@ def lines_of(rows: Sequence[Row]) -> dict[str, list[tuple[int, float, float]]]:
     found: dict[str, list[tuple[int, float, float]]] = {}
     for row in rows:
         series, at = row.facts.get("series"), row.facts.get("at")
-        if series is None or not at:
+        if series is None or not at or row.facts.get("cycle"):
             continue
         busbw = row.facts.get("busbw_gb_per_s") or 0.0
         found.setdefault(series, []).append((at, row.median_s, busbw))

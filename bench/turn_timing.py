@@ -267,9 +267,10 @@ def take_turns(
     samples: list[list[Any]] = [[] for _ in runners]
     start_s = time.perf_counter()
     while True:
+        done = len(samples[0])
         with _no_collection():  # collecting takes longer than most measurements here
-            for turn in range(-warm if not samples[0] else 0, rounds):
-                say("warming up" if turn < 0 else f"round {len(samples[0]) + 1} of {rounds}")
+            for turn in range(0 if done else -warm, rounds):
+                say("warming up" if turn < 0 else f"round {done + turn + 1} of {done + rounds}")
                 for index in range(len(runners)) if order is None else order(turn):
                     sample = clock.batch(runners[index], calls[index])
                     if turn >= 0:
