@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from typing import Any, Literal, Protocol
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import numpy as np
 
-from lowshard.bench.turn_timing import Clock, Copy, HostClock, Work
+from lowshard.bench.turn_timing import HostClock, ProcessClock, Work
 from lowshard.errors import BufferMismatchError, DependencyError
 from lowshard.kernels.buffer import Array, allocate
 
@@ -27,32 +28,13 @@ _FIRST_HOLD_S = 2e-4
 _LONGEST_HOLD_S = 0.2
 
 
-class Device(Protocol):
-    """A place to measure in."""
-
-    kind: Kind
-    clock: Clock
-
-    def put(self, array: np.ndarray[Any, Any]) -> Array:
-        """Return a copy of the array there."""
-
-    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        """Return a new array there, not filled."""
-
-    def copy_work(self, dst: Array, src: Array) -> Work:
-        """Return the copy between two contiguous uint8 arrays that is the yardstick there."""
-
-    def free_bytes(self) -> int | None:
-        """Return the memory that is free there, or None where nobody says."""
-
-
 class HostDevice:
     """NumPy arrays, one thread, `numpy.copyto` (which is the C library's memcpy)."""
 
     kind: Kind = "cpu"
 
     def __init__(self) -> None:
-        self.clock: Clock = HostClock()
+        self.clock: ProcessClock = HostClock()
 
     def put(self, array: np.ndarray[Any, Any]) -> Array:
         """Return a copy that begins on a cache line; arrays that NumPy makes begin 16 bytes after one."""
@@ -95,7 +77,7 @@ class CudaDevice:
         import cupy
 
         self._cupy = cupy
-        self.clock: Clock = CudaClock(cupy)
+        self.clock: ProcessClock = CudaClock(cupy)
 
     def put(self, array: np.ndarray[Any, Any]) -> Array:
         """Return a copy on the GPU."""
@@ -115,7 +97,7 @@ class CudaDevice:
         return int(self._cupy.cuda.runtime.memGetInfo()[0])
 
 
-class CudaClock:
+class CudaClock(ProcessClock):
     """Times work between two events on the current stream."""
 
     def __init__(self, cupy: Any) -> None:
@@ -147,6 +129,18 @@ class CudaClock:
         return time.perf_counter() - begin
 
 
+@dataclass(frozen=True)
+class Copy:
+    """A copy, which reads each of its bytes once and writes it once."""
+
+    run: Work
+    copied_bytes: int
+
+
+Device = HostDevice | CudaDevice
+"""A place to measure in."""
+
+
 class Yardstick:
     """Copies of any size up to a largest one, between two buffers that have been written before."""
 
@@ -161,8 +155,6 @@ class Yardstick:
     def copy(self, moved_bytes: int, times: int = 1) -> Copy:
         """Return the copy that reads and writes as many bytes in total."""
         each = -(-moved_bytes // (2 * times))
-        if each > self._src.size:
-            raise BufferMismatchError(f"a copy has at most {self._src.size} bytes here, got {each}")
         run = self._device.copy_work(self._dst[:each], self._src[:each])
         return Copy(run if times == 1 else _repeated(run, times), each * times)
 
@@ -185,13 +177,12 @@ def why_no_gpu() -> str | None:
     return None if count else "CuPy sees no CUDA device"
 
 
-def require_memory(device: Device, need_bytes: int) -> None:
-    """Raise BufferMismatchError when a measurement's buffers would not fit."""
-    free = device.free_bytes()
+def require_memory(need_bytes: int, free: int | None, option: str = "--size", where: str = "host") -> None:
+    """Raise BufferMismatchError when a measurement's buffers would not fit into what is free."""
     if free is not None and need_bytes > free:
         raise BufferMismatchError(
-            f"the buffers of this measurement take {need_bytes / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free on "
-            f"the {'GPU' if device.kind == 'cuda' else 'host'}; pass a smaller --size"
+            f"the buffers of this measurement take {need_bytes / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free on the "
+            f"{where}; pass a smaller {option}"
         )
 
 

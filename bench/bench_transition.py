@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -25,14 +24,6 @@ _WHOLE = 4096
 
 ONE_AXIS = ("S0->R", "S1->R", "R->S0", "S0->S1", "P->R", "P->S0")
 TWO_AXES = ("S0,R->R,S0", "S0,S1->S1,S0", "P,S0->R,S1", "S0,S0->R,R")
-
-GATHER_LIMITS = {False: 1.3, True: 1.8}
-"""By whether the array has 256 MB or more; there a plain copy writes past the caches by itself."""
-_LIMITS = {
-    "S0->S1": 1.4, "P->R": 1.5, "P->S0": 1.4, "S0,R->R,S0": 1.4, "S0,S1->S1,S0": 1.4, "P,S0->R,S1": 1.4,
-}  # fmt: skip
-PRIVATE_EXTRA = 1.2
-"""What one more pass may add where the source lies in ordinary memory."""
 
 
 @dataclass(frozen=True)
@@ -69,16 +60,6 @@ class Transition:
         """Ranks that share the folding of what all of them hold afterwards."""
         before, after = self.placements
         return math.prod(n for n, p, q in zip(self.grid, before, after, strict=True) if p == "P" and q == "R")
-
-    def limit(self, private: bool = False) -> float | None:
-        """Return the multiple of the floor that is promised, or None."""
-        if self.side * self.side * 4 < 64 << 20:
-            return None
-        large = self.side * self.side * 4 >= 256 << 20
-        found = _LIMITS.get(self.name)
-        if found is None and self.name in ("S0->R", "S1->R", "S0,S0->R,R"):
-            found = GATHER_LIMITS[large]
-        return None if found is None else found + (PRIVATE_EXTRA if private else 0.0)
 
     def value(self, box: Sequence[tuple[int, int]], terms: int = 1) -> np.ndarray:
         """Return what a box of the matrix holds, times so many; small whole numbers, exact in fp32."""
@@ -135,26 +116,3 @@ class Floor:
 def floor_of(transition: Transition, out_elems: int) -> Floor:
     """Return the floor of a transition on a rank that holds so many elements afterwards."""
     return Floor(out_elems, transition.terms, transition.spread)
-
-
-def mpi_way(mpi_comm: Any, transition: Transition, local: np.ndarray, out: np.ndarray) -> Any:
-    """Return what one writes with mpi4py alone for a transition; None where one call, of equal parts, is not enough."""
-    ranks, side = int(mpi_comm.Get_size()), transition.side
-    if side % ranks or "," in transition.name:
-        return None
-    rows, cols = side // ranks, side // ranks
-    if transition.name == "S0->R":
-        return lambda: mpi_comm.Allgather(local, out)
-    if transition.name == "P->R":
-        return lambda: mpi_comm.Allreduce(local, out)
-    if transition.name == "P->S0":
-        return lambda: mpi_comm.Reduce_scatter_block(local, out)
-    if transition.name == "S0->S1":
-        packed = np.zeros((ranks, rows, cols), np.float32)
-
-        def pack_and_send() -> None:
-            np.copyto(packed, local.reshape(rows, ranks, cols).transpose(1, 0, 2))
-            mpi_comm.Alltoall(packed, out)  # blocks come by source rank, which is their place
-
-        return pack_and_send
-    return None

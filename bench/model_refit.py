@@ -8,44 +8,34 @@ import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from lowshard import dtypes
-from lowshard.bench.bench_device import HostDevice
-from lowshard.bench.bench_meeting import timed
-from lowshard.bench.bench_seat import Say, Seat
-from lowshard.bench.memcpy import BesideMemcpy
-from lowshard.bench.refit_rival import GatherAndBroadcast, TensorByTensor
+from lowshard.bench.bench_device import HostDevice, require_memory
+from lowshard.bench.bench_limits import GATHERED
+from lowshard.bench.bench_report import Beside, Limit, Report, Row, Spread
+from lowshard.bench.bench_world import Progress, Rank
+from lowshard.bench.machine import rank_facts
+from lowshard.bench.rival_mpi import GatherAndBroadcast, TensorByTensor
+from lowshard.bench.turn_timing import Runner, take_turns
+from lowshard.box import intersect, split_interval
 from lowshard.errors import LowshardError, VerificationError
+from lowshard.mesh import DeviceMesh
 from lowshard.reading import reader
+from lowshard.tiling import Tile, Tiling
 
 SAMPLE = "sample"
 """The model that is made up: of Llama's names, as large as --size says."""
 SAMPLE_HIDDEN = 1024
-LEAST_GAIN = 2.0
-"""How many times as long gathering and broadcasting takes as a dense refit, at least: promised."""
 _DENSE = "dense"
 _SETS = 7
 """Destinations: two of each refit, one of the rivals, two of the copy; of sources two, with a delta's copy."""
 
 Shapes = dict[str, tuple[str, tuple[int, ...]]]
-
-
-@dataclass(frozen=True)
-class WayRow(BesideMemcpy):
-    """One way to bring a version, measured."""
-
-    way: str
-    changed: float
-    sent_bytes: int
-    least_bytes: int
-    seconds: tuple[float, ...]
-    memcpy_s: tuple[float, ...]
-    pause_s: float
-    phases: Mapping[str, float]
 
 
 @dataclass(frozen=True)
@@ -87,15 +77,14 @@ class ModelSpec:
 
     def tables(self) -> tuple[dict[str, Any], dict[str, Any], int]:
         """Return the layouts of both sides by name, and the number of ranks."""
-        from lowshard.weights.checkpoint_grid import Grid
         from lowshard.weights.name_pattern import NamePatterns, Sizes
 
         patterns, sizes = NamePatterns.load(self.strategies), Sizes(*self.heads)
-        trains, serves = Grid.parse(self.trains), Grid.parse(self.serves)
+        trains, serves = grid_of(self.trains), grid_of(self.serves)
         at = 0 if self.together else trains.num_ranks
         return (
-            _layouts(trains.tilings(self.shapes, patterns, sizes), 0),
-            _layouts(serves.tilings(self.shapes, patterns, sizes), at),
+            _layouts(trains, trains.tilings(self.shapes, patterns, sizes), 0),
+            _layouts(serves, serves.tilings(self.shapes, patterns, sizes), at),
             max(trains.num_ranks, at + serves.num_ranks),
         )
 
@@ -154,32 +143,75 @@ def _of_checkpoint(path: Path) -> tuple[Shapes, tuple[int | None, int | None]]:
     return found, (sizes.num_heads, sizes.num_kv_heads)
 
 
-def _layouts(tilings: Mapping[str, tuple[Any, Any]], offset: int) -> dict[str, Any]:
+def grid_of(text: str) -> Any:
+    """Return the grid of a text such as `fsdp=2,tp=2`, outermost axis first: as of `lowshard reshard`, or with fsdp."""
+    from lowshard.weights.checkpoint_grid import Grid
+
+    tokens = [token.strip() for token in text.split(",")]
+    at = next((i for i, token in enumerate(tokens) if token.startswith("fsdp=")), None)
+    if at is None:
+        return Grid.parse(text)
+    number = tokens.pop(at).partition("=")[2]
+    if not (number.isdecimal() and 0 < int(number) <= 1 << 20):
+        raise LowshardError(f"a grid reads like 'fsdp=2,tp=2', got {text!r}")
+    axes = list(Grid.parse(",".join(tokens)).axes if tokens else ())
+    axes.insert(at, ("fsdp", int(number)))
+    return Grid(tuple(axes))
+
+
+def _layouts(grid: Any, tilings: Mapping[str, tuple[Any, Any]], offset: int) -> dict[str, Any]:
     from lowshard.reshard import TensorLayout
 
-    return {n: TensorLayout.from_tiling(tiling).shifted(offset) for n, (tiling, _) in tilings.items()}
+    found = {}
+    for name, (tiling, _) in tilings.items():
+        if "fsdp" in dict(grid.axes):
+            tiling = _cut_rows(tiling, grid.mesh)
+        found[name] = TensorLayout.from_tiling(tiling).shifted(offset)
+    return found
 
 
-def measure_model(seat: Seat, request: Any) -> Any:
-    """Measure every way; rows on rank 0. Collective: all ranks of the seat call this."""
-    say = Say("refit", seat.meeting.rank == 0)
-    with seat.open("auto") as place:
-        measured = _Measured(place, request, say)
-        rows = measured.rows()
-    return rows if seat.meeting.rank == 0 else None
+def _cut_rows(tiling: Tiling, mesh: DeviceMesh) -> Tiling:
+    """Return a tiling in which ranks along `fsdp` share the rows (dim 0) that each of them holds here."""
+    if not tiling.shape:
+        return tiling
+    tiles, shapes = [], []
+    for rank in range(tiling.num_ranks):
+        shape, place = tiling.local_shape(rank), mesh.coord(rank)[mesh.axis_index("fsdp")]
+        start, stop = split_interval((0, shape[0]), mesh.axis_size("fsdp"), place, "balanced")
+        kept = []
+        for tile in tiling.tiles(rank):
+            common = intersect(tile.local, ((start, stop), *tile.local[1:]))
+            if common is not None:
+                low, high = common[0]
+                moved = tile.box[0][0] - tile.local[0][0]
+                rows = (low + moved, high + moved)
+                kept.append(Tile((rows, *tile.box[1:]), ((low - start, high - start), *common[1:])))
+        tiles.append(tuple(kept))
+        shapes.append((stop - start, *shape[1:]))
+    return Tiling(tiling.shape, tiling.dtype, tuple(tiles), tuple(shapes))
+
+
+def measure_model(rank: Rank, request: Any) -> Any:
+    """Measure every way; the report on rank 0. Collective: all ranks call this."""
+    say = Progress("refit", rank.host.rank == 0)
+    with rank.open("auto") as comm:
+        machine = rank_facts(rank.host, comm, rank.mpi_comm)
+        rows = _Measured(rank, comm, request).rows(say)
+    settings = {key: request[key] for key in ("rounds", "changed", "seed")}
+    settings |= {key: request["model"][key] for key in ("trains", "serves", "strategies", "together")}
+    return Report("refit", machine, settings, tuple(rows)).to_json() if rank.host.rank == 0 else None
 
 
 class _Measured:
     """One rank's arrays and the ways that move them."""
 
-    def __init__(self, place: Any, request: Any, say: Callable[[str], object]) -> None:
+    def __init__(self, rank: Rank, comm: Any, request: Any) -> None:
         from lowshard.reshard import Refit, build_reshard_plan
 
-        self._place, self._request, self._say = place, request, say
-        self._comm, self._meeting = place.comm, place.meeting
+        self._rank, self._host, self._comm, self._request = rank, rank.host, comm, request
         self._src, self._dst, size = ModelSpec.from_json(request["model"]).tables()
-        if size != self._comm.size:
-            raise LowshardError(f"these grids have {size} ranks, the job has {self._comm.size}")
+        if size != comm.size:
+            raise LowshardError(f"these grids have {size} ranks, the job has {comm.size}")
         self._gets = self._local_bytes(self._dst)
         self._require_memory()
         self._plan = build_reshard_plan(self._src, self._dst)
@@ -188,65 +220,94 @@ class _Measured:
         self._copied = np.ones(self._gets, np.uint8), np.ones(self._gets, np.uint8)
         self._plain = self._arrays(self._dst, 0)
         self._refits = {
-            delta: Refit(self._plan, self._comm, self._given, self._arrays(self._dst, 0), delta=delta)
+            delta: Refit(self._plan, comm, self._given, self._arrays(self._dst, 0), delta=delta)
             for delta in ("off", "auto")
         }
         self._version = 0
 
-    def rows(self) -> list[dict[str, Any]]:
-        """Return the rows, as plain data."""
-        shares = [percent / 100 for percent in self._request["changed"]]
-        rivals = [made(self._plan, self._given, self._plain, self._place.mpi_comm)
+    def rows(self, say: Callable[[str], object]) -> list[Row]:
+        """Return the rows."""
+        rounds = self._request["rounds"]
+        rivals = [made(self._plan, self._given, self._plain, self._rank.rivals)
                   for made in (GatherAndBroadcast, TensorByTensor)]  # fmt: skip
+        shares = [percent / 100 for percent in self._request["changed"]]
         ways = [(_DENSE, 1.0, "off"), *((f"delta, {100 * s:g} %", s, "auto") for s in shares)]
-        kept: dict[str, list[dict[str, Any]]] = {}
-        for turn in range(self._request["rounds"] + 1):  # the first one warms
-            self._say(f"round {turn} of {self._request['rounds']}" if turn else "warming up")
-            is_last = turn == self._request["rounds"]
-            for way, share, delta in ways:
-                # After one that went whole the next goes whole, and the one after it finds the second set to be copied.
-                for _ in range(2 if delta == "auto" else 0):
-                    self._change(share)
-                    self._refit(delta)
-                self._change(share)
-                kept.setdefault(way, []).append(self._refit(delta))
-                if is_last:
-                    self._require_same(way, self._refits[delta].weights)
-            for rival in rivals:
-                seconds, copy_s = self._timed(rival)
-                kept.setdefault(rival.name, []).append({"s": seconds, "copy_s": copy_s, "pause_s": seconds})
-                if is_last:
-                    self._require_same(rival.name, self._plain)
+        kept: dict[str, list[dict[str, Any]]] = {way: [] for way, _, _ in ways}
+        one, two = self._copied
+        copy = Runner(lambda: np.copyto(two, one))
+        runners: list[Runner] = []
+        for way, share, delta in ways:
+            runners += [self._runner(way, share, delta, kept[way]), copy]
+        for rival in rivals:
+            check = partial(self._require_same, rival.name, self._plain)
+            runners += [Runner(rival, after=self._in_last_round(check)), copy]
+        clock = self._rank.clock()
+        timings = take_turns(runners, rounds, clock, warm=1, say=say)
         for refit in self._refits.values():
             refit.close()
-        dense_bytes = sum(self._plan.received_bytes(rank) for rank in self._plan.ranks)
+        dense, dense_bytes = timings[0], sum(self._plan.received_bytes(rank) for rank in self._plan.ranks)
         rows = []
-        for way, share, _ in ways:
-            rounds = kept[way][1:]
-            rows.append(_row(way, share, rounds, _median(rounds, "sent"), _median(rounds, "least")))
-        rows += [_row(r.name, 1.0, kept[r.name][1:], r.sent_bytes, dense_bytes) for r in rivals]
+        names = [*(way for way, _, _ in ways), *(rival.name for rival in rivals)]
+        for index, (name, own, other) in enumerate(zip(names, timings[::2], timings[1::2], strict=True)):
+            if name in kept:
+                found = _medians(kept[name][1:]) | {"changed": ways[index][1]}
+            else:
+                sent = rivals[index - len(ways)].sent_bytes
+                found = {"sent": sent, "least_bytes": dense_bytes, "pause_s": own.median_s, "changed": 1.0}
+            beside = {"memcpy": Beside(other), "dense": Beside(dense)}
+            limits: tuple[Limit, ...] = ()
+            if name == GatherAndBroadcast.name:
+                gain = Spread.of(own.over(dense)).median
+                limits = (Limit("x dense", gain, GATHERED, at_least=True),)
+            rows.append(Row(name, int(found.pop("sent")), own, beside, limits, {"way": name, **found}))
         return rows
 
-    def _refit(self, delta: str) -> dict[str, Any]:
-        """Bring one version to all ranks; return what it cost."""
+    def _runner(self, way: str, share: float, delta: str, kept: list[dict[str, Any]]) -> Runner:
+        """Return what brings one version to all ranks and notes what it cost."""
+
+        def before() -> None:
+            # After one that went whole the next goes whole, and the one after it finds the second set to be copied.
+            for _ in range(2 if delta == "auto" else 0):
+                self._change(share)
+                self._refit(delta)
+            self._change(share)
+
+        check = self._in_last_round(lambda: self._require_same(way, self._refits[delta].weights))
+
+        def after() -> None:
+            kept.append(self._cost(delta))
+            check()
+
+        return Runner(partial(self._refit, delta), before=before, after=after)
+
+    def _in_last_round(self, check: Callable[[], object]) -> Callable[[], None]:
+        left = self._request["rounds"] + 1  # the first one warms
+
+        def count() -> None:
+            nonlocal left
+            left -= 1
+            if not left:
+                check()
+
+        return count
+
+    def _refit(self, delta: str) -> None:
         refit = self._refits[delta]
-        call = refit.push if self._given else refit.pull
         self._version += 1
-        seconds, copy_s = self._timed(lambda: call(self._version))
-        own = refit.report()
+        (refit.push if self._given else refit.pull)(self._version)
+
+    def _cost(self, delta: str) -> dict[str, Any]:
+        """Return what the last version cost, over all ranks. Collective."""
+        own = self._refits[delta].report()
         moves = [m for moves in self._plan.for_rank(self._comm.rank).sends.values() for m in moves]
         share = own["changed_elems"] / max(1, sum(m.elems for m in moves))
-        said = self._meeting.exchange((own, round(share * sum(map(self._plan.move_bytes, moves)))))
+        said = self._host.exchange((own, round(share * sum(map(self._plan.move_bytes, moves)))))
         names = dict.fromkeys(name for report, _ in said for name in report["phases"])
         return {
-            "s": seconds, "copy_s": copy_s, "pause_s": max(report["pause_s"] for report, _ in said),
-            "sent": sum(report["sent_bytes"] for report, _ in said), "least": sum(least for _, least in said),
+            "pause_s": max(report["pause_s"] for report, _ in said),
+            "sent": sum(report["sent_bytes"] for report, _ in said), "least_bytes": sum(least for _, least in said),
             "phases": {name: max(r["phases"].get(name, 0.0) for r, _ in said) for name in names},
         }  # fmt: skip
-
-    def _timed(self, call: Callable[[], object]) -> tuple[float, float]:
-        one, two = self._copied
-        return timed(self._meeting, call), timed(self._meeting, lambda: np.copyto(two, one))
 
     # ---- arrays
 
@@ -277,16 +338,10 @@ class _Measured:
     def _require_memory(self) -> None:
         """Raise where the ranks of a host need more memory than it has. Collective."""
         own = 2 * self._local_bytes(self._src) + _SETS * self._gets
-        said = self._meeting.exchange((socket.gethostname(), own, HostDevice().free_bytes()))
-        needs: dict[str, int] = {}
-        for host, need, _ in said:
-            needs[host] = needs.get(host, 0) + need
+        said = self._host.exchange((socket.gethostname(), own, HostDevice().free_bytes()))
         for host, _, free in said:
-            if free is not None and needs[host] > free:
-                raise LowshardError(
-                    f"the ranks of {host} need {needs[host] / 1e9:.1f} GB for this model, {free / 1e9:.1f} GB are "
-                    "free: take a smaller model, or more hosts"
-                )
+            need = sum(bytes_ for name, bytes_, _ in said if name == host)
+            require_memory(need, free, "model, or take more hosts", host)
 
     def _local_bytes(self, table: Mapping[str, Any]) -> int:
         own = [layout for layout in table.values() if self._comm.rank in layout]
@@ -311,51 +366,13 @@ def _bits(array: Any) -> Any:
     return array.reshape(-1).view(f"u{array.dtype.itemsize}")
 
 
-def _median(rounds: Sequence[Mapping[str, Any]], key: str) -> int:
-    return int(np.median([one[key] for one in rounds]))
-
-
-def _row(
-    way: str, changed: float, rounds: Sequence[Mapping[str, Any]], sent_bytes: int, least_bytes: int
-) -> dict[str, Any]:
-    phases = dict.fromkeys(name for one in rounds for name in one.get("phases", {}))
-    return {
-        "way": way, "changed": changed, "sent_bytes": sent_bytes, "least_bytes": least_bytes,
-        "seconds": [one["s"] for one in rounds], "memcpy_s": [one["copy_s"] for one in rounds],
-        "pause_s": float(np.median([one["pause_s"] for one in rounds])),
+def _medians(rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the medians over rounds of what a version cost."""
+    phases = dict.fromkeys(name for one in rounds for name in one["phases"])
+    found = {
+        key: float(np.median([one[key] for one in rounds])) for key in ("pause_s", "sent", "least_bytes")
+    }
+    return found | {
+        "least_bytes": int(found["least_bytes"]),
         "phases": {n: float(np.median([one["phases"].get(n, 0.0) for one in rounds])) for n in phases},
-    }  # fmt: skip
-
-
-def show_ways(rows: Sequence[WayRow]) -> str:
-    """Return the table."""
-    head = f"{'way':<20}{'sent MB':>9}{'x least':>9}{'ms':>9}{'x memcpy':>10}{'x dense':>9}{'pause ms':>10}"
-    dense = next(row for row in rows if row.way == _DENSE)
-    lines = [head]
-    lines += [
-        f"{row.way:<20}{row.sent_bytes / 1e6:>9.2f}{row.sent_bytes / max(1, row.least_bytes):>9.2f}"
-        f"{row.median_s * 1e3:>9.1f}{row.ratio:>10.2f}{gain(row, dense):>9.2f}{row.pause_s * 1e3:>10.3f}"
-        for row in rows
-    ]
-    phases = ((row.way, {n: s for n, s in row.phases.items() if s >= 0.05 * row.median_s}) for row in rows)
-    lines += [
-        f"{way}: " + ", ".join(f"{name} {s * 1e3:.1f} ms" for name, s in found.items())
-        for way, found in phases if found
-    ]  # fmt: skip
-    return "\n".join(lines)
-
-
-def gain(row: WayRow, dense: WayRow) -> float:
-    """Return how many times as long a way takes as a dense refit: the median over rounds."""
-    return float(np.median([a / b for a, b in zip(row.seconds, dense.seconds, strict=True)]))
-
-
-def misses(rows: Sequence[WayRow]) -> list[str]:
-    """Return what is promised and does not hold, in words."""
-    named = {row.way: row for row in rows}
-    found = gain(named[GatherAndBroadcast.name], named[_DENSE])
-    if found >= LEAST_GAIN:
-        return []
-    return [
-        f"gathering and broadcasting takes {found:.2f} times as long as a dense refit, {LEAST_GAIN:g} are promised"
-    ]
+    }

@@ -16,6 +16,7 @@ from lowshard.launch.check_library import check_kernels, check_libraries, check_
 from lowshard.launch.check_machine import check_cuda, check_gpus, check_machine
 from lowshard.launch.check_mpi import check_mpi, check_sharing
 from lowshard.launch.doctor_finding import Check
+from lowshard.plain_console import add_json_argument, put_json
 from lowshard.settings import SETTINGS
 
 __all__ = ["Check", "add_doctor_parser", "doctor", "examine"]
@@ -35,7 +36,7 @@ def add_doctor_parser(
         "  lowshard doctor --settings  every environment variable that lowshard reads",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object in place of the table")
+    add_json_argument(parser)
     parser.add_argument(
         "--settings", action="store_true", help="print the environment variables and their values"
     )
@@ -50,9 +51,8 @@ def doctor(args: argparse.Namespace) -> int:
         return 0
     checks = examine()
     works = all(check.status == "ok" for check in checks if check.required)
-    if args.json:
-        print(json.dumps({"cpu_path_works": works, "checks": [asdict(check) for check in checks]}, indent=2))
-    else:
+    found = {"cpu_path_works": works, "checks": [asdict(check) for check in checks]}
+    if not put_json(args.json, lambda: json.dumps(found, indent=2)):
         print_table(checks, works)
     return 0 if works else 1
 
@@ -79,15 +79,14 @@ def examine() -> list[Check]:
     ]
 
 
-def _print_settings(as_json: bool) -> None:
+def _print_settings(target: str | None) -> None:
     """Prints each setting with what it may be, what it is now and what it means."""
-    if as_json:
-        rows = [
-            {"name": s.name, "value": s.text(), "is_set": s.is_set(), "default": s.default, "values": s.values,
-             "meaning": s.meaning}
-            for s in SETTINGS
-        ]  # fmt: skip
-        print(json.dumps(rows, indent=2))
+    rows = [
+        {"name": s.name, "value": s.text(), "is_set": s.is_set(), "default": s.default, "values": s.values,
+         "meaning": s.meaning}
+        for s in SETTINGS
+    ]  # fmt: skip
+    if put_json(target, lambda: json.dumps(rows, indent=2)):
         return
     for setting in SETTINGS:
         now = f"{setting.text()!r}, from the environment" if setting.is_set() else repr(setting.default)

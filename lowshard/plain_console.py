@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-__all__ = ["busy", "make_console", "print_table", "transfer"]
+__all__ = ["add_json_argument", "busy", "make_console", "print_table", "put_json", "transfer"]
 
 _QUIET_S = 2.0
 
@@ -67,3 +69,28 @@ def transfer(command: str, label: str, total_bytes: int) -> Iterator[Callable[[i
     with progress.Progress(text, *columns, console=make_console(stderr=True)) as bar:
         task = bar.add_task(label, total=total_bytes)
         yield lambda done_bytes: bar.update(task, completed=min(done_bytes, total_bytes))
+
+
+def add_json_argument(parser: argparse._ActionsContainer) -> None:
+    """Add `--json`, which means the same in every command."""
+    parser.add_argument(
+        "--json", nargs="?", const="-", type=_json_target, metavar="FILE",
+        help="write JSON to FILE beside the table; -, or no FILE: print it, and no table",
+    )  # fmt: skip
+
+
+def put_json(target: str | None, text: Callable[[], str]) -> bool:
+    """Print or write JSON as `--json` asks; return whether it stands in the table's place."""
+    if target == "-":
+        print(text())
+    elif target is not None:
+        Path(target).write_text(f"{text()}\n", encoding="utf-8")
+    return target == "-"
+
+
+def _json_target(text: str) -> str:
+    """Return a path in a folder that is there, or -."""
+    path = Path(text)
+    if text != "-" and (text.startswith("~") or path.is_dir() or not path.absolute().parent.is_dir()):
+        raise argparse.ArgumentTypeError(f"expected a file in a folder that is there, got {text!r}")
+    return text

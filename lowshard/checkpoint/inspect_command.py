@@ -6,12 +6,14 @@ import argparse
 import json
 import os
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lowshard.argument import one_line
 from lowshard.box import Box, box_text
 from lowshard.errors import CheckpointError
+from lowshard.plain_console import add_json_argument, put_json
 
 if TYPE_CHECKING:
     from lowshard.checkpoint.overview import Overview, TensorView
@@ -47,7 +49,7 @@ def add_inspect_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentP
     parser.add_argument("tensor", metavar="TENSOR", nargs="?", help="show this tensor alone")
     parser.add_argument("--verify", action="store_true", help="read the data; compare checksums and digests")
     parser.add_argument("--all", action="store_true", help="a line for each tensor, not one for all layers")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_json_argument(parser)
     parser.set_defaults(func=run)
 
 
@@ -69,10 +71,9 @@ def run(args: argparse.Namespace) -> int:
         with transfer("inspect", "comparing checksums", total) as update:
             overview = verified(overview, {t.name for t in chosen}, update)
         chosen = overview.tensors if args.tensor is None else (overview.tensor(args.tensor),)
-    if args.json:
-        whole = args.tensor is None
-        print(json.dumps(overview.to_json() if whole else tensor_json(chosen[0]), indent=1))
-    else:
+    whole = args.tensor is None
+    found = overview.to_json if whole else partial(tensor_json, chosen[0])
+    if not put_json(args.json, lambda: json.dumps(found(), indent=1)):
         shown = _table(overview, args.all) if args.tensor is None else _one(overview, chosen[0])
         for line in (
             *shown,

@@ -15,6 +15,7 @@ from typing import Any
 
 from lowshard.errors import VerificationError
 from lowshard.flag_value import count_of, folder_of, seconds_of, write_whole
+from lowshard.plain_console import add_json_argument, put_json
 
 DESCRIPTION = """\
 Runs the main job on a real checkpoint, on ranks it starts itself. Each rank reads its own byte ranges of the
@@ -50,7 +51,7 @@ def add_demo_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentPars
         "-o", "--out", type=folder_of, default="lowshard-demo", metavar="DIR",
         help="folder for demo.json and demo.png (default ./lowshard-demo)",
     )  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="print the report as JSON instead of a table")
+    add_json_argument(parser)
     parser.add_argument("--no-picture", action="store_true", help="write no demo.png")
     parser.add_argument(
         "--timeout", type=seconds_of, default=600.0, metavar="S", help="end the job after S seconds (default 600)"
@@ -109,8 +110,7 @@ def _show(report: dict[str, Any], args: argparse.Namespace) -> None:
         from lowshard.demo.demo_picture import draw
 
         draw(report, args.out / "demo.png")
-    if args.json:
-        print(text)
+    if put_json(args.json, lambda: text):
         return
     render_table(report, make_console())
     print(f"written: {args.out / 'demo.json'}{'' if args.no_picture else ', ' + str(args.out / 'demo.png')}")

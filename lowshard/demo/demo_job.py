@@ -28,7 +28,7 @@ from lowshard.redistribute_plan import plan_redistribute
 from lowshard.reshard import MXFP8ReshardTransform, Refit, build_reshard_plan
 
 if TYPE_CHECKING:
-    from lowshard.bench.bench_seat import Seat
+    from lowshard.bench.bench_world import Rank
 
 Local = Mapping[str, np.ndarray]
 Layouts = dict[str, Layout]
@@ -45,15 +45,15 @@ def request_of(source: Source, tp: int | None) -> str:
     return json.dumps(asdict(source) | {"tp": tp}, default=str)
 
 
-def run(seat: Seat, request: str | Callable[[], str]) -> dict[str, Any]:
-    """Do the job and return its report; rank 0's request counts. Collective: all ranks of the seat call this."""
+def run(rank: Rank, request: str | Callable[[], str]) -> dict[str, Any]:
+    """Do the job and return its report; rank 0's request counts. Collective: all ranks call this."""
     text = request() if callable(request) else request
-    with seat.open("mpi") as place:
-        told = json.loads(share_text(place.comm, text)[0])
+    with rank.open("mpi") as comm:
+        told = json.loads(share_text(comm, text)[0])
         tp, config = told.pop("tp"), told.pop("config")
         for name in ("checkpoint", "tokenizer"):
             told[name] = told[name] and Path(told[name])
-        return _Job(Source(config=config and EncoderConfig(**config), **told), tp, place.comm).report()
+        return _Job(Source(config=config and EncoderConfig(**config), **told), tp, comm).report()
 
 
 def grid(world_size: int, tp: int | None, config: EncoderConfig | None) -> tuple[int, int]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from lowshard.errors import CheckpointError, RulesError
 from lowshard.flag_value import made_target_of
 from lowshard.nearest import nearest
-from lowshard.plain_console import busy, make_console
+from lowshard.plain_console import add_json_argument, busy, make_console, put_json
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -103,7 +103,7 @@ def add_rules_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentPar
     compare.add_argument("a", metavar="A", help="a dump file, or a folder of dumps")
     compare.add_argument("b", metavar="B", nargs="?", help="the other one")
     _add_rules(compare, required=False)
-    compare.add_argument("--json", action="store_true", help="print JSON")
+    add_json_argument(compare)
 
     explain = add("explain", "why a tensor is sharded as it is", _EXPLAIN, run_explain)
     explain.add_argument(
@@ -123,7 +123,7 @@ def add_rules_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentPar
         "--dtype", default="float32", help="of the tensors of a logical file (default float32)"
     )
     check.add_argument("--werror", action="store_true", help="warnings fail too")
-    check.add_argument("--json", action="store_true", help="print JSON")
+    add_json_argument(check)
 
 
 def _add_rules(parser: argparse.ArgumentParser, *, devices: bool = False, required: bool = True) -> None:
@@ -239,9 +239,9 @@ def run_compare(args: argparse.Namespace) -> int:
         pairs = [(read_dump(a / name), read_dump(Path(args.b, name))) for name in names]
     found = [compare_dumps(one, other) for one, other in pairs]
     same = not any(comparison.changes for comparison in found)
-    if args.json:
-        print(json.dumps({"same": same, "comparisons": [c.to_json() for c in found]}, indent=2))
-    else:
+    if not put_json(
+        args.json, lambda: json.dumps({"same": same, "comparisons": [c.to_json() for c in found]}, indent=2)
+    ):
         console = make_console()
         for line in "\n".join(map(str, found)).splitlines():
             style = "red" if line.startswith("    A ") else "green" if line.startswith("    B ") else ""
@@ -299,9 +299,7 @@ def run_check(args: argparse.Namespace) -> int:
         with busy("rules", "checking"):
             checked = rules.check(tensors, activations=activations, dtype=args.dtype, **_sizes(args))
         report = CheckReport.of([*report.findings, *checked.findings, *findings])
-    if args.json:
-        print(json.dumps(report.to_json(), indent=2))
-    else:
+    if not put_json(args.json, lambda: json.dumps(report.to_json(), indent=2)):
         console = make_console()
         _print_findings(report.findings, console)
         notes = len(report.findings) - len(report.errors) - len(report.warnings)

@@ -14,7 +14,7 @@ from lowshard.argument import brief
 from lowshard.errors import LayoutError, MeshError, ShardingError, SolverError
 from lowshard.mesh import DeviceMesh
 from lowshard.placement import MOST_DIGITS
-from lowshard.plain_console import busy, make_console
+from lowshard.plain_console import add_json_argument, busy, make_console, put_json
 from lowshard.solver.graph.bound_graph import BoundGraph
 from lowshard.solver.graph.graph_file import examples, load_graph
 from lowshard.solver.graph.graph_plan import HEADS, GraphPlan, folded, moved_bytes, rows, summary
@@ -82,7 +82,7 @@ def add_solve_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentPar
         "--run", action="store_true",
         help="prove it: run the plan on random arrays, a thread a rank, and compare with the unsharded result",
     )  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="print both plans as JSON")
+    add_json_argument(parser)
     parser.set_defaults(func=run_solve)
 
 
@@ -100,9 +100,7 @@ def run_solve(args: argparse.Namespace) -> int:
         _check_size(bound)
     with busy("solve", f"solving {len(bound.nodes)} ops on {mesh}"):
         plan, greedy, errors = _plans(solver, bound, mesh, args)
-    if args.json:
-        print(json.dumps(_json(plan, greedy, errors), indent=1))
-    else:
+    if not put_json(args.json, lambda: json.dumps(_json(plan, greedy, errors), indent=1)):
         _show(plan, greedy, errors)
     return 0
 

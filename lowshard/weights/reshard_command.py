@@ -21,6 +21,7 @@ from lowshard.argument import brief, one_line, printable
 from lowshard.argument import path as check_path
 from lowshard.checkpoint.commit import missing_folders, remove_leftovers
 from lowshard.errors import CheckpointError, LaunchError, VerificationError
+from lowshard.plain_console import add_json_argument, put_json
 from lowshard.settings import environment
 from lowshard.weights.checkpoint_convert import ConvertPlan, ConvertReport, Settings, convert
 
@@ -128,7 +129,7 @@ def add_reshard_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentP
     parser.add_argument(
         "--dry-run", action="store_true", help="show what would be written, and write nothing"
     )
-    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    add_json_argument(parser)
     parser.add_argument("--timeout", type=float, metavar="S", help="end the job after S seconds")
     parser.set_defaults(func=lambda args: run(args, parser.get_default))
 
@@ -241,12 +242,8 @@ def _write_delta(args: argparse.Namespace) -> int:
         if all(map(os.path.exists, (args.source, args.target))):
             error.exit_code = 1  # the request was right
         raise
-    if args.json:
-        print(
-            json.dumps(
-                asdict(report) | {"base": args.source, "next": args.target, "delta": args.out}, indent=1
-            )
-        )
+    found = asdict(report) | {"base": args.source, "next": args.target, "delta": args.out}
+    if put_json(args.json, lambda: json.dumps(found, indent=1)):
         return 0
     print(
         f"{args.out}: version {report.version} changes {report.changed_elems} elements of {report.changed_tensors} of "
@@ -313,13 +310,13 @@ def _bytes_to_handle(settings: Settings) -> int:
     return size * (2 if settings.verify else 1)
 
 
-def _show_plan(plan: ConvertPlan, as_json: bool) -> int:
+def _show_plan(plan: ConvertPlan, target: str | None) -> int:
     rows = [
         {"name": name, "dtype": tiling.dtype, "shape": list(tiling.shape), "strategy": said}
         for name, (tiling, said) in plan.saved.items()
     ]
-    if as_json:
-        print(json.dumps({"ranks": plan.num_ranks, "bytes": plan.total_bytes, "tensors": rows}, indent=1))
+    found = {"ranks": plan.num_ranks, "bytes": plan.total_bytes, "tensors": rows}
+    if put_json(target, lambda: json.dumps(found, indent=1)):
         return 0
     from rich.console import Console
     from rich.table import Table
@@ -334,9 +331,9 @@ def _show_plan(plan: ConvertPlan, as_json: bool) -> int:
     return 0
 
 
-def _show(report: ConvertReport, settings: Settings, as_json: bool) -> int:
-    if as_json:
-        print(json.dumps(asdict(report) | {"source": settings.source, "target": settings.target}, indent=1))
+def _show(report: ConvertReport, settings: Settings, target: str | None) -> int:
+    found = asdict(report) | {"source": settings.source, "target": settings.target}
+    if put_json(target, lambda: json.dumps(found, indent=1)):
         return 0
     print(
         f"{settings.target}: {report.tensors} tensors ({report.quantised} as MXFP8) in {report.files} files, "

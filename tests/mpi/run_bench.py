@@ -13,13 +13,11 @@ from typing import Any
 from mpi4py import MPI
 from support import mode
 
-from lowshard.bench.bench_seat import MpiSeat
-from lowshard.bench.case import Case, Request
+from lowshard.bench.bench_world import MpiHostComm, Rank
 from lowshard.bench.collective import measure_collective
-from lowshard.bench.operation import OPERATIONS
-from lowshard.bench.rival import Rival
-from lowshard.bench.rival import rival as call_of
-from lowshard.bench.sweep_setting import Settings, redop_list
+from lowshard.bench.collective_case import OPERATIONS, Case, Request, Settings
+from lowshard.bench.rival_mpi import Rival
+from lowshard.bench.rival_mpi import rival as call_of
 from lowshard.bench.value_pattern import Pattern, spoil
 
 SIZES = (96, 24576) if mode.full() else (96,)
@@ -44,7 +42,7 @@ def settings_of(form: dict[str, Any]) -> Settings:
     sizes = (0,) if op == "barrier" else SIZES
     plain = {
         "sizes": sizes,
-        "redops": redop_list(op, "sum"),
+        "redops": ("sum",) if OPERATIONS[op].reduces else (),
         "rounds": 2,
         "warmups": 1,
         "calls": 1,
@@ -53,10 +51,10 @@ def settings_of(form: dict[str, Any]) -> Settings:
     return Settings(**{**plain, **form})
 
 
-def check_rivals(seat: MpiSeat) -> None:
+def check_rivals(rank: Rank) -> None:
     """Demand of mpi4py's calls, in both placements, what is demanded of the communicator's."""
-    comm = seat.mpi_comm
-    with seat.open("mpi") as place:
+    comm = rank.mpi_comm
+    with rank.open("mpi") as measured:
         for op, operation in OPERATIONS.items():
             request = Request(
                 op, 960, "int32", "sum" if operation.reduces else None, root=operation.rooted * 1
@@ -71,20 +69,20 @@ def check_rivals(seat: MpiSeat) -> None:
                 rival.run()
                 wrong = 0
                 if rival.recv is not None:
-                    wrong = pattern.wrong(rival.recv, Case(place.comm, request, placement).segments())
+                    wrong = pattern.wrong(rival.recv, Case(measured, request, placement).segments())
                 assert comm.allreduce(wrong) == 0, (op, placement)
-    assert call_of(comm, Request("all_reduce", 64, "float32", "avg"), "out") is None
-    assert call_of(comm, Request("all_reduce", 64, "bfloat16", "sum"), "out") is None
-    assert call_of(comm, Request("all_gather", 64, "bfloat16"), "out") is not None
+    assert call_of(comm, Request("all_reduce", 64, "float32", "avg"), "out-of-place") is None
+    assert call_of(comm, Request("all_reduce", 64, "bfloat16", "sum"), "out-of-place") is None
+    assert call_of(comm, Request("all_gather", 64, "bfloat16"), "out-of-place") is not None
 
 
 def main() -> None:
     warnings.simplefilter("error")
-    seat = MpiSeat(MPI.COMM_WORLD)
+    rank = Rank(MpiHostComm(MPI.COMM_WORLD), MPI.COMM_WORLD)
     for form in FORMS:
         settings = settings_of(form)
-        say("sweep", measure_collective(seat, {"settings": settings.to_json(), "table": False}))
-    check_rivals(seat)
+        say("sweep", measure_collective(rank, {"settings": settings.to_json(), "table": False}))
+    check_rivals(rank)
     say("rivals", "right")
 
 

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from lowshard import dtypes
-from lowshard.bench.operation import ALL_REDOPS, OPERATIONS, uneven
-from lowshard.bench.sweep_setting import DTYPES, MORE_DTYPES
+from lowshard.bench.collective_case import ALL_REDOPS, DTYPES, MORE_DTYPES, OPERATIONS, uneven
 from lowshard.bench.value_pattern import PERIOD, Pattern, Segment, spoil
 from lowshard.comm.reduction import fold
 from lowshard.errors import LowshardError

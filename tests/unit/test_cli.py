@@ -96,10 +96,6 @@ def test_every_error_class_is_ours_and_a_builtin_too_with_a_documented_exit_code
 @pytest.mark.parametrize(
     ("argv", "command", "told"),
     [
-        ("bench all_reduce -b 8 -e 1M -f 2 -g 2", "bench all_reduce", "-g: .* --ranks N"),
-        ("bench all_gather -t4", "bench all_gather", "-t4: "),
-        ("bench all_reduce --nthreads=4", "bench all_reduce", "--nthreads: "),
-        ("bench all_reduce -R 1", "bench all_reduce", "-R: write --window"),
         ("bench allreduce", "bench", r"did you mean all_reduce"),
         ("bench all_reduce -d flaot32", "bench all_reduce", "did you mean float32"),
         ("reshrad a b", "", "did you mean reshard"),

@@ -7,7 +7,7 @@ from importlib import import_module
 from pathlib import Path
 
 from lowshard import comm as lc
-from lowshard.bench.operation import OPERATIONS
+from lowshard.bench.collective_case import OPERATIONS
 from lowshard.comm import Communicator
 from lowshard.comm.collectives import COLLECTIVES
 from lowshard.comm.communicator import Starter

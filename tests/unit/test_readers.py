@@ -60,15 +60,10 @@ ELSEWHERE = {
     "lowshard/selftest/step_setting.py": "settings for our own ranks",
     "launch/doctor_finding.py": "output of our own children",
     "launch/uplink.py": "the launcher, which knows the token",
-    "bench/bench_fsdp.py": "what our own ranks found",
-    "bench/bench_publish.py": "what our own processes answer",
-    "bench/publish_side.py": "what our own parent asks",
+    "bench/bench_publish.py": "what our own processes ask and answer",
     "bench/bench_world.py": "settings for our own ranks, and what they found",
-    "bench/fsdp_rival.py": "settings for our own ranks",
-    "bench/fsdp_step.py": "settings for our own ranks",
-    "bench/peer.py": "output of our own children",
-    "bench/peer_dtensor.py": "settings for our own ranks",
-    "bench/peer_jax.py": "settings for our own ranks",
+    "bench/rival_jax.py": "settings for our own ranks",
+    "bench/rival_torch.py": "settings for our own ranks",
 }
 
 

@@ -2,20 +2,172 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
+from itertools import accumulate
+from typing import Any, Literal
 
 import numpy as np
 
 from lowshard import dtypes
-from lowshard.bench.operation import OPERATIONS, Operation, Sizes, Uneven, uneven
-from lowshard.bench.sweep_setting import Placement, Settings
+from lowshard.bench.turn_timing import Combine, Work
 from lowshard.bench.value_pattern import Pattern, Segment, spoil
+from lowshard.errors import LowshardError
 
 Array = Any  # a NumPy or CuPy array
-Work = Callable[[], object]
+Placement = Literal["out-of-place", "in-place"]
+
+ALL_REDOPS = ("sum", "prod", "min", "max", "avg")
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One collective."""
+
+    name: str
+    reduces: bool = False
+    rooted: bool = False
+    shared: bool = False
+    out_of_place: bool = True
+    in_place: bool = True
+    whole_send: bool = True
+    whole_recv: bool = True
+
+    def sizes(self, size_bytes: int, itemsize: int, ranks: int) -> Sizes:
+        """Return the elements of each buffer for a size; one element a part at least."""
+        if self.name == "barrier":
+            return Sizes(0, 0, 0, 0)
+        parts = self.divides
+        each = max(1, size_bytes // itemsize // (ranks if parts else 1))
+        whole = each * ranks if parts else each
+        send, recv = whole if self.whole_send else each, whole if self.whole_recv else each
+        return Sizes(send, recv, each, whole * itemsize)
+
+    @property
+    def divides(self) -> bool:
+        """Whether the larger buffer is made of a part for each rank."""
+        return not (self.whole_send and self.whole_recv) or self.name.startswith("all_to_all")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Elements of a call."""
+
+    send: int
+    recv: int
+    count: int
+    size_bytes: int
+
+
+OPERATIONS = {
+    one.name: one
+    for one in (
+        Operation("all_reduce", reduces=True, shared=True),
+        Operation("all_gather", shared=True, whole_send=False),
+        Operation("reduce_scatter", reduces=True, whole_recv=False),
+        Operation("all_to_all", in_place=False),
+        Operation("all_to_all_v", in_place=False),
+        Operation("broadcast", rooted=True, shared=True, out_of_place=False),
+        Operation("reduce", reduces=True, rooted=True),
+        Operation("gather", rooted=True, whole_send=False),
+        Operation("scatter", rooted=True, whole_recv=False),
+        Operation("send_recv", in_place=False),
+        Operation("barrier", in_place=False),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Uneven:
+    """One rank's counts and displacements of an uneven exchange."""
+
+    send_counts: tuple[int, ...]
+    send_displs: tuple[int, ...]
+    recv_counts: tuple[int, ...]
+    recv_displs: tuple[int, ...]
+    peer_displs: tuple[int, ...]
+
+
+def uneven(each: int, rank: int, ranks: int) -> Uneven:
+    """Return rank's part of an exchange in which parts are in turn a quarter larger and smaller than `each`."""
+    skew = each // 4
+    row = [each] * ranks
+    for pair in range(ranks // 2):
+        row[2 * pair] += skew
+        row[2 * pair + 1] -= skew
+    table = [row[-sender:] + row[:-sender] if sender else row for sender in range(ranks)]
+    starts = [_starts(counts) for counts in table]
+    mine, received = table[rank], [counts[rank] for counts in table]
+    peers = tuple(start[rank] for start in starts)
+    return Uneven(tuple(mine), tuple(starts[rank]), tuple(received), tuple(_starts(received)), peers)
+
+
+def _starts(counts: Sequence[int]) -> list[int]:
+    return [0, *accumulate(counts[:-1])]
+
+
+DTYPES = (
+    "int8", "uint8", "int32", "uint32", "int64", "uint64", "float16", "float32", "float64", "bfloat16"
+)  # fmt: skip
+"""What `-d all` goes through, in nccl-tests' order."""
+MORE_DTYPES = ("int16", "uint16")
+"""What can be asked for by name beside them; NCCL knows them as bytes only."""
+TRANSPORTS = ("auto", "mpi", "loopback", "nccl", "staged")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One sweep."""
+
+    op: str
+    sizes: tuple[int, ...]  # bytes of the larger of a rank's two buffers; (0,) for a barrier
+    dtypes: tuple[str, ...] = ("float32",)
+    redops: tuple[str, ...] = ()
+    root: int = 0
+    rounds: int = 20
+    warmups: int = 5
+    calls: int = 0  # in a timed batch; 0: as many as last two milliseconds
+    checks: int = 1
+    average: Combine = 3  # whose time counts: rank 0's, the average, the fastest's, the slowest's
+    cycles: int = 1
+    each: bool = False
+    transport: str = "auto"
+    shared: bool = False
+    window: bool = False
+    order: str = "fast"
+    compare_mpi: bool = False
+
+    def __post_init__(self) -> None:
+        if self.compare_mpi and self.transport not in ("auto", "mpi"):
+            raise LowshardError(
+                f"--compare-mpi times mpi4py on host memory beside --transport mpi; got {self.transport}"
+            )
+
+    @property
+    def form(self) -> str:
+        """Whether results are shared or buffers are windows, where nothing else is unusual; "" else."""
+        if self.order != "fast" or self.average != 3 or self.dtypes != ("float32",):
+            return ""
+        if self.redops not in ((), ("sum",)):
+            return ""
+        return "shared" if self.shared else "window" if self.window else ""
+
+    def request(self, size_bytes: int, dtype: str, redop: str | None = None) -> Request:
+        """Return what is called for a size, a type and a reduction."""
+        return Request(
+            self.op, size_bytes, dtype, redop, self.root, self.order, self.shared, self.window
+        )  # fmt: skip
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data that `from_json` reads back."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Settings:
+        """Return the settings that `to_json` wrote, after a way through JSON."""
+        fields: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in data.items()}
+        return cls(**fields)
 
 
 @dataclass(frozen=True)
@@ -31,20 +183,6 @@ class Request:
     shared: bool = False
     window: bool = False
 
-    @classmethod
-    def of(cls, settings: Settings, size_bytes: int, dtype: str, redop: str | None) -> Request:
-        """Return a sweep's request for a size, a type and a reduction."""
-        return cls(
-            settings.op,
-            size_bytes,
-            dtype,
-            redop,
-            settings.root,
-            settings.order,
-            settings.shared,
-            settings.window,
-        )
-
     @property
     def operation(self) -> Operation:
         """What is known of the collective."""
@@ -58,8 +196,8 @@ class Request:
         """Return the placements in which the collective can be called."""
         # A shared result is an array of the communicator's.
         can: dict[Placement, bool] = {
-            "out": self.shared or self.operation.out_of_place,
-            "in": not self.shared and self.operation.in_place,
+            "out-of-place": self.shared or self.operation.out_of_place,
+            "in-place": not self.shared and self.operation.in_place,
         }
         return tuple(p for p, possible in can.items() if possible)
 
@@ -94,7 +232,7 @@ class Case:
             return self._new(sizes.send), None
         sends = op != "scatter" or root
         receives = op not in ("reduce", "gather") or root
-        if self.placement == "out" or not (sends and receives):
+        if self.placement == "out-of-place" or not (sends and receives):
             return self._new(sizes.send) if sends else None, self._new(sizes.recv) if receives else None
         whole = self._new(max(sizes.send, sizes.recv))
         if sizes.send == sizes.recv:
@@ -164,7 +302,7 @@ class Case:
 
     def calm(self) -> None:
         """Make the operand of a reduction in place one that any number of calls leaves as it is."""
-        if self.placement == "in" and self.request.redop is not None and self.send is not None:
+        if self.placement == "in-place" and self.request.redop is not None and self.send is not None:
             self.send.fill(0)
 
     def check(self, pattern: Pattern) -> int:

@@ -1,4 +1,4 @@
-"""JAX on as many virtual host devices of one process: `python -m lowshard.bench.peer_jax REQUEST`.
+"""JAX on as many virtual host devices of one process: `python -m lowshard.bench.rival_jax REQUEST`.
 
 The transition is a jitted function with the wanted sharding of its result, for which XLA chooses the collectives. JAX
 arrays have no terms: those of P are an extra leading dim, summed. There is no border between processes to cross. The
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import statistics
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -74,10 +73,8 @@ def _measure(transition: Transition, rounds: int, threads: ThreadPoolExecutor) -
         list(threads.map(lambda floor: floor(), floors))
         pairs.append((middle_s - begin_s, time.perf_counter() - middle_s))
     return {
-        "peer": "jax", "transition": transition.name, "mesh": list(transition.grid), "bytes": side * side * 4,
         "wrong": wrong, "version": jax.__version__,
-        "seconds": statistics.median(s for s, _ in pairs), "floor_s": statistics.median(f for _, f in pairs),
-        "ratio": statistics.median(s / f for s, f in pairs),
+        "seconds": [own for own, _ in pairs], "floor_s": [least for _, least in pairs],
     }  # fmt: skip
 
 
