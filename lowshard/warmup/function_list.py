@@ -15,8 +15,8 @@ def function_groups() -> dict[str, list[Loader]]:
     from lowshard.comm.heartbeat import compiled_loop
     from lowshard.comm.node.calls import load_calls
     from lowshard.comm.node.combine import HALVES, NATIVE, OPS, recipe_of
-    from lowshard.kernels.cpu import cpu_changes as changes
     from lowshard.kernels.cpu import bit_digest, cpu_optimizer, drive, gather, scales, total
+    from lowshard.kernels.cpu import cpu_changes as changes
     from lowshard.kernels.cpu.scalar import DTYPE_CODES
     from lowshard.kernels.reference import ELEMS
     from lowshard.reshard.atomic_word import compare_swap
