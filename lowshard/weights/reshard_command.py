@@ -12,17 +12,21 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lowshard.argument import brief, one_line, printable
 from lowshard.argument import path as check_path
 from lowshard.checkpoint.commit import missing_folders, remove_leftovers
 from lowshard.errors import CheckpointError, LaunchError, VerificationError
 from lowshard.settings import environment
-from lowshard.weights.checkpoint_convert import ConvertPlan, ConvertReport, Settings, convert
+from lowshard.weights.checkpoint_convert import ConvertReport, convert
+from lowshard.weights.convert_plan import ConvertPlan, Settings
+
+if TYPE_CHECKING:
+    from lowshard.comm import Communicator
 
 DESCRIPTION = """\
 Cuts a safetensors checkpoint anew: reads IN (a file, a Hugging Face folder, a sharded checkpoint, or one file a
@@ -230,7 +234,7 @@ def _requested(args: argparse.Namespace) -> Settings:
 
 
 def _write_delta(args: argparse.Namespace) -> int:
-    from lowshard.checkpoint.delta_writer import version_of, write_delta
+    from lowshard.checkpoint.delta_file import version_of, write_delta
 
     if args.target is None or args.out is None:
         raise LaunchError("--delta takes two checkpoints and OUT: lowshard reshard --delta BASE NEXT -o OUT")
@@ -284,33 +288,18 @@ def _as_a_rank(settings: Settings) -> ConvertReport:
         return _converted(settings, comm)
 
 
-def _converted(settings: Settings, comm: object) -> ConvertReport:
-    from lowshard.comm import Communicator
+def _converted(settings: Settings, comm: Communicator) -> ConvertReport:
     from lowshard.plain_console import transfer
 
-    assert isinstance(comm, Communicator)
-    source = Path(settings.source)
-    all_bytes = _bytes_to_handle(settings)
-    aim = settings.to or ("a new version" if settings.keeps_cut else "whole tensors")
-    label = f"{source.name or source} to {aim}"
-    with (
-        transfer("reshard", label, all_bytes) if comm.rank == 0 else nullcontext(lambda done: None) as update
-    ):
-        try:
-            # of rank 0's own part, as a share of what all ranks handle
-            return convert(settings, comm, lambda done, total: update(done * all_bytes // max(total, 1)))
-        except CheckpointError as error:
-            ConvertPlan.of(settings)  # raises what is wrong with the request
-            error.exit_code = 1  # it was right: damaged input, a full disk
-            raise
-
-
-def _bytes_to_handle(settings: Settings) -> int:
-    """Return the bytes that rank 0 will read, roughly: for the bar alone."""
+    if comm.rank:
+        return convert(settings, comm)
     source = Path(settings.source)
     files = source.glob("*.safetensors") if os.path.isdir(source) else [source]
-    size = sum(f.stat().st_size for f in files if os.path.exists(f))
-    return size * (2 if settings.verify else 1)
+    # Roughly what is read: a share of it is shown.
+    all_bytes = sum(f.stat().st_size for f in files if os.path.exists(f)) * (2 if settings.verify else 1)
+    aim = settings.to or ("a new version" if settings.keeps_layout else "whole tensors")
+    with transfer("reshard", f"{source.name or source} to {aim}", all_bytes) as update:
+        return convert(settings, comm, lambda done, total: update(done * all_bytes // max(total, 1)))
 
 
 def _show_plan(plan: ConvertPlan, as_json: bool) -> int:
@@ -319,13 +308,17 @@ def _show_plan(plan: ConvertPlan, as_json: bool) -> int:
         for name, (tiling, said) in plan.saved.items()
     ]
     if as_json:
-        print(json.dumps({"ranks": plan.num_ranks, "bytes": plan.total_bytes, "tensors": rows}, indent=1))
+        print(
+            json.dumps({"ranks": plan.num_ranks, "bytes": plan.catalog.size_bytes, "tensors": rows}, indent=1)
+        )
         return 0
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=f"{len(rows)} tensors, {plan.total_bytes / 1e9:.3f} GB, over {plan.num_ranks} ranks")
+    table = Table(
+        title=f"{len(rows)} tensors, {plan.catalog.size_bytes / 1e9:.3f} GB, over {plan.num_ranks} ranks"
+    )
     for column in ("tensor", "dtype", "shape", "strategy"):
         table.add_column(column, overflow="fold")
     for row in rows:

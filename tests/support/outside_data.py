@@ -36,7 +36,8 @@ from lowshard.solver import GraphSolver, pick
 from lowshard.solver.graph.graph_file import EXAMPLES, load_graph
 from lowshard.tiling import Tiling
 from lowshard.weights import ShardingStrategy, load_sharded, saved_tilings
-from lowshard.weights.checkpoint_convert import Settings, convert
+from lowshard.weights.checkpoint_convert import convert
+from lowshard.weights.convert_plan import Settings
 from lowshard.weights.load_plan import LoadPlan, Read
 from lowshard.weights.name_pattern import NamePatterns
 
@@ -309,7 +310,7 @@ def _hugging_face(path: Path) -> None:
 def use_checkpoint(path: Path) -> None:
     """Do with a checkpoint all that needs nothing but its files: show it, compare checksums, load it, merge it."""
     overview = look_at(path)
-    overview = verified(overview, {tensor.name for tensor in overview.tensors}, lambda size_bytes: None)
+    overview = verified(overview, list(overview.catalog.tensors), lambda size_bytes: None)
     json.dumps(overview.to_json())
     catalog = Catalog.open(path)
     arrays = load_sharded(path)
