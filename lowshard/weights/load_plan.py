@@ -53,7 +53,7 @@ class LoadPlan:
     """The node of each rank."""
     tilings: tuple[tuple[str, Tiling], ...]
     reads: tuple[Read, ...]
-    _itineraries: dict[int, object] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _rank_plans: dict[int, object] = field(default_factory=dict, init=False, repr=False, compare=False)
     """What each rank makes of it, kept for the next time."""
 
     @cached_property

@@ -579,7 +579,7 @@ def test_what_is_read_for_others_travels_by_messages_too(
 ) -> None:
     # As between machines, whose memory the others do not see: messages, and a group for each node.
     monkeypatch.setattr(LoopbackTransport, "new_reach", lambda comm: Reach(comm.rank, comm.size))
-    monkeypatch.setattr("lowshard.weights.read_fanout.WINDOW_BYTES", 5000)
+    monkeypatch.setattr("lowshard.weights.read_scatter.WINDOW_BYTES", 5000)
     tilings = attention_and_more(5)
     values = values_of(tilings)
     save_over(tmp_path / "c", values, tilings, 5)
