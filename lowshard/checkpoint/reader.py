@@ -144,7 +144,9 @@ class CheckpointReader:
         _check_layout(entry, layout, reshape, f"{self.header.path}: tensor {name!r}")
         return plan_box(entry, layout.box(rank), shape=layout.shape)
 
-    def read(self, name: str, layout: Layout, rank: int, out: Any = None, *, reshape: bool = False) -> Any:
+    def read(
+        self, name: str, layout: Layout, rank: int, out: Any = None, *, reshape: bool = False
+    ) -> np.ndarray | Any:
         """Return a rank's local array of a layout, `layout.local_shape(rank)`; only its bytes are read.
 
         Args:
@@ -165,7 +167,7 @@ class CheckpointReader:
 
     def read_box(
         self, name: str, box: Box | None = None, out: Any = None, *, shape: Sequence[int] | None = None
-    ) -> Any:
+    ) -> np.ndarray | Any:
         """Return one box of a tensor; only its bytes are read.
 
         Args:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -23,7 +23,9 @@ Shape = tuple[int, ...]
 class Rule:
     """Base of the rules: a function of (weight, index, num_devices) that also says which boxes it takes."""
 
-    name = "rule"
+    name: ClassVar[str] = "rule"
+    sharded_axis: ClassVar[int | None] = None
+    """Of a rule for one axis; a rule for any axis has a field `at`."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -36,8 +38,8 @@ class Rule:
 
     @property
     def axis(self) -> int | None:
-        """The axis that is cut, None where there is none."""
-        return None
+        """The axis that is sharded, None where there is none."""
+        return getattr(self, "at", self.sharded_axis)
 
     def pieces(self, shape: Shape, index: int, num_devices: int) -> list[Box]:
         """Return the boxes of device `index`, in the order in which they are joined: one for each of its intervals."""
@@ -91,10 +93,7 @@ class Rowwise(Rule):
 
     name = "rowwise"
 
-    @property
-    def axis(self) -> int:
-        """Axis 0."""
-        return 0
+    sharded_axis = 0
 
 
 @dataclass(frozen=True)
@@ -103,10 +102,7 @@ class Columnwise(Rule):
 
     name = "columnwise"
 
-    @property
-    def axis(self) -> int:
-        """Axis 1."""
-        return 1
+    sharded_axis = 1
 
 
 @dataclass(frozen=True)
@@ -114,11 +110,6 @@ class Axiswise(Rule):
     """Any axis, cut evenly."""
 
     at: int
-
-    @property
-    def axis(self) -> int:
-        """The given axis."""
-        return self.at
 
     def __str__(self) -> str:
         return f"axiswise({self.at})"
@@ -129,11 +120,6 @@ class GateUp(Rule):
     """Each half of an axis, cut evenly."""
 
     at: int
-
-    @property
-    def axis(self) -> int:
-        """The given axis."""
-        return self.at
 
     def intervals(self, extent: int, index: int, num_devices: int) -> list[Interval]:
         """Return a range of each half."""
@@ -179,10 +165,7 @@ class Owned(Rule):
 class ExpertRange(Rule):
     """Whole experts, stacked along axis 0: expert e of E goes to device e * num_devices // E."""
 
-    @property
-    def axis(self) -> int:
-        """Axis 0."""
-        return 0
+    sharded_axis = 0
 
     def intervals(self, extent: int, index: int, num_devices: int) -> list[Interval]:
         """Return the device's experts."""

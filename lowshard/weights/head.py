@@ -26,10 +26,7 @@ class HeadAwareColumnwise(Rule):
     num_heads: int
     head_dim: int
 
-    @property
-    def axis(self) -> int:
-        """Axis 1."""
-        return 1
+    sharded_axis = 1
 
     def intervals(self, extent: int, index: int, num_devices: int) -> list[Interval]:
         """Return the columns of the device's heads."""
@@ -53,10 +50,7 @@ class StackedQKV(Rule):
     num_heads: int
     head_dim: int
 
-    @property
-    def axis(self) -> int:
-        """Axis 0."""
-        return 0
+    sharded_axis = 0
 
     def intervals(self, extent: int, index: int, num_devices: int) -> list[Interval]:
         """Return the device's heads of each section."""
@@ -146,11 +140,6 @@ class Segmented(Rule):
     at: int
     segments: tuple[Segment, ...]
 
-    @property
-    def axis(self) -> int:
-        """The given axis."""
-        return self.at
-
     def intervals(self, extent: int, index: int, num_devices: int) -> list[Interval]:
         """Return the device's part of each section."""
         total = sum(s.size for s in self.segments)
@@ -192,11 +181,6 @@ class GroupedQKV(Rule):
         for name, value, known in (("few_kv", self.few_kv, get_args(FewKV)),
                                    ("section", self.section, get_args(Section))):  # fmt: skip
             one_of(value, known, f"grouped_qkv: {name}", ShardingError)
-
-    @property
-    def axis(self) -> int:
-        """The given axis."""
-        return self.at
 
     def check_devices(self, num_devices: int) -> None:
         """Raise ShardingError where key-value heads are too few and that is to be refused."""

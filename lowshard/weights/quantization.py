@@ -318,10 +318,10 @@ def scale_strategy(
     if granularity == "none":
         raise ShardingError("granularity 'none' has no scales to cut")
     ndim = len(weight_shape)
-    if isinstance(rule, Segmented) and not -ndim <= rule.axis < ndim:
-        raise ShardIndexError(f"{rule} cuts axis {rule.axis}, a weight of shape {weight_shape} has {ndim}")
+    if isinstance(rule, Segmented) and not -ndim <= rule.at < ndim:
+        raise ShardIndexError(f"{rule} cuts axis {rule.at}, a weight of shape {weight_shape} has {ndim}")
     columns = isinstance(rule, (Columnwise, HeadAwareColumnwise)) or (
-        isinstance(rule, Segmented) and rule.axis % ndim == ndim - 1 > 0
+        isinstance(rule, Segmented) and rule.at % ndim == ndim - 1 > 0
     )
     if granularity == "row":
         return ShardingStrategy.replicate(k) if columns else strategy
@@ -331,7 +331,7 @@ def scale_strategy(
         raise ShardingError(f"blocks have two axes, and so has a weight or more, got shape {weight_shape}")
     rows_columns = tuple(-(-n // b) for n, b in zip(weight_shape[-2:], block, strict=True))
     if isinstance(rule, Segmented):
-        place = rule.axis % ndim - (ndim - 2)  # blocks lie along the last two axes
+        place = rule.at % ndim - (ndim - 2)  # blocks lie along the last two axes
         return _segmented_scales(strategy, rule, block[place] if place >= 0 else 1)
     dim = 1 if columns else 0
     if isinstance(rule, (Rowwise, Columnwise, HeadAwareColumnwise)) and rows_columns[dim] % k:
@@ -383,7 +383,7 @@ def _segmented_scales(strategy: ShardingStrategy, rule: Segmented, size: int) ->
                 f"segment {segment} is not a multiple of blocks of {size} (its heads neither, if it has any)"
             )
         found.append(Segment(segment.size // size, segment.num_heads))
-    return ShardingStrategy.segmented(strategy.num_devices, rule.axis, found)
+    return ShardingStrategy.segmented(strategy.num_devices, rule.at, found)
 
 
 @dataclass(frozen=True)

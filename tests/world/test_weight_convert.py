@@ -452,7 +452,7 @@ def test_wrong_requests_are_told_before_anything_is_written(plain: Path, tmp_pat
         (("--to", " ", "--strategies", "llama"), "--to takes a grid"),
         (("--to", "tp=2", "--from", "", "--strategies", "llama"), "--from takes a grid"),
         (("--to", "tp=2", "--from", "tp=3", "--strategies", "llama"), "--from tp=3 means 3 files"),
-        (("--strategies", "llama", "--to-rules", "pure-fsdp", "--to", "fsdp=2"), "--strategies goes with --to or --from"),
+        (("--strategies", "llama", "--to-rules", "pure-fsdp", "--to", "fsdp=2"), "--strategies goes with --to"),
         (("--strategies", "llama", "--apply", "d"), "--strategies goes with --to or --from"),
         (("--to-rules", "pure-fsdp"), "--to-rules needs the sizes of its mesh axes"),
         (("--to-rules", "pure-fsdp", "--apply", "d"), "--to-rules needs the sizes of its mesh axes"),
