@@ -15,7 +15,7 @@ from lowshard.argument import MOST_DIMS, as_shape, brief, instance, items, one_o
 from lowshard.block_format import MXFP8, BlockFormat
 from lowshard.box import Box, Interval
 from lowshard.errors import ShardIndexError, ShardingError
-from lowshard.weights.cut_rules import Columnwise, GateUp, Rowwise
+from lowshard.weights.cut_rules import Axiswise, Columnwise, Rowwise
 from lowshard.weights.head import GroupedQKV, HeadAwareColumnwise, Segment, Segmented, StackedQKV
 from lowshard.weights.sharding_strategy import ShardingStrategy
 
@@ -226,24 +226,19 @@ class Quantization:
         return None
 
     def _alternative(self, strategy: ShardingStrategy, stored_shape: Shape, unit: int) -> str:
-        """Return the smallest change that is legal: whole blocks over as many devices, else fewer devices."""
-        axis = strategy.sharded_axis
+        """Return what to do instead: whole blocks over as many devices where they divide the axis, else replicate."""
+        axis, count, rule = strategy.sharded_axis, strategy.num_devices, strategy.shard
         assert axis is not None
         shape = self.value_shape(stored_shape)
-        axis %= len(shape)
-        segments = _in_blocks(strategy, shape[axis], unit)
-        if segments is not None:
-            other = ShardingStrategy.segmented(strategy.num_devices, axis, segments)
-            if self.is_legal(other, stored_shape):
-                text = ", ".join(f"Segment({s.size}, num_heads={s.num_heads})" for s in segments)
-                return (
-                    f"cut at multiples of {unit}, with ShardingStrategy.segmented({strategy.num_devices}, {axis}, "
-                    f"[{text}])"
-                )
-        for count in range(strategy.num_devices - 1, 1, -1):
-            if self.is_legal(ShardingStrategy(count, strategy.shard), stored_shape):
-                return f"the same strategy over {count} devices is legal"
-        return f"replicate it: replicate({strategy.num_devices})"
+        extent = shape[axis % len(shape)]
+        whole = lcm(unit, rule.head_dim) if isinstance(rule, HeadAwareColumnwise) else unit
+        is_even = isinstance(rule, (Rowwise, Columnwise, Axiswise, HeadAwareColumnwise))
+        if is_even and whole and extent and extent % whole == 0:
+            return (
+                f"cut at multiples of {unit}, with ShardingStrategy.segmented({count}, {axis % len(shape)}, "
+                f"[Segment({extent}, num_heads={extent // whole})])"
+            )
+        return f"use fewer devices, or replicate it: replicate({count})"
 
     def _to_values(self, box: Box) -> Box:
         if not box or self.stored == self.values:
@@ -263,28 +258,6 @@ class Quantization:
             return box
         start, stop = box[-1]
         return (*box[:-1], (start // self.values * self.stored, stop // self.values * self.stored))
-
-
-def _in_blocks(strategy: ShardingStrategy, extent: int, unit: int) -> list[Segment] | None:
-    """Return the sections of a rule's axis, each to be cut in whole units (and whole heads), if they divide."""
-    rule = strategy.shard
-    sections: list[tuple[int, int]]  # size, what may not be cut already
-    if isinstance(rule, GateUp):
-        sections = [(extent // 2, 1)] * 2
-    elif isinstance(rule, StackedQKV):
-        sections = [(extent // 3, rule.head_dim)] * 3
-    elif isinstance(rule, HeadAwareColumnwise):
-        sections = [(extent, rule.head_dim)]
-    elif isinstance(rule, Segmented):
-        sections = [(s.size, s.size // s.num_heads if s.num_heads else 1) for s in rule.segments]
-    elif isinstance(rule, GroupedQKV):
-        return None  # groups would part from their queries
-    else:
-        sections = [(extent, 1)]
-    units = [lcm(unit, whole) for _, whole in sections]
-    if any(size % u or not size for (size, _), u in zip(sections, units, strict=True)):
-        return None
-    return [Segment(size, size // u) for (size, _), u in zip(sections, units, strict=True)]
 
 
 # ---- what MAX does with scales

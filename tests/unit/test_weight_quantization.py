@@ -115,8 +115,6 @@ def follow_advice(text: str, k: int) -> ShardingStrategy:
     """Return the strategy that an error's text proposes."""
     if found := re.search(r"ShardingStrategy\.(segmented\(.*\]\))", text):
         return eval(f"S.{found[1]}", {"S": S, "Segment": Segment})  # type: ignore[no-any-return]
-    if found := re.search(r"over (\d+) devices is legal", text):
-        return S.rowwise(int(found[1]))  # the caller's own, over fewer
     assert f"replicate({k})" in text
     return S.replicate(k)
 
@@ -134,10 +132,7 @@ def test_the_proposed_alternative_is_legal(quantization: Quantization, units: in
     try:
         parts = weight.shard()
     except ValueError as error:
-        other = follow_advice(str(error), k)
-        if "over" in str(error) and "is legal" in str(error):
-            other = S(other.num_devices, strategy.shard)
-        weight.sharding_strategy = other
+        weight.sharding_strategy = follow_advice(str(error), k)
         parts = weight.shard()
     held = sum(p.shape[1] for p in parts)
     assert held == stored or weight.sharding_strategy.is_replicate

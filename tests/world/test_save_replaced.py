@@ -146,7 +146,6 @@ def test_a_save_that_comes_before_the_index_of_another_is_the_one_in_it(
 def test_a_save_that_comes_before_the_rename_of_the_index_of_another_leaves_no_index_without_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hf, "_LOCK_S", 0.05)  # the first save stands still with its lock
     real = os.replace
 
     def late(source: Any, target: Any) -> None:
