@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from lowshard.checkpoint.overview import Overview
 
 DESCRIPTION = """\
-Shows what is in a checkpoint: its tensors, how each is cut, which file and which rank holds what, its checksums.
+Shows what is in a checkpoint: its tensors, how each is sharded, which file and which rank holds what, its checksums.
 PATH is a sharded checkpoint of lowshard, a safetensors file, or a Hugging Face folder. Headers and indexes are read;
 with --verify all data is, too, and compared with the checksums and digests of the index (plain files have none: their
 digest is worked out). Two checkpoints with one digest hold the same tensors, however each is cut.
@@ -28,7 +28,7 @@ examples:
   lowshard inspect out/
   lowshard inspect out/ model.layers.0.mlp.up_proj.weight     # one tensor: files, boxes, ranks
   lowshard inspect out/ --verify --json
-In the table "dim 0 by 4" is cut along dim 0 into 4 parts, "x2" is held twice.
+In the table "dim 0 by 4" is split along dim 0 into 4 parts, "x2" is held twice.
 Exit codes: 0 whole, 1 a file is missing or damaged, or the folder has no checkpoint, 2 wrong usage, or nothing at PATH.
 """
 _WIDTH = 80

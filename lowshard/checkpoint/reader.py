@@ -57,7 +57,7 @@ def plan_read(entry: TensorEntry, layout: Layout, rank: int, *, reshape: bool = 
         layout: of the tensor's dtype and shape, without partial axes.
         rank: any rank of the layout's mesh.
         reshape: True allows a layout of another shape with as many elements: the tensor is taken as
-            if it were stored in that shape (a weight [384, 384] as [12, 32, 384], to cut it by heads).
+            if it were stored in that shape (a weight [384, 384] as [12, 32, 384], to shard it by heads).
 
     Raises:
         LayoutError: the layout is for another shape or dtype, or it is partial.

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from lowshard import dtypes
-from lowshard.argument import brief, whole
+from lowshard.argument import brief, in_words, whole
 from lowshard.argument import items as as_items
 from lowshard.argument import path as check_path
 from lowshard.box import Box, box_text, row_major_parts, shape_of, volume
@@ -33,6 +33,7 @@ from lowshard.content_hash import model_digest, tensor_digest, text_digest
 from lowshard.errors import CheckpointError, VerificationError
 from lowshard.kernels.bit_sums import content_sum
 from lowshard.kernels.unit_weights import SUMS
+from lowshard.tiling import Tiling
 from lowshard.weights.convert_plan import MIN_MEMORY_BYTES, ConvertPlan, Settings, as_damage
 from lowshard.weights.save import Item, ShardFile, commit_index
 
@@ -127,7 +128,8 @@ def convert(
     plan = together(comm, settings.target, lambda: ConvertPlan.of(settings), "reshard")
     # Hosts may have other files under the same paths: a checkpoint, patterns, a config.json.
     asked = [settings.to_json(), plan.catalog.digest, plan.num_ranks, dict(plan.strategies)]
-    agree(comm, text_digest(json.dumps(asked)), None, "reshard", lambda: plan.in_words(settings))
+    words = f"{settings}, a checkpoint {plan.catalog.digest[:8]}, {in_words(plan.strategies)}"
+    agree(comm, text_digest(json.dumps(asked)), None, "reshard", lambda: words)
     with as_damage(), ByteSource(plan.catalog) as source:  # the request was right
         return _Worker(plan, settings, comm, source, progress).run()
 
@@ -190,7 +192,9 @@ class _Worker:
             if plan.is_one_file:
                 commit.commit()
             else:
-                saved = {n: (plan.held(tiling), said) for n, (tiling, said) in plan.saved.items()}
+                saved = plan.saved
+                if plan.merged:  # files of whole tensors are no ranks
+                    saved = {n: (Tiling.whole(t.shape, t.dtype), said) for n, (t, said) in saved.items()}
                 commit_index(
                     commit, rows, saved, 1 if plan.merged else plan.num_ranks, plan.metadata,
                     lambda: _copy_companions(Path(settings.source), target, commit.claim),

@@ -16,7 +16,7 @@ from lowshard.placement import MOST_DIGITS
 from lowshard.tiling import Tiling
 from lowshard.weights.module_weights import resolve_module
 from lowshard.weights.name_pattern import NamePatterns, NameRule, Sizes
-from lowshard.weights.scale_cut import weights_of_scales, whole_scales, why_none
+from lowshard.weights.scale_rules import weights_of_scales, whole_scales, why_none
 from lowshard.weights.sharding_strategy import ShardingStrategy
 
 AXES = ("tp", "ep", "dp")
@@ -154,7 +154,7 @@ def _whole_shape(
     rule: NameRule, axis: int | None, shape: tuple[int, ...], held: Sequence[tuple[int, ...]], count: int,
     sizes: Sizes,
 ) -> tuple[int, ...]:  # fmt: skip
-    """Return the shape of a tensor of which `count` ranks hold parts of some shapes, cut along an axis."""
+    """Return the shape of a tensor of which `count` ranks hold parts of some shapes, sharded along an axis."""
     if axis is None:
         return shape
     axis = whole(axis, f"{rule.strategy}: axis is an integer", ShardingError)

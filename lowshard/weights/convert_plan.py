@@ -12,7 +12,7 @@ from math import prod
 from pathlib import Path
 
 from lowshard import dtypes
-from lowshard.argument import brief, in_words
+from lowshard.argument import brief
 from lowshard.block_format import MXFP8, BlockFormat
 from lowshard.box import Box, full_box
 from lowshard.checkpoint.catalog import Catalog
@@ -28,7 +28,7 @@ from lowshard.weights.name_pattern import NamePatterns, Sizes
 from lowshard.weights.quantization import Quantization
 from lowshard.weights.ruled import RuledGrid
 from lowshard.weights.save import Item, items_of
-from lowshard.weights.scale_cut import weights_of_scales
+from lowshard.weights.scale_rules import weights_of_scales
 from lowshard.weights.sharded_load import saved_tilings
 from lowshard.weights.sharding_strategy import ShardingStrategy
 
@@ -198,14 +198,6 @@ class ConvertPlan:
             for part, stored in tiling.stored(name, form).items():
                 found[part] = (stored, said if part == name else f"scales of {name}")
         return found
-
-    def held(self, tiling: Tiling) -> Tiling:
-        """Return which ranks hold a tensor; files of whole tensors are no ranks."""
-        return Tiling.whole(tiling.shape, tiling.dtype) if self.merged else tiling
-
-    def in_words(self, settings: Settings) -> str:
-        """Return what tells a conversion from another one, for a message."""
-        return f"{settings}, a checkpoint {self.catalog.digest[:8]}, {in_words(self.strategies)}"
 
     @property
     def metadata(self) -> dict[str, str]:

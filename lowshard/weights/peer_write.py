@@ -34,7 +34,7 @@ class ArrayPlace(NamedTuple):
 
 
 class RowBatch(NamedTuple):
-    """A box that one rank reads for others, cut into rows along its first dim of any extent."""
+    """A box that one rank reads for others, split into rows along its first dim of any extent."""
 
     name: str
     box: Box

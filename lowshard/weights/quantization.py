@@ -1,4 +1,4 @@
-"""Quantised weights: how values lie in stored elements, which cuts keep blocks whole, where scales go.
+"""Quantised weights: how values lie in stored elements, which shards keep blocks whole, where scales go.
 
 Sizes of the GGUF blocks: ggml's `ggml-common.h` (block_q4_0 and the rest), as the `gguf` package lists them.
 MXFP8: OCP Microscaling Formats v1.0, one e8m0 scale for 32 values of the last axis. What MAX does with
@@ -15,8 +15,8 @@ from lowshard.argument import MOST_DIMS, as_shape, brief, instance, items, one_o
 from lowshard.block_format import MXFP8, BlockFormat
 from lowshard.box import Box, Interval
 from lowshard.errors import ShardIndexError, ShardingError
-from lowshard.weights.cut_rules import Axiswise, Columnwise, Rowwise
 from lowshard.weights.head import GroupedQKV, HeadAwareColumnwise, Segment, Segmented, StackedQKV
+from lowshard.weights.shard_rules import Axiswise, Columnwise, Rowwise
 from lowshard.weights.sharding_strategy import ShardingStrategy
 
 Granularity = Literal["none", "tensor", "row", "block"]
@@ -150,15 +150,15 @@ class Quantization:
             1 if b is None else -(-n // b) for n, b in zip(shape, self.blocks(len(shape)), strict=True)
         )
 
-    # ---- cuts
+    # ---- shards
 
     def pieces(self, strategy: ShardingStrategy, stored_shape: Shape, index: int) -> list[Box]:
         """Return the stored boxes of a device, each checked: no unit and no block is cut.
 
-        A cut by heads or segments of the last axis is meant in values, whatever their storage.
+        Sharding by heads or segments of the last axis is meant in values, whatever their storage.
 
         Raises:
-            ShardingError: a cut goes through a unit or a block; the text names what to do instead.
+            ShardingError: a shard ends inside a unit or a block; the text names what to do instead.
             LowshardError: as `ShardingStrategy.pieces`.
         """
         instance(strategy, ShardingStrategy, _STRATEGY, ShardingError)
@@ -191,18 +191,6 @@ class Quantization:
             else:
                 found.append((start // block, -(-stop // block) if start < stop else start // block))
         return tuple(found)
-
-    def is_legal(self, strategy: ShardingStrategy, stored_shape: Shape) -> bool:
-        """Return whether every device of a strategy gets whole units and blocks."""
-        instance(strategy, ShardingStrategy, _STRATEGY, ShardingError)
-        stored_shape = _stored(stored_shape)
-        try:
-            return all(
-                self._first_wrong(self._value_pieces(strategy, stored_shape, i), stored_shape) is None
-                for i in range(strategy.num_devices)
-            )
-        except ShardingError:
-            return False
 
     def _value_pieces(self, strategy: ShardingStrategy, stored_shape: Shape, index: int) -> list[Box]:
         ndim, axis = len(stored_shape), strategy.sharded_axis
@@ -272,8 +260,8 @@ def scale_strategy(
     """Return the strategy that MAX's Linear layer gives a weight's scales.
 
     Its divisibility tests say nothing of alignment (320 rows in blocks of 128 over 3 devices pass, and rows 107
-    to 127 get a wrong scale), so a `Weight` cuts scales by their blocks instead. Where both are defined and no
-    block is cut they agree.
+    to 127 get a wrong scale), so a `Weight` shards scales by their blocks instead. Where both are defined and no
+    block is split they agree.
 
     Raises:
         ShardingError: scales do not divide over the devices, or segments do not over the blocks; no scales, or an

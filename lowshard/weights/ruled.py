@@ -1,4 +1,4 @@
-"""A mesh-and-rule file in place of name patterns: how it cuts a checkpoint, and what files of ranks add up to."""
+"""A mesh-and-rule file in place of name patterns: how it shards a checkpoint, and what files of ranks add up to."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lowshard.rules import RuleSet, load_rules
 from lowshard.rules.checkpoint_rules import checkpoint_layouts
 from lowshard.tiling import Tiling
 from lowshard.weights.checkpoint_grid import axis_sizes
-from lowshard.weights.scale_cut import scales_tiling, weights_of_scales, whole_scales
+from lowshard.weights.scale_rules import scales_tiling, weights_of_scales, whole_scales
 
 
 @dataclass(frozen=True)

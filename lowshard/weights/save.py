@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, overload
 
 import numpy as np
@@ -89,7 +88,7 @@ def save(
         state: by name, the tiling (or layout) and this rank's local array; None on a rank that takes no part.
         comm: the communicator; None for one rank.
         merged: write one plain safetensors file.
-        strategies: how each tensor is cut, noted in the index (`str()` of it).
+        strategies: how each tensor is sharded, noted in the index (`str()` of it).
         metadata: text by text.
         wait: False writes in the background.
 
@@ -231,9 +230,7 @@ class ShardFile:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         os.close(self._fd)
 
     def put(self, key: str, array: np.ndarray) -> None:
@@ -324,15 +321,11 @@ def commit_index(
 
 def _strategy(folder: Path, name: str, given: object) -> str:
     """Return the text of a strategy for the index."""
-    where = f"{folder}: strategy of tensor {brief(name)}"
-    try:
-        text = str(given)
-    except Exception as error:
-        raise CheckpointError(
-            f"{where}: str() of it goes into the index, and it raised {brief(error)}: pass a text"
-        ) from error
+    text = str(given)
     if not is_text(text):
-        raise CheckpointError(f"{where}: str() of it is Unicode text, got {brief(text)}: pass another")
+        raise CheckpointError(
+            f"{folder}: strategy of tensor {brief(name)}: str() of it is Unicode text, got {brief(text)}: pass another"
+        )
     return text
 
 

@@ -89,7 +89,7 @@ def join(array: Any, boxes: Sequence[Box], axis: int) -> Any:
 
 @dataclass(frozen=True)
 class Rowwise(Rule):
-    """Axis 0, cut evenly."""
+    """Axis 0, sharded evenly."""
 
     name = "rowwise"
 
@@ -98,7 +98,7 @@ class Rowwise(Rule):
 
 @dataclass(frozen=True)
 class Columnwise(Rule):
-    """Axis 1, cut evenly."""
+    """Axis 1, sharded evenly."""
 
     name = "columnwise"
 
@@ -107,7 +107,7 @@ class Columnwise(Rule):
 
 @dataclass(frozen=True)
 class Axiswise(Rule):
-    """Any axis, cut evenly."""
+    """Any axis, sharded evenly."""
 
     at: int
 
@@ -117,7 +117,7 @@ class Axiswise(Rule):
 
 @dataclass(frozen=True)
 class GateUp(Rule):
-    """Each half of an axis, cut evenly."""
+    """Each half of an axis, sharded evenly."""
 
     at: int
 
@@ -176,29 +176,26 @@ class ExpertRange(Rule):
 
 
 @dataclass(frozen=True)
-class TensorParallel(Rule):
-    """Marks a module each of whose weights is cut as its name says."""
-
-    name = "tensor_parallel"
+class Marker(Rule):
+    """Marks a module, and says nothing of one weight."""
 
     def pieces(self, shape: Shape, index: int, num_devices: int) -> list[Box]:
-        """Raise: a marker says nothing of one weight."""
-        raise _no_rule(self)
+        """Raise MarkerError."""
+        raise MarkerError(
+            f"{self.name} marks a module, it cuts no single weight: call shard_module(weights, {{'MODULE': "
+            f"ShardingStrategy.{self.name}(n)}}), or give this weight a strategy such as rowwise"
+        )
 
 
 @dataclass(frozen=True)
-class ExpertParallel(Rule):
+class TensorParallel(Marker):
+    """Marks a module each of whose weights is sharded as its name says."""
+
+    name = "tensor_parallel"
+
+
+@dataclass(frozen=True)
+class ExpertParallel(Marker):
     """Marks a module whose experts are distributed whole."""
 
     name = "expert_parallel"
-
-    def pieces(self, shape: Shape, index: int, num_devices: int) -> list[Box]:
-        """Raise: a marker says nothing of one weight."""
-        raise _no_rule(self)
-
-
-def _no_rule(marker: Rule) -> MarkerError:
-    return MarkerError(
-        f"{marker.name} marks a module, it cuts no single weight: call shard_module(weights, {{'MODULE': "
-        f"ShardingStrategy.{marker.name}(n)}}), or give this weight a strategy such as rowwise"
-    )
