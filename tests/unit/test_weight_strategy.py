@@ -332,7 +332,8 @@ def cut_weights(draw: st.DrawFn) -> tuple[ShardingStrategy, tuple[int, ...]]:
         return S.gate_up(k, axis), tuple(shape)
     segments = draw(
         st.lists(
-            st.builds(Segment, small) | st.builds(Segment.head_aware, counts, st.integers(1, 4)),
+            st.builds(Segment, small)
+            | st.builds(lambda n, dim: Segment(n * dim, n), counts, st.integers(1, 4)),
             min_size=1,
             max_size=4,
         )
