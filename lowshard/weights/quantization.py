@@ -371,7 +371,7 @@ def expert_scales(moe_dim: int, block: int, num_devices: int, index: int) -> Exp
     """
     block = whole(block, "a block has 1 row or more", ShardingError, 1)
     moe_dim = whole(moe_dim, "moe_dim is a number of rows, 0 or more", ShardingError, 0)
-    start, stop = ShardingStrategy.rowwise(num_devices).balanced_range(moe_dim, index)
+    ((start, stop),) = ShardingStrategy.rowwise(num_devices).pieces((moe_dim,), index)[0]
 
     def touched(a: int, b: int) -> Interval:
         return a // block, -(-b // block)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from lowshard.argument import as_shape, brief, items, whole, wholes
-from lowshard.box import Box, split_interval
+from lowshard.box import Box
 from lowshard.errors import LayoutError, ShardIndexError, ShardingError
 from lowshard.mesh import MOST_RANKS
 from lowshard.tiling import Tiling
@@ -255,11 +255,6 @@ class ShardingStrategy:
         if not tiling.is_cover:
             raise LayoutError(f"{self} leaves elements of shape {tuple(shape)} on no device: {self._fit()}")
         return tiling
-
-    def balanced_range(self, extent: int, index: int) -> tuple[int, int]:
-        """Return the interval of n elements that device `index` gets of an even cut."""
-        extent = whole(extent, "an extent is an integer >= 0", ShardingError, 0)
-        return split_interval((0, extent), self.num_devices, self._checked_index(index))
 
     def __str__(self) -> str:
         return f"{self.shard} over {self.num_devices} devices"

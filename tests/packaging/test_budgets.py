@@ -50,7 +50,7 @@ PRODUCT = {
     )),
     "execute, pool, transfer": Budget(3_044, 19, ("lowshard/execute.py", "lowshard/pool.py", "lowshard/transfer")),
     "reshard": Budget(8_147, 33, ("lowshard/reshard",)),
-    "weights, checkpoint": Budget(8_702, 36, ("lowshard/weights", "lowshard/checkpoint")),
+    "weights, checkpoint": Budget(8_697, 36, ("lowshard/weights", "lowshard/checkpoint")),
     "fsdp": Budget(3_799, 16, ("lowshard/fsdp",)),
     "launch": Budget(3_494, 21, ("launch",)),
     "demo, selftest, interop, cli": Budget(3_917, 35, (
