@@ -74,8 +74,8 @@ def transfer(command: str, label: str, total_bytes: int) -> Iterator[Callable[[i
 def add_json_argument(parser: argparse._ActionsContainer) -> None:
     """Add `--json`, which means the same in every command."""
     parser.add_argument(
-        "--json", nargs="?", const="-", type=_json_target, metavar="FILE",
-        help="write JSON to FILE beside the table; -, or no FILE: print it, and no table",
+        "--json", nargs="?", const="-", type=_json_target, metavar="FILE.json",
+        help="write JSON to a file beside the table; -, or no file: print it, and no table",
     )  # fmt: skip
 
 
@@ -90,7 +90,6 @@ def put_json(target: str | None, text: Callable[[], str]) -> bool:
 
 def _json_target(text: str) -> str:
     """Return a path in a folder that is there, or -."""
-    path = Path(text)
-    if text != "-" and (text.startswith("~") or path.is_dir() or not path.absolute().parent.is_dir()):
-        raise argparse.ArgumentTypeError(f"expected a file in a folder that is there, got {text!r}")
+    if text != "-" and (not text.endswith(".json") or not Path(text).absolute().parent.is_dir()):
+        raise argparse.ArgumentTypeError(f"expected - or FILE.json in a folder that is there, got {text!r}")
     return text

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from lowshard.checkpoint.catalog import Catalog
-from lowshard.checkpoint.delta_file import ChangedTensor, Delta, open_deltas
-from lowshard.checkpoint.delta_writer import DeltaReport, write_delta
+from lowshard.checkpoint.delta_file import ChangedTensor, Delta, DeltaReport, open_deltas, write_delta
 from lowshard.checkpoint.header import Header, TensorEntry, read_header
 from lowshard.checkpoint.reader import CheckpointReader, ReadPlan, plan_box, plan_read
 from lowshard.checkpoint.writer import write_checkpoint

@@ -6,7 +6,6 @@ import mmap
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -35,6 +34,7 @@ from lowshard.kernels.unit_weights import SUMS
 
 _SCRATCH_BYTES = 512 << 10
 """Of a piece that is read and then looked at again: it is still in the core's own cache."""
+_PART_BYTES = 4 << 20
 _APART_BYTES = 16 << 10
 """Rows this far apart are read one by one; nearer ones together, which costs less than so many calls of the system."""
 
@@ -55,9 +55,7 @@ class ByteSource:
     def __enter__(self) -> ByteSource:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -73,6 +71,17 @@ class ByteSource:
             if common is not None:
                 index: Any = (..., *relative_slices(common, box))  # with ..., a view even of a 0-d array
                 self.read_part(name, part, part.local(common), out[index], tally)
+
+    def boxes(self, name: str) -> Iterator[tuple[Box, np.ndarray]]:
+        """Yield a tensor in row-major parts of a few megabytes: each box and its values."""
+        tensor = self.catalog.tensor(name)
+        row = dtypes.get(tensor.dtype)
+        if not tensor.parts:
+            return
+        for box in row_major_parts(full_box(tensor.shape), max(1, _PART_BYTES // row.itemsize_bytes)):
+            values = np.empty(shape_of(box), row.numpy)
+            self.read(name, box, values)
+            yield box, values
 
     def read_part(
         self, name: str, part: StoredPart, box: Box, out: np.ndarray, tally: Tally | None = None

@@ -10,15 +10,15 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from lowshard.argument import brief, instance, items, mapping
 from lowshard.argument import path as check_path
 from lowshard.box import Box, full_box, shape_of, volume
-from lowshard.checkpoint.checkpoint_index import INDEX_NAME, Index, IndexedTensor, Part, read_index
+from lowshard.checkpoint.checkpoint_index import INDEX_NAME, Index, Part, read_index
 from lowshard.checkpoint.crc import Key, crc32
 from lowshard.checkpoint.header import FilePath, Header, Stamp, TensorEntry, read_header
 from lowshard.checkpoint.hf_index import DATA_NAME, HF_INDEX, files_of_set, is_sparse_delta, lies_beside
@@ -48,7 +48,7 @@ class StoredPart:
 
     @property
     def key(self) -> Key:
-        """What the stored array is known by."""
+        """File and first byte of the stored array."""
         return self.file, self.entry.start
 
     def check(self, name: str, value: int) -> None:
@@ -78,6 +78,14 @@ class StoredTensor:
     """Which rank held what when a sharded checkpoint was saved; None where neither an index nor the caller says it."""
     digest: str | None = None
     """Of its content, as `lowshard.reshard.digest` has it; None where no index says it."""
+
+    def check_digest(self, found: str, where: str) -> None:
+        """Compare the digest of what was read with the index's."""
+        if self.digest not in (None, found):
+            raise CheckpointError(
+                f"{where}: tensor {self.name!r}: its data is damaged: its digest is {found}, the index says "
+                f"{self.digest}"
+            )
 
 
 @dataclass(frozen=True)
@@ -231,25 +239,32 @@ class Catalog:
 
 
 def _of_plain(paths: Sequence[Path], where: str) -> Catalog:
-    tensors: dict[str, StoredTensor] = {}
-    metadata: dict[str, str] = {}
-    headers: list[Header] = []
     if not paths:
         raise CheckpointError("a checkpoint has at least one file, got none")
-    for path in paths:
-        header = read_header(path)
+    headers = [read_header(path) for path in paths]
+    for header in headers:
         if is_sparse_delta(header.metadata):
             raise CheckpointError(
-                f"{path}: is a delta, which says what one version changes of another, and no checkpoint: `lowshard "
-                f"reshard BASE --apply {path} -o OUT` makes one"
+                f"{header.path}: is a delta, which says what one version changes of another, and no checkpoint: "
+                f"`lowshard reshard BASE --apply {header.path} -o OUT` makes one"
             )
+    return plain_catalog(headers, where)
+
+
+def plain_catalog(headers: Sequence[Header], where: str) -> Catalog:
+    """Return the catalog of files that hold whole tensors, each name once."""
+    tensors: dict[str, StoredTensor] = {}
+    metadata: dict[str, str] = {}
+    for header in headers:
         metadata |= header.metadata
-        headers.append(header)
         for entry in header.tensors.values():
             if entry.name in tensors:
-                other = tensors[entry.name].parts[0].file
-                raise CheckpointError(f"{path}: tensor {entry.name!r} is in {other} too")
-            tensors[entry.name] = _plain_tensor(header, entry)
+                other = next(h.path for h in headers if entry.name in h.tensors)
+                raise CheckpointError(f"{header.path}: tensor {entry.name!r} is in {other} too")
+            part = StoredPart(header.path, entry, full_box(entry.shape), (0,) * len(entry.shape), None)
+            tensors[entry.name] = StoredTensor(
+                entry.name, entry.dtype, entry.shape, (part,) if entry.size_elems else ()
+            )
     return Catalog(where, tensors, metadata, None, _digest(tensors), _stamps(headers))
 
 
@@ -257,25 +272,11 @@ def _stamps(headers: Iterable[Header]) -> dict[str, Stamp | None]:
     return {header.path: header.stamp for header in headers}
 
 
-def _plain_tensor(header: Header, entry: TensorEntry) -> StoredTensor:
-    part = StoredPart(header.path, entry, full_box(entry.shape), (0,) * len(entry.shape), None)
-    return StoredTensor(entry.name, entry.dtype, entry.shape, (part,) if entry.size_elems else ())
-
-
 def _of_hugging_face(path: Path) -> Catalog:
     text = read_text(path, "index with a weight_map", CheckpointError)
     data = parse_json(text, f"{path} is not an index with a weight_map", CheckpointError)
     said = {k: v for k, v in data.items() if k in _HF_KEYS} if isinstance(data, dict) else data
-    files, metadata = _read_hugging_face(said, str(path))
-    headers = headers_of(path, files)
-    for header in headers.values():
-        metadata = dict(header.metadata) | metadata
-    tensors = {name: _plain_tensor(headers[file], headers[file].entry(name)) for name, file in files.items()}
-    return Catalog(str(path.parent), tensors, metadata, None, _digest(tensors), _stamps(headers.values()))
-
-
-def headers_of(path: Path, weight_map: Mapping[str, str]) -> dict[str, Header]:
-    """Return, by its name, the header of each file that an index of Hugging Face's names."""
+    weight_map, metadata = _read_hugging_face(said, str(path))
     held: dict[str, list[str]] = {}
     for name, file in weight_map.items():
         if not lies_beside(file):
@@ -283,17 +284,21 @@ def headers_of(path: Path, weight_map: Mapping[str, str]) -> dict[str, Header]:
                 f"{path}: tensor {brief(name)}: its file lies beside the index, got {brief(file)}"
             )
         held.setdefault(file, []).append(name)
-    headers = {}
+    headers = []
     for file, names in held.items():
         if not os.path.exists(path.parent / file):
             raise CheckpointError(_missing(path.parent / file, path.name, names))
-        headers[file] = header = read_header(path.parent / file)
-        for name in header.tensors:
+        headers.append(read_header(path.parent / file))
+        for name in (*headers[-1].tensors, *names):
+            headers[-1].entry(name)
             if weight_map.get(name) != file:
                 raise CheckpointError(
-                    f"{header.path}: tensor {name!r} is in the file, {path.name} places it in {weight_map.get(name)}"
+                    f"{headers[-1].path}: tensor {name!r} is in the file, {path.name} places it in "
+                    f"{weight_map.get(name)}"
                 )
-    return headers
+    made = plain_catalog(headers, str(path.parent))
+    ordered = {name: made.tensors[name] for name in weight_map}
+    return replace(made, tensors=ordered, metadata={**made.metadata, **metadata}, digest=_digest(ordered))
 
 
 _HF_KEYS = ("weight_map", "metadata")
@@ -320,24 +325,32 @@ def _of_index(folder: Path) -> Catalog:
             # a save has put a new checkpoint in place meanwhile, and removed the files of the one before
     else:
         raise CheckpointError(f"{folder}: new checkpoints are put in place faster than one can be opened")
+    return index_catalog(folder, index, lambda name, part: part_entry(name, part, index, headers[part.file]))
+
+
+def index_catalog(folder: Path, index: Index, entry_of: Callable[[str, Part], TensorEntry]) -> Catalog:
+    """Return the catalog of a sharded checkpoint; `entry_of` says where a part of a tensor lies in its file."""
     tensors = {}
-    for name, indexed in index.tensors.items():
-        parts = tuple(stored_part(name, indexed, p, headers[p.file]) for p in indexed.parts)
-        tensors[name] = StoredTensor(
-            name, indexed.dtype, indexed.shape, parts, indexed.strategy, indexed.tiling, indexed.digest
+    for name, t in index.tensors.items():
+        parts = tuple(
+            StoredPart(
+                str(folder / p.file), entry_of(name, p), p.box, tuple(start for start, _ in p.box), p.crc32
+            )
+            for p in t.parts
         )
+        tensors[name] = StoredTensor(name, t.dtype, t.shape, parts, t.strategy, t.tiling, t.digest)
     return Catalog(str(folder), tensors, index.metadata, index.num_ranks, _digest(tensors))
 
 
-def stored_part(name: str, tensor: IndexedTensor, part: Part, header: Header) -> StoredPart:
-    """Return where a part of a tensor lies in its file."""
-    entry = header.entry(part.key)
-    if entry.dtype != tensor.dtype or entry.shape != shape_of(part.box):
+def part_entry(name: str, part: Part, index: Index, header: Header) -> TensorEntry:
+    """Return the entry of a part in its file's header, compared with the index."""
+    entry, dtype = header.entry(part.key), index.tensors[name].dtype
+    if entry.dtype != dtype or entry.shape != shape_of(part.box):
         raise CheckpointError(
-            f"{header.path}: tensor {name!r}: the index has {tensor.dtype}{list(shape_of(part.box))} there, "
-            f"the file {entry.dtype}{list(entry.shape)}"
+            f"{header.path}: tensor {name!r}: the index has {dtype}{list(shape_of(part.box))} there, the file "
+            f"{entry.dtype}{list(entry.shape)}"
         )
-    return StoredPart(header.path, entry, part.box, tuple(a for a, _ in part.box), part.crc32)
+    return entry
 
 
 def _missing(path: Path, index: str, tensors: Sequence[str]) -> str:

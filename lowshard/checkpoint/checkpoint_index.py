@@ -53,7 +53,7 @@ class IndexedTensor:
     dtype: str
     shape: tuple[int, ...]
     strategy: str | None
-    """How it was cut when it was saved; for people."""
+    """How it was sharded when it was saved; for people."""
     parts: tuple[Part, ...]
     tiling: Tiling
     digest: str

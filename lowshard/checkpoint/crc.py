@@ -1,19 +1,12 @@
 """CRC-32 of stored arrays, taken from what is read while it is read, and joined from pieces of one array.
 
-The sum is zlib's. ISA-L's routine gives the same number some ten times faster (a tenth of the time of a copy from
-memory, as long as the bytes are in a cache); zlib's own stands in where the isal package is missing.
+The sum is zlib's. ISA-L's routines give the same number some ten times faster (a tenth of the time of a copy from
+memory, as long as the bytes are in a cache).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from functools import cache
-
-from lowshard.bounded import bounded_cache
-
-_POLYNOMIAL = 0xEDB88320
-"""IEEE 802.3's, with the coefficient of x^0 in the highest bit."""
-_ONE = 1 << 31
+from collections.abc import Iterable
 
 Piece = tuple[int, int, int]
 """First byte in the file, the byte behind the last, and the CRC-32 of the bytes between them."""
@@ -23,53 +16,17 @@ Key = tuple[str, int]
 
 def crc32(data: memoryview | bytes, value: int = 0) -> int:
     """Return the CRC-32 of bytes; `value` is that of the bytes before them."""
-    return _routine()(data, value)
+    from isal import isal_zlib
 
-
-@cache
-def _routine() -> Callable[..., int]:
-    try:
-        from isal.isal_zlib import crc32 as routine
-    except ImportError:
-        from zlib import crc32 as routine
-    return routine
+    return isal_zlib.crc32(data, value)
 
 
 def joined(first: int, second: int, second_bytes: int) -> int:
-    """Return the CRC-32 of two runs of bytes, one behind the other, from the sum of each.
+    """Return the CRC-32 of two runs of bytes, one behind the other, from the sum of each."""
+    from isal import isal_zlib
 
-    A sum is a remainder modulo the polynomial; what follows multiplies it by x^(8 second_bytes), and the sums of both
-    add up (M. Adler's crc32_combine in zlib rests on the same).
-    """
-    return _product(first, _shift(second_bytes)) ^ second
-
-
-@bounded_cache(1 << 18)  # layers repeat
-def _shift(size_bytes: int) -> int:
-    """Return x^(8 size_bytes) modulo the polynomial."""
-    shift, bits, k = _ONE, 8 * size_bytes, 0
-    while bits:
-        if bits & 1:
-            shift = _product(shift, _power(k))
-        bits >>= 1
-        k += 1
-    return shift
-
-
-@cache
-def _power(k: int) -> int:
-    """Return x^(2^k) modulo the polynomial."""
-    return _ONE >> 1 if k == 0 else _product(_power(k - 1), _power(k - 1))
-
-
-def _product(a: int, b: int) -> int:
-    total, term = 0, _ONE
-    while term:
-        if a & term:
-            total ^= b
-        term >>= 1
-        b = b >> 1 ^ (_POLYNOMIAL if b & 1 else 0)
-    return total
+    found: int = isal_zlib.crc32_combine(first, second, second_bytes)
+    return found
 
 
 class Tally:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import prod
@@ -27,6 +26,7 @@ from lowshard.argument import MOST_DIMS, instance, is_text, quoted
 from lowshard.argument import path as check_path
 from lowshard.errors import CheckpointError, DTypeError
 from lowshard.nearest import nearest
+from lowshard.reading import parse_json
 
 FilePath = str | os.PathLike[str]
 Stamp = tuple[int, int, int]
@@ -151,17 +151,17 @@ def header_from_fd(fd: int, path: FilePath) -> Header:
             f"this one has {file_bytes} bytes"
         )
     length = int.from_bytes(_pread(fd, _PREFIX_BYTES, 0, where), "little")
-    if length > MAX_HEADER_BYTES:
+    if length > min(MAX_HEADER_BYTES, file_bytes - _PREFIX_BYTES):
         raise CheckpointError(
-            f"{where}: the header's length is {length} bytes, the format allows {MAX_HEADER_BYTES}: "
-            "this is not a safetensors file, or it is damaged"
+            f"{where}: the header's length is {length} bytes, the format allows {MAX_HEADER_BYTES} and only "
+            f"{file_bytes - _PREFIX_BYTES} follow: this is not a safetensors file, or it is truncated or damaged"
         )
-    if length > file_bytes - _PREFIX_BYTES:
+    raw = _pread(fd, length, _PREFIX_BYTES, where)
+    if not raw.startswith(b"{"):
         raise CheckpointError(
-            f"{where}: the header's length is {length} bytes, but only {file_bytes - _PREFIX_BYTES} follow: "
-            "the file is truncated, or its first bytes are damaged"
+            f"{where}: a header is a JSON object and starts with '{{', this one starts with {raw[:8]!r}"
         )
-    fields = _parse_json(_pread(fd, length, _PREFIX_BYTES, where), where)
+    fields = parse_json(raw, f"{where}: the header is not valid JSON", CheckpointError, MAX_HEADER_BYTES)
     given = fields.pop(_METADATA, None)
     metadata = {} if given is None else check_metadata(given, where)  # the library takes null for none too
     data_start = _PREFIX_BYTES + length
@@ -225,44 +225,6 @@ def _pread(fd: int, size_bytes: int, offset: int, where: str) -> bytes:
     return b"".join(parts)
 
 
-def _parse_json(raw: bytes, where: str) -> dict[str, Any]:
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
-            twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
-            raise ValueError(f"the key {quoted(twice)} comes twice in one object")
-        return found
-
-    if not raw.startswith(b"{"):
-        raise CheckpointError(
-            f"{where}: a header is a JSON object and starts with '{{', this one starts with {raw[:8]!r}"
-        )
-    try:
-        text = raw.decode()
-    except UnicodeDecodeError as error:
-        raise CheckpointError(
-            f"{where}: the header is not UTF-8: {error.reason} at its byte {error.start}"
-        ) from error
-    try:
-        found = json.loads(text, object_pairs_hook=unique, parse_int=_number)
-    except ValueError as error:
-        raise CheckpointError(f"{where}: the header is not valid JSON: {error}") from error
-    except RecursionError as error:
-        raise CheckpointError(
-            f"{where}: the header nests too deep; the format has objects of flat objects"
-        ) from error
-    except MemoryError as error:
-        raise CheckpointError(f"{where}: the header of {len(raw)} bytes does not fit in memory") from error
-    assert isinstance(found, dict)  # it starts with '{'
-    return found
-
-
-def _number(text: str) -> int | float:
-    # What fits no extent (and "-0", no integer to the format) becomes a float, which the checks
-    # of the tensor refuse by name; int() of thousands of digits would raise, or be slow.
-    return int(text) if len(text) <= 20 and text != "-0" else float(text)
-
-
 def check_name(name: object, where: str) -> None:
     """Raise CheckpointError unless a tensor can be called so in a header."""
     if not isinstance(name, str) or name == _METADATA or not is_text(name):
@@ -291,8 +253,7 @@ def _entry(name: str, value: Any, data_start: int, file_bytes: int, path: str) -
         raise CheckpointError(
             f"{where}: an entry is an object with dtype, shape and data_offsets, got {quoted(value)}"
         )
-    missing = [key for key in ("dtype", "shape", "data_offsets") if key not in value]
-    if missing:
+    if missing := [key for key in ("dtype", "shape", "data_offsets") if key not in value]:
         raise CheckpointError(f"{where}: its entry lacks {', '.join(missing)}; it has {quoted(list(value))}")
     try:
         row = dtypes.from_safetensors(value["dtype"])
@@ -308,8 +269,6 @@ def _entry(name: str, value: Any, data_start: int, file_bytes: int, path: str) -
             f"{where}: data_offsets are two integers >= 0 (begin, end), got {quoted(offsets)}"
         )
     begin, end = offsets
-    if begin > end:
-        raise CheckpointError(f"{where}: data_offsets are in order, got begin {begin} behind end {end}")
     if end - begin != need:
         raise CheckpointError(
             f"{where}: {row.safetensors} {list(shape)} takes {need} bytes, its data_offsets [{begin}, {end}] "

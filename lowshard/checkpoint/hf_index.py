@@ -3,7 +3,7 @@
 It is a courtesy to other readers: `lowshard.index.json` alone says what the checkpoint is. It is put in place after
 that one, and taken away before the files that it names are. Another save may commit between the two renames of one. So
 a save looks whether its own checkpoint is still in place, before it puts this index there and again behind that, and
-takes it away where it is not. Saves do this one at a time, under a lock of the folder.
+takes it away where it is not: of two saves at a time into one folder it may be missing, and is never another's.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ import fcntl
 import json
 import os
 import re
-import time
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from lowshard.errors import CheckpointError
@@ -27,8 +26,6 @@ DATA_NAME = re.compile(rf"shard-({TOKEN})-\d{{5}}-of-\d{{5}}\.safetensors")
 _PART_NAME = re.compile(r".+-\d{5}-of-(\d{5})\.safetensors")
 SIZES = ("total_size", "total_parameters")
 """What Hugging Face's index says of the tensors beside the user's own metadata; not carried along."""
-_LOCK_S, _LOOK_S = 5.0, 0.002
-"""How long a save waits for another one's lock of the folder, which is held for milliseconds; how often it looks."""
 
 
 def lies_beside(file: str) -> bool:
@@ -60,22 +57,21 @@ def write_index(
 ) -> None:  # fmt: skip
     """Put an index in place, or take one away that is of an earlier save. One that is not of a save stays."""
     path = folder / HF_INDEX
-    with _alone(folder):
-        if not is_in_place() or is_foreign(folder):
-            return
-        if not files:
-            path.unlink(missing_ok=True)
-            return
-        data = {"metadata": {"total_size": size_bytes}, "weight_map": dict(sorted(files.items()))}
-        try:
-            _write_locked(private, path, json.dumps(data, indent=2, ensure_ascii=False) + "\n")
-        except OSError:  # readers of the index find none then, rather than one of the checkpoint before
-            with suppress(OSError):
-                private.unlink(missing_ok=True)
-            path.unlink(missing_ok=True)
-            raise
-        if not is_in_place():
-            path.unlink(missing_ok=True)
+    if not is_in_place() or is_foreign(folder):
+        return
+    if not files:
+        path.unlink(missing_ok=True)
+        return
+    data = {"metadata": {"total_size": size_bytes}, "weight_map": dict(sorted(files.items()))}
+    try:
+        _write_locked(private, path, json.dumps(data, indent=2, ensure_ascii=False) + "\n")
+    except OSError:  # readers of the index find none then, rather than one of the checkpoint before
+        with suppress(OSError):
+            private.unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
+        raise
+    if not is_in_place():
+        path.unlink(missing_ok=True)
 
 
 def _write_locked(private: Path, path: Path, text: str) -> None:
@@ -94,33 +90,11 @@ def _write_locked(private: Path, path: Path, text: str) -> None:
             return
 
 
-@contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Hold a lock of the folder in a block; go without where there are no locks, or where its holder stands still."""
-    fd, end_s = -1, time.monotonic() + _LOCK_S
-    with suppress(OSError):
-        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        while time.monotonic() < end_s:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                time.sleep(_LOOK_S)
-    try:
-        yield
-    finally:
-        if fd >= 0:
-            os.close(fd)
-
-
 def forget(folder: Path, gone: Collection[str]) -> None:
     """Take an index of a save away that names a file which is about to be removed."""
     path = folder / HF_INDEX
-    if not gone or not path.exists():
-        return
-    with _alone(folder):
-        if (_named(path) or set()) & set(gone):
-            path.unlink(missing_ok=True)
+    if gone and path.exists() and (_named(path) or set()) & set(gone):
+        path.unlink(missing_ok=True)
 
 
 def is_foreign(folder: Path) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,10 +16,11 @@ from lowshard.errors import CheckpointError
 from lowshard.plain_console import add_json_argument, put_json
 
 if TYPE_CHECKING:
-    from lowshard.checkpoint.overview import Overview, TensorView
+    from lowshard.checkpoint.catalog import StoredTensor
+    from lowshard.checkpoint.overview import Overview
 
 DESCRIPTION = """\
-Shows what is in a checkpoint: its tensors, how each is cut, which file and which rank holds what, its checksums.
+Shows what is in a checkpoint: its tensors, how each is sharded, which file and which rank holds what, its checksums.
 PATH is a sharded checkpoint of lowshard, a safetensors file, or a Hugging Face folder. Headers and indexes are read;
 with --verify all data is, too, and compared with the checksums and digests of the index (plain files have none: their
 digest is worked out). Two checkpoints with one digest hold the same tensors, however each is cut.
@@ -29,7 +30,7 @@ examples:
   lowshard inspect out/
   lowshard inspect out/ model.layers.0.mlp.up_proj.weight     # one tensor: files, boxes, ranks
   lowshard inspect out/ --verify --json
-In the table "dim 0 by 4" is cut along dim 0 into 4 parts, "x2" is held twice.
+In the table "dim 0 by 4" is split along dim 0 into 4 parts, "x2" is held twice.
 Exit codes: 0 whole, 1 a file is missing or damaged, or the folder has no checkpoint, 2 wrong usage, or nothing at PATH.
 """
 _WIDTH = 80
@@ -55,7 +56,7 @@ def add_inspect_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentP
 
 def run(args: argparse.Namespace) -> int:
     """Run the subcommand and return the exit code."""
-    from lowshard.checkpoint.overview import look_at, tensor_json, verified
+    from lowshard.checkpoint.overview import look_at, verified
     from lowshard.plain_console import transfer
 
     if not os.path.exists(Path(args.path)):
@@ -65,21 +66,24 @@ def run(args: argparse.Namespace) -> int:
     except CheckpointError as error:
         error.exit_code = 1
         raise
-    chosen = overview.tensors if args.tensor is None else (overview.tensor(args.tensor),)
+    names = [args.tensor] if args.tensor is not None else list(overview.catalog.tensors)
+    chosen = [overview.catalog.tensor(name) for name in names]
     if args.verify:
-        total = sum(p.size_bytes for t in chosen for p in t.parts)
+        total = sum(p.entry.size_bytes for t in chosen for p in t.parts)
         with transfer("inspect", "comparing checksums", total) as update:
-            overview = verified(overview, {t.name for t in chosen}, update)
-        chosen = overview.tensors if args.tensor is None else (overview.tensor(args.tensor),)
+            overview = verified(overview, names, update)
+        chosen = [overview.catalog.tensor(name) for name in names]
     whole = args.tensor is None
-    found = overview.to_json if whole else partial(tensor_json, chosen[0])
+    found = overview.to_json if whole else partial(overview.tensor_json, chosen[0])
     if not put_json(args.json, lambda: json.dumps(found(), indent=1)):
         shown = _table(overview, args.all) if args.tensor is None else _one(overview, chosen[0])
+        digest = overview.digest if args.tensor is None else chosen[0].digest
+        of = "" if args.tensor is None else " (of this tensor)"
         for line in (
             *shown,
-            *_checksums(overview, chosen, args.verify),
-            *_digest(overview, args),
-            *(f"BROKEN: {problem}" for problem in overview.problems),
+            _checksums(overview, chosen, args.verify),
+            "digest: not recorded; --verify works it out" if digest is None else f"digest: {digest}{of}",
+            *(f"BROKEN: {problem}" for problem in overview.problems.values()),
         ):
             print(one_line(line))
     return 1 if overview.problems else 0
@@ -88,27 +92,24 @@ def run(args: argparse.Namespace) -> int:
 def _table(overview: Overview, each: bool) -> Iterator[str]:
     from lowshard.checkpoint.overview import rank_of
 
-    ranks = (
-        ""
-        if overview.num_ranks is None
-        else f" of {overview.num_ranks} rank{'s' * (overview.num_ranks != 1)}"
-    )
-    files, tensors = len(overview.files), len(overview.tensors)
-    form = f": {overview.form}{ranks}"
-    yield _short(overview.where, _WIDTH - len(form)) + form
-    yield f"{tensors} tensor{'s' * (tensors != 1)}, {_mb(overview.size_bytes)} MB in {files} file{'s' * (files != 1)}"
-    for key, value in overview.metadata.items():
+    catalog, files, tensors = overview.catalog, len(overview.files), len(overview.catalog.tensors)
+    count = catalog.num_ranks
+    form = f": {overview.form}" + ("" if count is None else f" of {count} rank{'s' * (count != 1)}")
+    yield _short(catalog.where, _WIDTH - len(form)) + form
+    yield f"{tensors} tensor{'s' * (tensors != 1)}, {_mb(catalog.size_bytes)} MB in {files} file{'s' * (files != 1)}"
+    for key, value in catalog.metadata.items():
         yield _short(f"metadata {key}: {value}", _WIDTH)
     yield ""
     yield f"{'rank':>5} {'MB':>12}  file"
-    for number, file in enumerate(overview.files):
-        if _MOST_FILES // 2 <= number < files - _MOST_FILES // 2 and files > _MOST_FILES and not file.problem:
+    for number, (path, size_bytes) in enumerate(overview.files.items()):
+        is_broken = (path, "") in overview.problems
+        if _MOST_FILES // 2 <= number < files - _MOST_FILES // 2 and files > _MOST_FILES and not is_broken:
             if number == _MOST_FILES // 2:
                 yield f"{'...':>5}"
             continue
-        rank = None if overview.num_ranks == 1 else rank_of(file.name)
-        mark = "  BROKEN" if file.problem else ""
-        yield f"{'-' if rank is None else rank:>5} {_mb(file.size_bytes):>12}  {_short(file.name, 51)}{mark}"
+        rank = None if count == 1 else rank_of(path)
+        name = _short(Path(path).name, 51) + "  BROKEN" * is_broken
+        yield f"{'-' if rank is None else rank:>5} {_mb(size_bytes):>12}  {name}"
     yield ""
     rows = [("tensor", "dtype", "shape", "cut"), *_rows(overview, each)]
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
@@ -121,69 +122,58 @@ def _table(overview: Overview, each: bool) -> Iterator[str]:
 
 def _rows(overview: Overview, each: bool) -> Iterator[tuple[str, str, str, str]]:
     from lowshard import dtypes
+    from lowshard.checkpoint.overview import split_text
     from lowshard.rules.logical_tensor import group_name
 
-    groups: dict[tuple[str, ...], list[str]] = {}
-    for tensor in overview.tensors:
+    groups: dict[tuple[str, str, str, str], list[str]] = {}
+    for tensor in overview.catalog.tensors.values():
         shape = _short(f"[{', '.join(map(str, tensor.shape))}]", 20)
         key = tensor.name if each else group_name(tensor.name)
-        row = key, dtypes.get(tensor.dtype).safetensors, shape, _short(tensor.cut, 20)
+        row = key, dtypes.get(tensor.dtype).safetensors, shape, _short(split_text(tensor), 20)
         groups.setdefault(row, []).append(tensor.name)
-    for (key, *rest), names in groups.items():
-        name = names[0] if len(names) == 1 else f"{key} ({len(names)})"
-        yield name, rest[0], rest[1], rest[2]
+    for (key, dtype, shape, split), names in groups.items():
+        yield names[0] if len(names) == 1 else f"{key} ({len(names)})", dtype, shape, split
 
 
-def _one(overview: Overview, tensor: TensorView) -> Iterator[str]:
-    from lowshard.checkpoint.overview import rank_of
+def _one(overview: Overview, tensor: StoredTensor) -> Iterator[str]:
+    from lowshard.checkpoint.overview import held, rank_of, split_text
 
+    size_bytes = sum(part.entry.size_bytes for part in tensor.parts)
     yield tensor.name
-    yield f"{tensor.dtype} [{', '.join(map(str, tensor.shape))}], {_mb(tensor.size_bytes)} MB, {tensor.cut}"
+    yield f"{tensor.dtype} [{', '.join(map(str, tensor.shape))}], {_mb(size_bytes)} MB, {split_text(tensor)}"
     if tensor.strategy is not None:
         yield _short(f"strategy: {tensor.strategy}", _WIDTH)
-    broken = {file.name for file in overview.files if file.problem}
-    for file in dict.fromkeys(part.file for part in tensor.parts):
-        rank = rank_of(file)
-        by = "" if rank is None or overview.num_ranks == 1 else f" (written by rank {rank})"
-        yield f"{_short(file, 55)}{by}{'  BROKEN' * (file in broken)}"
+    for path in dict.fromkeys(part.file for part in tensor.parts):
+        rank = rank_of(path)
+        by = "" if rank is None or overview.catalog.num_ranks == 1 else f" (written by rank {rank})"
+        yield f"{_short(Path(path).name, 55)}{by}{'  BROKEN' * ((path, '') in overview.problems)}"
         for part in tensor.parts:
-            if part.file == file:
+            if part.file == path:
                 crc = "no checksum" if part.crc32 is None else f"crc32 {part.crc32:08x}"
-                state = "  DAMAGED" if part.problem else ""
+                state = "  DAMAGED" if overview.problem(part) else ""
                 yield f"  {_short(box_text(part.box), 52)}  {crc}{state}"
     same: dict[tuple[Box, ...], list[int]] = {}
-    for number, boxes in tensor.held:
+    for number, boxes in held(tensor).items():
         same.setdefault(boxes, []).append(number)
     if same:
         yield "held when it was saved by"
     for boxes, holders in same.items():
-        ranks = f"  rank{'s' * (len(holders) > 1)} {', '.join(map(str, holders))}"
-        yield _short(ranks, _WIDTH)
+        yield _short(f"  rank{'s' * (len(holders) > 1)} {', '.join(map(str, holders))}", _WIDTH)
         for box in boxes:
             yield _short(f"    {box_text(box)}", _WIDTH)
     yield ""
 
 
-def _checksums(overview: Overview, chosen: Iterable[TensorView], asked: bool) -> Iterator[str]:
+def _checksums(overview: Overview, chosen: Sequence[StoredTensor], asked: bool) -> str:
     parts = [part for tensor in chosen for part in tensor.parts]
-    summed_bytes = sum(part.size_bytes for part in parts if part.crc32 is not None)
     if not overview.checksummed_bytes:
-        yield "checksums: none in plain files, so damaged data cannot be seen"
-    elif not asked:
-        yield f"checksums: of {_mb(summed_bytes)} MB, not compared (--verify)"
-    else:
-        bad = sum(bool(part.problem) for part in parts)
-        yield f"checksums: {_mb(overview.verified_bytes or 0)} MB compared, " + (
-            f"{bad} parts differ" if bad else "all equal"
-        )
-
-
-def _digest(overview: Overview, args: argparse.Namespace) -> Iterator[str]:
-    found = overview.digest if args.tensor is None else overview.tensor(args.tensor).digest
-    if found is None:
-        yield "digest: not recorded; --verify works it out"
-    else:
-        yield f"digest: {found}{'' if args.tensor is None else ' (of this tensor)'}"
+        return "checksums: none in plain files, so damaged data cannot be seen"
+    if not asked:
+        summed_bytes = sum(part.entry.size_bytes for part in parts if part.crc32 is not None)
+        return f"checksums: of {_mb(summed_bytes)} MB, not compared (--verify)"
+    bad = sum(overview.problem(part) is not None for part in parts)
+    found = f"{bad} parts differ" if bad else "all equal"
+    return f"checksums: {_mb(overview.verified_bytes or 0)} MB compared, {found}"
 
 
 def _mb(size_bytes: int) -> str:

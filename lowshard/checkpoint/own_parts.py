@@ -1,4 +1,4 @@
-"""What a rank writes of a checkpoint: out of the arrays themselves, or out of a copy while the caller goes on."""
+"""The boxes that a rank writes of a sharded state: views of its arrays, or a copy for a save in the background."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def write_parts(
     if not is_copy:
 
         def copy() -> Parts:
-            ends = list(accumulate((_room_bytes(a) for _, a in parts), initial=0))
+            ends = list(accumulate((_padded_bytes(a) for _, a in parts), initial=0))
             if beside.memory is None or beside.memory.size < ends[-1]:
                 beside.memory = None  # before there is more
                 beside.memory = np.empty(ends[-1], np.uint8)
@@ -79,12 +79,12 @@ def box_of(array: np.ndarray, tiling: Tiling, rank: int, box: Box) -> np.ndarray
     return local[relative_slices(box, tile.box)]
 
 
-def _room_bytes(array: np.ndarray) -> int:
+def _padded_bytes(array: np.ndarray) -> int:
     return -(-array.nbytes // _LINE_BYTES) * _LINE_BYTES
 
 
 def _put(array: np.ndarray, memory: np.ndarray) -> np.ndarray:
-    """Copy an array to the begin of some memory; return the copy."""
+    """Copy an array to the start of a buffer; return the copy."""
     copy: np.ndarray = memory[: array.nbytes].view(array.dtype).reshape(array.shape)
     copy[...] = array
     return copy

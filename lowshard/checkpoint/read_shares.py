@@ -10,7 +10,7 @@ from lowshard.box import Box, intersect, shape_of, split_interval, subtract, vol
 from lowshard.tiling import Tiling
 
 SPLIT_BYTES = 1 << 20
-"""From this size on a box that several ranks hold is cut between them; smaller ones go to one of them."""
+"""From this size on a box that several ranks hold is split between them; smaller ones go to one of them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, TypeVar, overload
+from typing import Any
 
 import numpy as np
 
@@ -22,8 +22,6 @@ from lowshard.checkpoint.header import FilePath, Header, TensorEntry, header_fro
 from lowshard.errors import BufferMismatchError, CheckpointError, LayoutError
 from lowshard.foreign_array import view_in_call
 from lowshard.layout import Layout
-
-Out = TypeVar("Out")  # an array of any library
 
 
 @dataclass(frozen=True)
@@ -59,7 +57,7 @@ def plan_read(entry: TensorEntry, layout: Layout, rank: int, *, reshape: bool = 
         layout: of the tensor's dtype and shape, without partial axes.
         rank: any rank of the layout's mesh.
         reshape: True allows a layout of another shape with as many elements: the tensor is taken as
-            if it were stored in that shape (a weight [384, 384] as [12, 32, 384], to cut it by heads).
+            if it were stored in that shape (a weight [384, 384] as [12, 32, 384], to shard it by heads).
 
     Raises:
         LayoutError: the layout is for another shape or dtype, or it is partial.
@@ -146,15 +144,9 @@ class CheckpointReader:
         _check_layout(entry, layout, reshape, f"{self.header.path}: tensor {name!r}")
         return plan_box(entry, layout.box(rank), shape=layout.shape)
 
-    @overload
     def read(
-        self, name: str, layout: Layout, rank: int, out: None = None, *, reshape: bool = False
-    ) -> np.ndarray: ...
-
-    @overload
-    def read(self, name: str, layout: Layout, rank: int, out: Out, *, reshape: bool = False) -> Out: ...
-
-    def read(self, name: str, layout: Layout, rank: int, out: Any = None, *, reshape: bool = False) -> Any:
+        self, name: str, layout: Layout, rank: int, out: Any = None, *, reshape: bool = False
+    ) -> np.ndarray | Any:
         """Return a rank's local array of a layout, `layout.local_shape(rank)`; only its bytes are read.
 
         Args:
@@ -173,24 +165,9 @@ class CheckpointReader:
         plan = self.plan(name, layout, rank, reshape=reshape)
         return self._fill(plan, layout.local_shape(rank), out)
 
-    @overload
-    def read_box(
-        self, name: str, box: Box | None = None, out: None = None, *, shape: Sequence[int] | None = None
-    ) -> np.ndarray: ...
-
-    @overload
-    def read_box(
-        self, name: str, box: Box | None, out: Out, *, shape: Sequence[int] | None = None
-    ) -> Out: ...
-
-    @overload
-    def read_box(
-        self, name: str, box: Box | None = None, *, out: Out, shape: Sequence[int] | None = None
-    ) -> Out: ...
-
     def read_box(
         self, name: str, box: Box | None = None, out: Any = None, *, shape: Sequence[int] | None = None
-    ) -> Any:
+    ) -> np.ndarray | Any:
         """Return one box of a tensor; only its bytes are read.
 
         Args:
@@ -273,13 +250,11 @@ def _check_layout(entry: TensorEntry, layout: Layout, reshape: bool, where: str)
         )
     if any(layout.partials):
         raise LayoutError(
-            f"{where}: the layout {layout} is partial, and a file holds values, not terms: cut or replicate"
+            f"{where}: the layout {layout} is partial, and a file holds values, not terms: shard or replicate"
         )
-    if layout.shape == entry.shape:
-        return
     if layout.size_elems != entry.size_elems:
         raise LayoutError(_other_count(where, entry, layout.shape))
-    if not reshape:
+    if layout.shape != entry.shape and not reshape:
         raise LayoutError(
             f"{where} has shape {entry.shape}, the layout is for {layout.shape}; if the tensor is meant to be "
             "taken in that shape (as many elements, same order), pass reshape=True"
@@ -296,13 +271,9 @@ def _other_count(where: str, entry: TensorEntry, shape: tuple[int, ...]) -> str:
 def _check_out(out: np.ndarray, shape: tuple[int, ...], dtype: np.dtype[Any], name: str) -> None:
     if not isinstance(out, np.ndarray):
         raise BufferMismatchError(f"tensor {name!r}: out is a NumPy array, got {kind_of(out)}")
-    if out.shape != shape or out.dtype != dtype:
+    is_writable = out.flags.c_contiguous and out.flags.writeable
+    if out.shape != shape or out.dtype != dtype or not is_writable:
         raise BufferMismatchError(
-            f"tensor {name!r}: out has the shape and dtype of the box, {dtype}{list(shape)}, got "
-            f"{out.dtype}{list(out.shape)}"
-        )
-    if not out.flags.c_contiguous or not out.flags.writeable:
-        raise BufferMismatchError(
-            f"tensor {name!r}: out is C-contiguous and writeable, got strides {out.strides}, "
-            f"writeable={out.flags.writeable}: read into a new array and copy"
+            f"tensor {name!r}: out has the shape and dtype of the box, {dtype}{list(shape)}, is C-contiguous and "
+            f"writeable; got {out.dtype}{list(out.shape)}, strides {out.strides}, writeable={out.flags.writeable}"
         )

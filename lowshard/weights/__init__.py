@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from lowshard.checkpoint.commit import remove_leftovers
-from lowshard.weights.checkpoint_convert import ConvertReport
-from lowshard.weights.delta_apply import apply_deltas
+from lowshard.weights.checkpoint_convert import ConvertReport, apply_deltas
 from lowshard.weights.head import Segment
 from lowshard.weights.load import LoadReport, load, nodes_of
 from lowshard.weights.load_plan import LoadPlan, plan_load

@@ -16,7 +16,7 @@ from lowshard.placement import MOST_DIGITS
 from lowshard.tiling import Tiling
 from lowshard.weights.module_weights import resolve_module
 from lowshard.weights.name_pattern import NamePatterns, NameRule, Sizes
-from lowshard.weights.scale_cut import weights_of_scales, whole_scales, why_none
+from lowshard.weights.scale_rules import weights_of_scales, whole_scales, why_none
 from lowshard.weights.sharding_strategy import ShardingStrategy
 
 AXES = ("tp", "ep", "dp")
@@ -24,11 +24,23 @@ _MARKERS = {
     "expert_parallel": ShardingStrategy.expert_parallel(1),
     "tensor_parallel": ShardingStrategy.tensor_parallel(1),
 }
-_CUT_AXES = {
+_SHARDED_AXES = {
     "rowwise": 0, "columnwise": 1, "stacked_qkv": 0, "head_aware_columnwise": 1, "grouped_qkv": 0, "heads": 0,
     "axiswise": 0, "gate_up": 2, "segmented": 0,
 }  # fmt: skip
-"""Which axis a strategy of a pattern cuts where its arguments do not say."""
+"""Which axis a strategy of a pattern shards where its arguments do not say."""
+
+
+def axis_sizes(text: str) -> dict[str, int] | None:
+    """Return sizes by axis of a text such as `tp=2,dp=2`, each axis once; None where it is no such text."""
+    sizes: dict[str, int] = {}
+    for token in text.split(","):
+        name, _, size = token.strip().partition("=")
+        is_size = size.isdecimal() and len(size) <= MOST_DIGITS and 1 <= int(size) < 2**31
+        if not name or name in sizes or not is_size:
+            return None
+        sizes[name] = int(size)
+    return sizes
 
 
 @dataclass(frozen=True)
@@ -40,16 +52,12 @@ class Grid:
     @classmethod
     def parse(cls, text: str) -> Grid:
         """Return the grid of a text such as `tp=2,dp=2`, outermost axis first."""
-        axes: list[tuple[str, int]] = []
-        for token in text.split(","):
-            name, _, size = token.strip().partition("=")
-            is_size = size.isdecimal() and len(size) <= MOST_DIGITS and int(size) > 0
-            if name not in AXES or not is_size or name in dict(axes):
-                raise ShardingError(
-                    f"a grid reads like 'tp=2,dp=2' (axes {', '.join(AXES)}, each once), got {brief(text)}"
-                )
-            axes.append((name, int(size)))
-        return cls(tuple(axes))
+        axes = axis_sizes(text)
+        if axes is None or set(axes) - set(AXES):
+            raise ShardingError(
+                f"a grid reads like 'tp=2,dp=2' (axes {', '.join(AXES)}, each once), got {brief(text)}"
+            )
+        return cls(tuple(axes.items()))
 
     @property
     def num_ranks(self) -> int:
@@ -116,7 +124,7 @@ def rank_tilings(files: Sequence[Path], was: Grid, patterns: NamePatterns, sizes
             shapes[name] = (dtype, whole_scales(name, files, shapes[weight][1], held_shapes[weight], entry))
             continue
         rule = matching.rules[name]
-        axis = dict(rule.arguments).get("axis", _CUT_AXES.get(rule.strategy))
+        axis = dict(rule.arguments).get("axis", _SHARDED_AXES.get(rule.strategy))
         if name in unmarked:
             axis = unmarked[name].sharded_axis
         along = "ep" if rule.strategy == "expert_parallel" and "ep" in dict(was.axes) else "tp"
@@ -146,7 +154,7 @@ def _whole_shape(
     rule: NameRule, axis: int | None, shape: tuple[int, ...], held: Sequence[tuple[int, ...]], count: int,
     sizes: Sizes,
 ) -> tuple[int, ...]:  # fmt: skip
-    """Return the shape of a tensor of which `count` ranks hold parts of some shapes, cut along an axis."""
+    """Return the shape of a tensor of which `count` ranks hold parts of some shapes, sharded along an axis."""
     if axis is None:
         return shape
     axis = whole(axis, f"{rule.strategy}: axis is an integer", ShardingError)

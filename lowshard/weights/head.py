@@ -1,4 +1,4 @@
-"""The rules that cut between attention heads, and the sections of an axis that some of them stack.
+"""The rules that shard between attention heads, and the sections of an axis that some of them stack.
 
 Sources: `max/graph/weight.py` of modular/modular for those of MAX; the grouped rule follows from grouped-query
 attention (Ainslie et al. 2023): query head h reads key-value head h // (heads / kv_heads).
@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 from lowshard.argument import one_of, whole
 from lowshard.box import Interval, split_interval
 from lowshard.errors import ShardIndexError, ShardingError
-from lowshard.weights.cut_rules import Rule
+from lowshard.weights.shard_rules import Rule
 
 FewKV = Literal["replicate", "empty", "refuse"]
 Section = Literal["qkv", "q", "kv"]
@@ -21,15 +21,12 @@ Section = Literal["qkv", "q", "kv"]
 
 @dataclass(frozen=True)
 class HeadAwareColumnwise(Rule):
-    """Axis 1, cut between heads; 4- and 6-bit packed widths are recognised by their extent."""
+    """Axis 1, sharded between heads; 4- and 6-bit packed widths are recognised by their extent."""
 
     num_heads: int
     head_dim: int
 
-    @property
-    def axis(self) -> int:
-        """Axis 1."""
-        return 1
+    sharded_axis = 1
 
     def intervals(self, extent: int, index: int, num_devices: int) -> list[Interval]:
         """Return the columns of the device's heads."""
@@ -48,15 +45,12 @@ class HeadAwareColumnwise(Rule):
 
 @dataclass(frozen=True)
 class StackedQKV(Rule):
-    """Three equal sections of axis 0, each cut between the same heads."""
+    """Three equal sections of axis 0, each sharded between the same heads."""
 
     num_heads: int
     head_dim: int
 
-    @property
-    def axis(self) -> int:
-        """Axis 0."""
-        return 0
+    sharded_axis = 0
 
     def intervals(self, extent: int, index: int, num_devices: int) -> list[Interval]:
         """Return the device's heads of each section."""
@@ -81,7 +75,7 @@ class StackedQKV(Rule):
 
 @dataclass(frozen=True)
 class Segment:
-    """A section of an axis: `size` elements, cut evenly, or between heads where num_heads is given."""
+    """A section of an axis: `size` elements, sharded evenly, or between heads where num_heads is given."""
 
     size: int
     num_heads: int | None = None
@@ -97,17 +91,6 @@ class Segment:
             raise ShardingError(
                 f"a segment with heads holds each whole: {self.size} does not divide by {self.num_heads} heads"
             )
-
-    @classmethod
-    def even(cls, size: int) -> Segment:
-        """Return a section that may be cut anywhere."""
-        return cls(size)
-
-    @classmethod
-    def head_aware(cls, num_heads: int, head_dim: int) -> Segment:
-        """Return a section that is cut between heads."""
-        heads = whole(num_heads, "num_heads is a number of 1 or more", ShardingError, 1)
-        return cls(heads * whole(head_dim, "head_dim is a number of 0 or more", ShardingError, 0), heads)
 
     @classmethod
     def of(cls, value: Segment | Mapping[str, Any]) -> Segment:
@@ -145,11 +128,6 @@ class Segmented(Rule):
 
     at: int
     segments: tuple[Segment, ...]
-
-    @property
-    def axis(self) -> int:
-        """The given axis."""
-        return self.at
 
     def intervals(self, extent: int, index: int, num_devices: int) -> list[Interval]:
         """Return the device's part of each section."""
@@ -193,11 +171,6 @@ class GroupedQKV(Rule):
                                    ("section", self.section, get_args(Section))):  # fmt: skip
             one_of(value, known, f"grouped_qkv: {name}", ShardingError)
 
-    @property
-    def axis(self) -> int:
-        """The given axis."""
-        return self.at
-
     def check_devices(self, num_devices: int) -> None:
         """Raise ShardingError where key-value heads are too few and that is to be refused."""
         if self.few_kv == "refuse" and self.num_kv_heads < num_devices:
@@ -214,7 +187,7 @@ class GroupedQKV(Rule):
         if kv >= num_devices or self.few_kv == "empty":
             first, last = split_interval((0, kv), num_devices, index)
             return (first * per_group, last * per_group), (first, last)
-        for group in range(kv):  # devices are cut over groups, and a group's queries over its devices
+        for group in range(kv):  # devices are split over groups, and a group's queries over its devices
             start, stop = split_interval((0, num_devices), kv, group)
             if start <= index < stop:
                 break

@@ -30,8 +30,8 @@ from lowshard.kernels.buffer import address
 from lowshard.tiling import Tiling
 from lowshard.transfer.rounds import RoundMessages, run_rounds
 from lowshard.weights.load_plan import LoadPlan, Read
-from lowshard.weights.peer_write import SCRATCH_BYTES, PeerMemory, Room, Sheet, sheets_of
-from lowshard.weights.read_fanout import Block, Handout, handout_of, shared_reads
+from lowshard.weights.peer_write import SCRATCH_BYTES, ArrayPlace, PeerMemory, RowBatch, row_batches_of
+from lowshard.weights.read_scatter import Block, ReadScatter, read_scatter, shared_reads
 from lowshard.weights.verify import Verification
 
 Progress = Callable[[int, int], None]
@@ -96,25 +96,25 @@ def load(
     said = None if error is not None else partial(_in_words, plan, verify)
     source: ByteSource | None = None
     try:
-        with _Together(comm, digest, said):
+        with _together(comm, digest, said):
             if error is not None:
                 raise error
-            way = Itinerary.of(plan, _same_catalog(files, plan), rank)
-            source = ByteSource(way.catalog)
-            check = Verification(way.checked if verify else (), source, rank, size)
-            tally = check.tally if way.checked and verify else None
-            job = _Load(plan, rank, way, source, tally, progress, mapped=mapped)
+            rank_plan = RankPlan.of(plan, _same_catalog(files, plan), rank)
+            source = ByteSource(rank_plan.catalog)
+            check = Verification(rank_plan.checked if verify else (), source, rank, size)
+            tally = check.tally if rank_plan.checked and verify else None
+            job = _Load(plan, rank, rank_plan, source, tally, progress, mapped=mapped)
         # All ranks have read the headers by now, and open the files for data only from here on. Each compares a file
         # with the one whose header it read (`ByteSource`), so no two ranks read two versions of it. Nothing of a file
         # is compared between ranks: those of other hosts may read copies.
         with job.kept_for_others():
             job.run(comm)
-            with _Together(comm):
+            with _together(comm):
                 if job.error is not None:
                     raise job.error
                 check.compare_own()
         if not check.share(comm):
-            with _Together(comm):
+            with _together(comm):
                 check.compare_rest()
         if reports is not None:
             reports.append(LoadReport(job.read_bytes, job.sent_bytes, check.verified_bytes))
@@ -144,29 +144,23 @@ def nodes_of(comm: Communicator) -> list[int]:
     return [numbers[name] for name in names]
 
 
-class _Together:
-    """A block of local work after which all ranks agree: if one failed, all raise its error."""
-
-    def __init__(
-        self, comm: Communicator | None, digest: bytes = b"", said: Callable[[], str] | None = None
-    ) -> None:
-        self._comm, self._digest, self._said = comm, digest, said
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is not None and not isinstance(error, Exception):
-            return
-        found = error
+@contextmanager
+def _together(
+    comm: Communicator | None, digest: bytes = b"", said: Callable[[], str] | None = None
+) -> Iterator[None]:
+    """Run a block of local work, after which all ranks agree: if one failed, all raise its error."""
+    failed: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failed = error
         if isinstance(error, OSError) and not isinstance(error, LowshardError):
-            found = CheckpointError(f"loading failed: {error}")
-            found.__cause__ = error
-        if self._comm is None:
-            if found is not None and found is not error:
-                raise found
-            return
-        agree(self._comm, self._digest, found, "load", self._said)  # raises if any rank has an error
+            failed = CheckpointError(f"loading failed: {error}")
+            failed.__cause__ = error
+    if comm is not None:
+        agree(comm, digest, failed, "load", said)  # raises if any rank has an error
+    elif failed is not None:
+        raise failed
 
 
 _KEPT: dict[int, object] = {}
@@ -177,14 +171,14 @@ class _Load:
     """One rank's walk through a plan. What goes wrong on the way is kept: the others wait for this rank."""
 
     def __init__(
-        self, plan: LoadPlan, rank: int, way: Itinerary, source: ByteSource, tally: Tally | None,
+        self, plan: LoadPlan, rank: int, rank_plan: RankPlan, source: ByteSource, tally: Tally | None,
         progress: Progress | None, *, mapped: bool = False,
     ) -> None:  # fmt: skip
         self.plan, self.rank = plan, rank
         self.arrays: dict[str, np.ndarray] = {}
         self.read_bytes = self.sent_bytes = 0
         self.error: Exception | None = None
-        self._way, self._source, self._tally, self._mapped = way, source, tally, mapped
+        self._rank_plan, self._source, self._tally, self._mapped = rank_plan, source, tally, mapped
         self._blocks: list[np.ndarray] = []
         self._progress = progress if rank == 0 else None
         self._own_at = self._own_done = 0
@@ -198,22 +192,22 @@ class _Load:
         if comm is None:
             self.read_own(1.0)
             return
-        self._hand_out(comm)
+        self._scatter(comm)
 
-    def _hand_out(self, comm: Communicator) -> None:
+    def _scatter(self, comm: Communicator) -> None:
         """Read, and hand out what this rank reads for others: within reach by memory, to others by messages."""
-        reach, reads = comm.reach, self._way.shared
+        reach, reads = comm.reach, self._rank_plan.shared
         homes, writes = reach.homes, False
         if all(homes[t] == homes[r.reader] for r in reads for t in r.takers):  # the same on all ranks
             reads = tuple(r for r in reads if r.reader in reach.peers)
             writes = reach.crosses and len({r.reader for r in reads}) == len(reach.peers)
         if reads:
-            handout = self._way.handout(reads, homes)
+            scatter = self._rank_plan.scatter(reads, homes)
             comm.step(  # which counts it, and names it where a rank fails
-                "load", f"load: {len(self._way.shared)} reads handed out",
-                self._write_out if writes else self._go_in_rounds, comm, handout,
-                sent_bytes=handout.near_sent_bytes, received_bytes=handout.near_received_bytes,
-                reached_bytes=handout.near_received_bytes,
+                "load", f"load: {len(self._rank_plan.shared)} reads handed out",
+                self._write_out if writes else self._go_in_rounds, comm, scatter,
+                sent_bytes=scatter.near_sent_bytes, received_bytes=scatter.near_received_bytes,
+                reached_bytes=scatter.near_received_bytes,
             )  # fmt: skip
         self.read_own(1.0)
 
@@ -234,8 +228,8 @@ class _Load:
 
     def allocate(self) -> None:
         """Make this rank's arrays, empty."""
-        self._blocks = [np.empty(size_bytes, np.uint8) for size_bytes in self._way.blocks]
-        for name, block, at, shape, dtype in self._way.rooms:
+        self._blocks = [np.empty(size_bytes, np.uint8) for size_bytes in self._rank_plan.blocks]
+        for name, block, at, shape, dtype in self._rank_plan.places:
             self.arrays[name] = np.ndarray(shape, dtype, self._blocks[block].data, at)
 
     def _guard(self, call: Callable[..., object], *args: Any) -> None:
@@ -246,11 +240,11 @@ class _Load:
             except Exception as error:
                 self.error = error
 
-    def _go_in_rounds(self, comm: Communicator, handout: Handout) -> None:
+    def _go_in_rounds(self, comm: Communicator, scatter: ReadScatter) -> None:
         """Hand out what this rank reads for others, and take what they read for it; see `run_rounds`."""
-        reach, rounds = comm.reach, handout.rounds
-        out = [comm.empty(handout.half_bytes, "uint8") for _ in range(2)]
-        into = [np.empty(handout.into_bytes, np.uint8) for _ in range(2)]
+        reach, rounds = comm.reach, scatter.rounds
+        out = [comm.empty(scatter.half_bytes, "uint8") for _ in range(2)]
+        into = [np.empty(scatter.into_bytes, np.uint8) for _ in range(2)]
         messages = RoundMessages(comm, out, into, [r.sends for r in rounds], [r.receives for r in rounds])
         theirs = reach.publish(out)
 
@@ -277,7 +271,7 @@ class _Load:
         )  # fmt: skip
         messages.finish()
         reach.barrier()  # the halves are given back when all have taken
-        self.sent_bytes += handout.sent_bytes
+        self.sent_bytes += scatter.sent_bytes
 
     def _fetch(self, block: Block, into: np.ndarray) -> None:
         self._source.read(block.read.name, block.read.box, into, self._tally)
@@ -286,23 +280,25 @@ class _Load:
     def _place(self, block: Block, values: np.ndarray, where: Any) -> None:
         self.arrays[block.read.name][where] = values
 
-    def _write_out(self, comm: Communicator, handout: Handout) -> None:
+    def _write_out(self, comm: Communicator, scatter: ReadScatter) -> None:
         """Read what this rank reads for others, and write it into their arrays."""
         memory = PeerMemory(comm.reach, self.rank, self._blocks)
-        self._guard(self._write_sheets, memory)
-        self.sent_bytes += handout.sent_bytes
+        self._guard(self._write_batches, memory)
+        self.sent_bytes += scatter.sent_bytes
 
-    def _write_sheets(self, memory: PeerMemory) -> None:
+    def _write_batches(self, memory: PeerMemory) -> None:
         scratch, done = np.empty(SCRATCH_BYTES, np.uint8), 0
-        strips = memory.found(self._way.strips)
-        for sheet in self._way.sheets:
-            self._write_sheet(sheet, memory, strips[done:], scratch)
-            done += len(sheet.strips)
+        row_ranges = memory.with_addresses(self._rank_plan.row_ranges)
+        for batch in self._rank_plan.row_batches:
+            self._write_batch(batch, memory, row_ranges[done:], scratch)
+            done += len(batch.row_ranges)
 
-    def _write_sheet(self, sheet: Sheet, memory: PeerMemory, strips: np.ndarray, scratch: np.ndarray) -> None:
-        name, box, dim, row_bytes, run, own = sheet
+    def _write_batch(
+        self, batch: RowBatch, memory: PeerMemory, row_ranges: np.ndarray, scratch: np.ndarray
+    ) -> None:
+        name, box, dim, row_bytes, run, own = batch
         start, stop = box[dim] if box else (0, 1)
-        together, at, table = SCRATCH_BYTES // row_bytes, address(scratch), address(strips)
+        together, at, table = SCRATCH_BYTES // row_bytes, address(scratch), address(row_ranges)
         for first in range(0, stop - start, together):
             rows = min(together, stop - start - first)
             raw = scratch[: rows * row_bytes]
@@ -321,7 +317,12 @@ class _Load:
         self._guard(self._read_own, share)
 
     def _read_own(self, share: float) -> None:
-        own, until, source, tally = self._way.own, share * self._way.own_bytes, self._source, self._tally
+        own, until, source, tally = (
+            self._rank_plan.own,
+            share * self._rank_plan.own_bytes,
+            self._source,
+            self._tally,
+        )
         raw = [block.data for block in self._blocks]
         while self._own_at < len(own) and self._own_done <= until:
             name, part, box, run, where, size_bytes = own[self._own_at]
@@ -345,7 +346,7 @@ class _Load:
     def _count(self, size_bytes: int) -> None:
         self.read_bytes += size_bytes
         if self._progress is not None:
-            self._progress(self.read_bytes, self._way.read_bytes)
+            self._progress(self.read_bytes, self._rank_plan.read_bytes)
 
 
 def _argument_error(
@@ -396,7 +397,7 @@ def _in(block: Block, half: np.ndarray) -> np.ndarray:
 # ---- the plan as one rank walks it
 
 
-class Errand(NamedTuple):
+class ReadRequest(NamedTuple):
     """A box of a stored array that a rank reads into its own array."""
 
     name: str
@@ -411,20 +412,20 @@ class Errand(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Itinerary:
+class RankPlan:
     """One rank's part of a plan, worked out as it is asked for. It holds no buffer and no open file."""
 
     plan: LoadPlan
     catalog: Catalog
     rank: int
-    _handouts: dict[Any, Handout] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _scatters: dict[Any, ReadScatter] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
-    def of(cls, plan: LoadPlan, catalog: Catalog, rank: int) -> Itinerary:
+    def of(cls, plan: LoadPlan, catalog: Catalog, rank: int) -> RankPlan:
         """Return a rank's part of a plan for a catalog, kept with the plan for the next time."""
-        kept = plan._itineraries.get(rank)
-        if not isinstance(kept, Itinerary) or kept.catalog is not catalog:
-            kept = plan._itineraries[rank] = cls(plan, catalog, rank)
+        kept = plan._rank_plans.get(rank)
+        if not isinstance(kept, RankPlan) or kept.catalog is not catalog:
+            kept = plan._rank_plans[rank] = cls(plan, catalog, rank)
         return kept
 
     @cached_property
@@ -433,25 +434,25 @@ class Itinerary:
         return self._near[self.rank][0]
 
     @property
-    def rooms(self) -> Iterable[Room]:
+    def places(self) -> Iterable[ArrayPlace]:
         """Where each array of this rank lies."""
         return self._near[self.rank][1].values()
 
     @cached_property
-    def own(self) -> tuple[Errand, ...]:
+    def own(self) -> tuple[ReadRequest, ...]:
         """What this rank reads for itself alone."""
-        rank, rooms, tilings = self.rank, self._near[self.rank][1], self.plan.by_name
+        rank, places, tilings = self.rank, self._near[self.rank][1], self.plan.by_name
         return tuple(
-            errand
+            request
             for read in self.plan.reads
             if read.reader == rank and read.takers == (rank,)
-            for errand in _errands(read, tilings[read.name], self.catalog, rank, rooms[read.name])
+            for request in _requests(read, tilings[read.name], self.catalog, rank, places[read.name])
         )
 
     @cached_property
     def own_bytes(self) -> int:
         """Bytes of `own`."""
-        return sum(errand.size_bytes for errand in self.own)
+        return sum(request.size_bytes for request in self.own)
 
     @cached_property
     def read_bytes(self) -> int:
@@ -463,28 +464,30 @@ class Itinerary:
         """What ranks hand out among themselves; equal on all ranks."""
         return shared_reads(self.plan.reads)
 
-    def handout(self, reads: Sequence[Read], homes: tuple[int, ...]) -> Handout:
-        """Return this rank's part of handing out reads, kept for the next time; see `handout_of`."""
+    def scatter(self, reads: Sequence[Read], homes: tuple[int, ...]) -> ReadScatter:
+        """Return this rank's part of handing out reads, kept for the next time; see `read_scatter`."""
         key = (len(reads), homes)  # all that are shared, or those of this rank's home
-        found = self._handouts.get(key)
+        found = self._scatters.get(key)
         if found is None:
-            found = self._handouts[key] = handout_of(reads, self.plan.by_name, self.rank, homes)
+            found = self._scatters[key] = read_scatter(reads, self.plan.by_name, self.rank, homes)
         return found
 
     @cached_property
-    def sheets(self) -> tuple[Sheet, ...]:
+    def row_batches(self) -> tuple[RowBatch, ...]:
         """What this rank reads for others, as it is written into their arrays."""
-        found: list[Sheet] = []
+        found: list[RowBatch] = []
         for read in self.shared:
             if read.reader == self.rank:
-                rooms = {taker: self._near[taker][1][read.name] for taker in read.takers}
-                found += sheets_of(read.name, read.box, self.plan.by_name[read.name], rooms, self.catalog)
+                places = {taker: self._near[taker][1][read.name] for taker in read.takers}
+                found += row_batches_of(
+                    read.name, read.box, self.plan.by_name[read.name], places, self.catalog
+                )
         return tuple(found)
 
     @cached_property
-    def strips(self) -> np.ndarray:
-        """The strips of all sheets, one behind the other."""
-        return np.concatenate([np.zeros((0, 8), np.int64), *(sheet.strips for sheet in self.sheets)])
+    def row_ranges(self) -> np.ndarray:
+        """The row ranges of all batches, one behind the other."""
+        return np.concatenate([np.zeros((0, 8), np.int64), *(batch.row_ranges for batch in self.row_batches)])
 
     @cached_property
     def checked(self) -> tuple[tuple[str, StoredPart], ...]:
@@ -493,15 +496,15 @@ class Itinerary:
         return tuple({part.key: (name, part) for name, part in parts if part.crc32 is not None}.values())
 
     @cached_property
-    def _near(self) -> dict[int, tuple[tuple[int, ...], dict[str, Room]]]:
+    def _near(self) -> dict[int, tuple[tuple[int, ...], dict[str, ArrayPlace]]]:
         """By rank of this rank's node, its blocks and where its arrays lie."""
         nodes = self.plan.nodes
-        return {r: _rooms(self.plan, r) for r, node in enumerate(nodes) if node == nodes[self.rank]}
+        return {r: _array_places(self.plan, r) for r, node in enumerate(nodes) if node == nodes[self.rank]}
 
 
-def _rooms(plan: LoadPlan, rank: int) -> tuple[tuple[int, ...], dict[str, Room]]:
+def _array_places(plan: LoadPlan, rank: int) -> tuple[tuple[int, ...], dict[str, ArrayPlace]]:
     needs = [-(-t.local_bytes(rank) // _ALIGN_BYTES) * _ALIGN_BYTES for _, t in plan.tilings]
-    blocks, rooms, at, left = [0], {}, 0, sum(needs)
+    blocks, places, at, left = [0], {}, 0, sum(needs)
     for (name, tiling), need in zip(plan.tilings, needs, strict=True):
         if rank not in tiling:
             continue
@@ -509,23 +512,24 @@ def _rooms(plan: LoadPlan, rank: int) -> tuple[tuple[int, ...], dict[str, Room]]
             blocks.append(max(need, min(left, _BLOCK_BYTES)))
             at = 0
         dtype = dtypes.get(tiling.dtype).numpy
-        rooms[name] = Room(name, len(blocks) - 1, at, tiling.local_shape(rank), dtype)
+        places[name] = ArrayPlace(name, len(blocks) - 1, at, tiling.local_shape(rank), dtype)
         at, left = at + need, left - need
-    return tuple(blocks), rooms
+    return tuple(blocks), places
 
 
-def _errands(read: Read, tiling: Tiling, catalog: Catalog, rank: int, room: Room) -> Iterator[Errand]:
-    itemsize = room.dtype.itemsize
+def _requests(
+    read: Read, tiling: Tiling, catalog: Catalog, rank: int, place: ArrayPlace
+) -> Iterator[ReadRequest]:
+    itemsize = place.dtype.itemsize
     for part in catalog.tensor(read.name).parts:
         wanted = intersect(part.box, read.box)
         if wanted is None:
             continue
         for box, local in tiling.places(rank, wanted):
             stored, size_bytes = part.local(box), volume(box) * itemsize
-            first, target = single_run(stored, part.entry.shape), single_run(local, room.shape)
+            first, target = single_run(stored, part.entry.shape), single_run(local, place.shape)
             run = None
             if first is not None and target is not None:
-                run = part.entry.start + first * itemsize, room.block, room.at + target * itemsize
-            yield Errand(
-                read.name, part, stored, run, (..., *relative_slices(local, full_box(room.shape))), size_bytes
-            )
+                run = part.entry.start + first * itemsize, place.block, place.at + target * itemsize
+            where = (..., *relative_slices(local, full_box(place.shape)))
+            yield ReadRequest(read.name, part, stored, run, where, size_bytes)

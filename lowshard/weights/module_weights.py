@@ -1,4 +1,4 @@
-"""`shard_module`: the weights of a module, cut by one strategy each or by a marker for all of them."""
+"""`shard_module`: the weights of a module, sharded by one strategy each or by a marker for all of them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from lowshard.argument import instance, mapping
 from lowshard.errors import ShardingError
-from lowshard.weights.cut_rules import (
+from lowshard.weights.shard_rules import (
     Axiswise,
     Columnwise,
     ExpertRange,
@@ -38,7 +38,7 @@ def shard_module(
     A strategy is given for a weight's name, or for the module above it (`model.layers.0.mlp`, or "" for
     all); the longest name wins. Under `expert_parallel` the experts of a module (`experts.3.` in a name, or stacked
     along axis 0 of an array of three axes) go whole to device e * num_devices // E, and the rest is replicated. Under
-    `tensor_parallel` gate and up projections are cut on their output axis and down projections on their input axis,
+    `tensor_parallel` gate and up projections are sharded on their output axis and down projections on their input axis,
     norms and routers are replicated; attention needs strategies that know its heads. A bias of a down
     projection is given to device 0 alone, so that the sum over devices adds it once.
 

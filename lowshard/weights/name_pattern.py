@@ -1,9 +1,9 @@
-"""Name patterns: YAML files that say how the weights of a family of models are cut, by name.
+"""Name patterns: YAML files that say how the weights of a family of models are sharded, by name.
 
 A file lists `rules`, each a `pattern` and a `strategy`. In a pattern `*` stands for one part of a name (no
-dot), `**` for anything, `{a,b}` for either. Scales of quantised weights stand in no file: they are cut as their weight
-(`lowshard.weights.scale_cut`). A strategy is a name (rowwise, columnwise, replicate,
-expert_parallel) or one with arguments, `{grouped_qkv: {section: q}}`; `heads` cuts an axis between query
+dot), `**` for anything, `{a,b}` for either. Scales of quantised weights stand in no file: they follow their weight
+(`lowshard.weights.scale_rules`). A strategy is a name (rowwise, columnwise, replicate,
+expert_parallel) or one with arguments, `{grouped_qkv: {section: q}}`; `heads` shards an axis between query
 heads, whatever their size.
 """
 
@@ -26,7 +26,7 @@ from lowshard.nearest import nearest
 from lowshard.reading import parse_json, read_text, reader
 from lowshard.weights.head import GroupedQKV, Segment
 from lowshard.weights.module_weights import resolve_module
-from lowshard.weights.scale_cut import scales_strategy, weights_of_scales, why_none
+from lowshard.weights.scale_rules import scales_strategy, weights_of_scales, why_none
 from lowshard.weights.sharding_strategy import ShardingStrategy
 
 SHIPPED = ("llama", "qwen", "moe", "bert")
@@ -74,7 +74,7 @@ def _read_sizes(num_attention_heads: int | None = None, num_key_value_heads: int
 
 @dataclass(frozen=True)
 class NameRule:
-    """One line of a file: names that match `pattern` are cut by `strategy`."""
+    """One line of a file: names that match `pattern` are sharded by `strategy`."""
 
     pattern: str
     strategy: str
@@ -184,11 +184,11 @@ class NamePatterns:
     def strategies(
         self, shapes: Mapping[str, tuple[int, ...]], num_devices: int, sizes: Sizes | None = None
     ) -> dict[str, ShardingStrategy]:
-        """Return the strategy of each weight; scales of a weight, by name and shape, are cut as it is.
+        """Return the strategy of each weight; scales of a weight, by name and shape, are sharded as it is.
 
         Args:
             shapes: by name.
-            num_devices: devices each is cut over.
+            num_devices: devices each is sharded over.
             sizes: of the model, where the file needs them.
 
         Raises:

@@ -1,7 +1,7 @@
 """What a rank reads for others of its node, written straight into their arrays: process_vm_writev(2).
 
-A sheet is read into a scratch some rows at a time, and each holder's strip of those rows goes to its place while they
-are still in the core's own cache. Nobody waits for anybody on the way.
+A batch of rows is read into a scratch some rows at a time, and what each holder takes of them goes to its array while
+they are still in the core's own cache. Nobody waits for anybody on the way.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ SCRATCH_BYTES = 512 << 10
 """What is read at a time; it is still in a cache near the core when it is written to others."""
 
 
-class Room(NamedTuple):
-    """Where a rank's array of a name lies: in which of its blocks of memory, and from which byte on."""
+class ArrayPlace(NamedTuple):
+    """Where a rank's array lies: in which of its blocks of memory, and from which byte on."""
 
     name: str
     block: int
@@ -33,8 +33,8 @@ class Room(NamedTuple):
     dtype: Any
 
 
-class Sheet(NamedTuple):
-    """A box that one rank reads for others, cut into rows along its first dim of any extent."""
+class RowBatch(NamedTuple):
+    """A box that one rank reads for others, split into rows along its first dim of any extent."""
 
     name: str
     box: Box
@@ -42,22 +42,24 @@ class Sheet(NamedTuple):
     row_bytes: int
     run: tuple[StoredPart, int] | None
     """The stored array and the file offset where the box is one run of it."""
-    strips: np.ndarray
-    """What each holder takes of each row, int64 [strips, 8]: the rank and its block; the first of the sheet's rows that
-    it holds and the one behind its last; where the strip begins in a row, and where that of the first such row lies in
-    the block, in bytes; bytes from row to row there, and bytes of the strip."""
+    row_ranges: np.ndarray
+    """What each holder takes of each row, int64 [ranges, 8]: the rank and its block; the first of the batch's rows that
+    it holds and the one behind its last; where the range begins in a row, and where that of the first such row lies in
+    the block, in bytes; bytes from row to row there, and bytes of the range."""
 
 
-def sheets_of(
-    name: str, box: Box, tiling: Tiling, rooms: Mapping[int, Room], catalog: Catalog
-) -> Iterator[Sheet]:
-    """Yield the sheets of a box, one row of each no larger than the scratch."""
+def row_batches_of(
+    name: str, box: Box, tiling: Tiling, places: Mapping[int, ArrayPlace], catalog: Catalog
+) -> Iterator[RowBatch]:
+    """Yield the batches of a box, one row of each no larger than the scratch."""
     itemsize = tiling.itemsize_bytes
     dim = next((d for d, (start, stop) in enumerate(box) if stop - start > 1), 0)
     row_bytes = volume(box[dim + 1 :]) * itemsize if box else itemsize
     if row_bytes > SCRATCH_BYTES:
         for i in range(*box[dim]):
-            yield from sheets_of(name, (*box[:dim], (i, i + 1), *box[dim + 1 :]), tiling, rooms, catalog)
+            yield from row_batches_of(
+                name, (*box[:dim], (i, i + 1), *box[dim + 1 :]), tiling, places, catalog
+            )
         return
     run = None
     for part in catalog.tensor(name).parts:
@@ -65,26 +67,26 @@ def sheets_of(
         if all(a <= c and d <= b for (a, b), (c, d) in zip(part.box, box, strict=True)):
             first = single_run(stored, part.entry.shape)
             run = None if first is None else (part, part.entry.start + first * itemsize)
-    strips = [
-        strip
-        for rank, room in rooms.items()
+    row_ranges = [
+        row_range
+        for rank, place in places.items()
         for held, local in tiling.places(rank, box)
-        for strip in _strips(rank, room, box, dim, held, local, itemsize)
+        for row_range in _row_ranges(rank, place, box, dim, held, local, itemsize)
     ]
-    yield Sheet(name, box, dim, row_bytes, run, np.array(strips, np.int64).reshape(-1, 8))
+    yield RowBatch(name, box, dim, row_bytes, run, np.array(row_ranges, np.int64).reshape(-1, 8))
 
 
-def _strips(
-    rank: int, room: Room, box: Box, dim: int, held: Box, local: Box, itemsize: int
+def _row_ranges(
+    rank: int, place: ArrayPlace, box: Box, dim: int, held: Box, local: Box, itemsize: int
 ) -> Iterator[tuple[int, ...]]:
-    near_steps, far_steps = strides_of(shape_of(box), itemsize), strides_of(room.shape, itemsize)
+    near_steps, far_steps = strides_of(shape_of(box), itemsize), strides_of(place.shape, itemsize)
     run, inner, extents = itemsize, len(box), shape_of(held)
     while inner > dim + 1 and (
         extents[inner - 1] == 1 or near_steps[inner - 1] == far_steps[inner - 1] == run
     ):
         inner -= 1
         run *= extents[inner]
-    places = [(0, room.at)]
+    places = [(0, place.at)]
     for d, ((a, _), (lo, _), (at, _)) in enumerate(zip(held, box, local, strict=True)):
         n = extents[d] if dim < d < inner else 1
         begin = (a - lo) * near_steps[d] if d > dim else 0
@@ -95,7 +97,7 @@ def _strips(
         ]
     low, high = (held[dim][0] - box[dim][0], held[dim][1] - box[dim][0]) if box else (0, 1)
     for near, far in places:
-        yield rank, room.block, low, high, near, far, far_steps[dim] if box else itemsize, run
+        yield rank, place.block, low, high, near, far, far_steps[dim] if box else itemsize, run
 
 
 class PeerMemory:
@@ -115,19 +117,19 @@ class PeerMemory:
         self._vectors = np.zeros(4 * MOST_PLACES, np.int64)
         self._vectors_at = address(self._vectors)
 
-    def found(self, strips: np.ndarray) -> np.ndarray:
-        """Return strips of sheets with process (0: this one) and address in place of rank and block."""
-        ranks, blocks = strips[:, RANK], strips[:, BLOCK]
-        made = strips.copy()
+    def with_addresses(self, row_ranges: np.ndarray) -> np.ndarray:
+        """Return row ranges with process (0: this one) and address in place of rank and block."""
+        ranks, blocks = row_ranges[:, RANK], row_ranges[:, BLOCK]
+        made = row_ranges.copy()
         made[:, PID] = self._blocks[ranks, 0]
         made[:, AT] = self._blocks[ranks, 1 + blocks]
         return made
 
-    def write(self, strips: int, count: int, first: int, rows: int, row_bytes: int, scratch: int) -> None:
-        """Write strips of some rows of a sheet. One whose rank had no memory for it is left out: that one says so."""
+    def write(self, row_ranges: int, count: int, first: int, rows: int, row_bytes: int, scratch: int) -> None:
+        """Write the ranges of some rows of a batch; a range whose rank had no memory for it is left out."""
         from lowshard.transfer.peer_write_kernel import write_across
 
-        failed = write_across()(strips, count, first, rows, row_bytes, scratch, self._vectors_at)
+        failed = write_across()(row_ranges, count, first, rows, row_bytes, scratch, self._vectors_at)
         if failed:
             raise CommError(
                 f"the memory of process {failed} could not be written; set LOWSHARD_CROSS_MEMORY=off to go without "

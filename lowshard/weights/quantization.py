@@ -1,4 +1,4 @@
-"""Quantised weights: how values lie in stored elements, which cuts keep blocks whole, where scales go.
+"""Quantised weights: how values lie in stored elements, which shards keep blocks whole, where scales go.
 
 Sizes of the GGUF blocks: ggml's `ggml-common.h` (block_q4_0 and the rest), as the `gguf` package lists them.
 MXFP8: OCP Microscaling Formats v1.0, one e8m0 scale for 32 values of the last axis. What MAX does with
@@ -15,8 +15,8 @@ from lowshard.argument import MOST_DIMS, as_shape, brief, instance, items, one_o
 from lowshard.block_format import MXFP8, BlockFormat
 from lowshard.box import Box, Interval
 from lowshard.errors import ShardIndexError, ShardingError
-from lowshard.weights.cut_rules import Columnwise, GateUp, Rowwise
 from lowshard.weights.head import GroupedQKV, HeadAwareColumnwise, Segment, Segmented, StackedQKV
+from lowshard.weights.shard_rules import Axiswise, Columnwise, Rowwise
 from lowshard.weights.sharding_strategy import ShardingStrategy
 
 Granularity = Literal["none", "tensor", "row", "block"]
@@ -150,15 +150,15 @@ class Quantization:
             1 if b is None else -(-n // b) for n, b in zip(shape, self.blocks(len(shape)), strict=True)
         )
 
-    # ---- cuts
+    # ---- shards
 
     def pieces(self, strategy: ShardingStrategy, stored_shape: Shape, index: int) -> list[Box]:
         """Return the stored boxes of a device, each checked: no unit and no block is cut.
 
-        A cut by heads or segments of the last axis is meant in values, whatever their storage.
+        Sharding by heads or segments of the last axis is meant in values, whatever their storage.
 
         Raises:
-            ShardingError: a cut goes through a unit or a block; the text names what to do instead.
+            ShardingError: a shard ends inside a unit or a block; the text names what to do instead.
             LowshardError: as `ShardingStrategy.pieces`.
         """
         instance(strategy, ShardingStrategy, _STRATEGY, ShardingError)
@@ -192,18 +192,6 @@ class Quantization:
                 found.append((start // block, -(-stop // block) if start < stop else start // block))
         return tuple(found)
 
-    def is_legal(self, strategy: ShardingStrategy, stored_shape: Shape) -> bool:
-        """Return whether every device of a strategy gets whole units and blocks."""
-        instance(strategy, ShardingStrategy, _STRATEGY, ShardingError)
-        stored_shape = _stored(stored_shape)
-        try:
-            return all(
-                self._first_wrong(self._value_pieces(strategy, stored_shape, i), stored_shape) is None
-                for i in range(strategy.num_devices)
-            )
-        except ShardingError:
-            return False
-
     def _value_pieces(self, strategy: ShardingStrategy, stored_shape: Shape, index: int) -> list[Box]:
         ndim, axis = len(stored_shape), strategy.sharded_axis
         in_values = isinstance(strategy.shard, (HeadAwareColumnwise, Segmented, GroupedQKV))
@@ -226,24 +214,19 @@ class Quantization:
         return None
 
     def _alternative(self, strategy: ShardingStrategy, stored_shape: Shape, unit: int) -> str:
-        """Return the smallest change that is legal: whole blocks over as many devices, else fewer devices."""
-        axis = strategy.sharded_axis
+        """Return what to do instead: whole blocks over as many devices where they divide the axis, else replicate."""
+        axis, count, rule = strategy.sharded_axis, strategy.num_devices, strategy.shard
         assert axis is not None
         shape = self.value_shape(stored_shape)
-        axis %= len(shape)
-        segments = _in_blocks(strategy, shape[axis], unit)
-        if segments is not None:
-            other = ShardingStrategy.segmented(strategy.num_devices, axis, segments)
-            if self.is_legal(other, stored_shape):
-                text = ", ".join(f"Segment({s.size}, num_heads={s.num_heads})" for s in segments)
-                return (
-                    f"cut at multiples of {unit}, with ShardingStrategy.segmented({strategy.num_devices}, {axis}, "
-                    f"[{text}])"
-                )
-        for count in range(strategy.num_devices - 1, 1, -1):
-            if self.is_legal(ShardingStrategy(count, strategy.shard), stored_shape):
-                return f"the same strategy over {count} devices is legal"
-        return f"replicate it: replicate({strategy.num_devices})"
+        extent = shape[axis % len(shape)]
+        whole = lcm(unit, rule.head_dim) if isinstance(rule, HeadAwareColumnwise) else unit
+        is_even = isinstance(rule, (Rowwise, Columnwise, Axiswise, HeadAwareColumnwise))
+        if is_even and whole and extent and extent % whole == 0:
+            return (
+                f"cut at multiples of {unit}, with ShardingStrategy.segmented({count}, {axis % len(shape)}, "
+                f"[Segment({extent}, num_heads={extent // whole})])"
+            )
+        return f"use fewer devices, or replicate it: replicate({count})"
 
     def _to_values(self, box: Box) -> Box:
         if not box or self.stored == self.values:
@@ -265,28 +248,6 @@ class Quantization:
         return (*box[:-1], (start // self.values * self.stored, stop // self.values * self.stored))
 
 
-def _in_blocks(strategy: ShardingStrategy, extent: int, unit: int) -> list[Segment] | None:
-    """Return the sections of a rule's axis, each to be cut in whole units (and whole heads), if they divide."""
-    rule = strategy.shard
-    sections: list[tuple[int, int]]  # size, what may not be cut already
-    if isinstance(rule, GateUp):
-        sections = [(extent // 2, 1)] * 2
-    elif isinstance(rule, StackedQKV):
-        sections = [(extent // 3, rule.head_dim)] * 3
-    elif isinstance(rule, HeadAwareColumnwise):
-        sections = [(extent, rule.head_dim)]
-    elif isinstance(rule, Segmented):
-        sections = [(s.size, s.size // s.num_heads if s.num_heads else 1) for s in rule.segments]
-    elif isinstance(rule, GroupedQKV):
-        return None  # groups would part from their queries
-    else:
-        sections = [(extent, 1)]
-    units = [lcm(unit, whole) for _, whole in sections]
-    if any(size % u or not size for (size, _), u in zip(sections, units, strict=True)):
-        return None
-    return [Segment(size, size // u) for (size, _), u in zip(sections, units, strict=True)]
-
-
 # ---- what MAX does with scales
 
 
@@ -299,8 +260,8 @@ def scale_strategy(
     """Return the strategy that MAX's Linear layer gives a weight's scales.
 
     Its divisibility tests say nothing of alignment (320 rows in blocks of 128 over 3 devices pass, and rows 107
-    to 127 get a wrong scale), so a `Weight` cuts scales by their blocks instead. Where both are defined and no
-    block is cut they agree.
+    to 127 get a wrong scale), so a `Weight` shards scales by their blocks instead. Where both are defined and no
+    block is split they agree.
 
     Raises:
         ShardingError: scales do not divide over the devices, or segments do not over the blocks; no scales, or an
@@ -318,10 +279,10 @@ def scale_strategy(
     if granularity == "none":
         raise ShardingError("granularity 'none' has no scales to cut")
     ndim = len(weight_shape)
-    if isinstance(rule, Segmented) and not -ndim <= rule.axis < ndim:
-        raise ShardIndexError(f"{rule} cuts axis {rule.axis}, a weight of shape {weight_shape} has {ndim}")
+    if isinstance(rule, Segmented) and not -ndim <= rule.at < ndim:
+        raise ShardIndexError(f"{rule} cuts axis {rule.at}, a weight of shape {weight_shape} has {ndim}")
     columns = isinstance(rule, (Columnwise, HeadAwareColumnwise)) or (
-        isinstance(rule, Segmented) and rule.axis % ndim == ndim - 1 > 0
+        isinstance(rule, Segmented) and rule.at % ndim == ndim - 1 > 0
     )
     if granularity == "row":
         return ShardingStrategy.replicate(k) if columns else strategy
@@ -331,7 +292,7 @@ def scale_strategy(
         raise ShardingError(f"blocks have two axes, and so has a weight or more, got shape {weight_shape}")
     rows_columns = tuple(-(-n // b) for n, b in zip(weight_shape[-2:], block, strict=True))
     if isinstance(rule, Segmented):
-        place = rule.axis % ndim - (ndim - 2)  # blocks lie along the last two axes
+        place = rule.at % ndim - (ndim - 2)  # blocks lie along the last two axes
         return _segmented_scales(strategy, rule, block[place] if place >= 0 else 1)
     dim = 1 if columns else 0
     if isinstance(rule, (Rowwise, Columnwise, HeadAwareColumnwise)) and rows_columns[dim] % k:
@@ -383,7 +344,7 @@ def _segmented_scales(strategy: ShardingStrategy, rule: Segmented, size: int) ->
                 f"segment {segment} is not a multiple of blocks of {size} (its heads neither, if it has any)"
             )
         found.append(Segment(segment.size // size, segment.num_heads))
-    return ShardingStrategy.segmented(strategy.num_devices, rule.axis, found)
+    return ShardingStrategy.segmented(strategy.num_devices, rule.at, found)
 
 
 @dataclass(frozen=True)
@@ -410,7 +371,7 @@ def expert_scales(moe_dim: int, block: int, num_devices: int, index: int) -> Exp
     """
     block = whole(block, "a block has 1 row or more", ShardingError, 1)
     moe_dim = whole(moe_dim, "moe_dim is a number of rows, 0 or more", ShardingError, 0)
-    start, stop = ShardingStrategy.rowwise(num_devices).balanced_range(moe_dim, index)
+    ((start, stop),) = ShardingStrategy.rowwise(num_devices).pieces((moe_dim,), index)[0]
 
     def touched(a: int, b: int) -> Interval:
         return a // block, -(-b // block)

@@ -1,4 +1,4 @@
-"""`lowshard reshard`: a checkpoint on disk from one cut to another, under a memory bound.
+"""`lowshard reshard`: a checkpoint on disk from one sharding to another, under a memory bound.
 
 Inside the user's own MPI (`mpiexec -n 4 python -m lowshard reshard ...`) each process is a worker.
 """
@@ -12,10 +12,10 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lowshard.argument import brief, one_line, printable
 from lowshard.argument import path as check_path
@@ -23,11 +23,15 @@ from lowshard.checkpoint.commit import missing_folders, remove_leftovers
 from lowshard.errors import CheckpointError, LaunchError, VerificationError
 from lowshard.plain_console import add_json_argument, put_json
 from lowshard.settings import environment
-from lowshard.weights.checkpoint_convert import ConvertPlan, ConvertReport, Settings, convert
+from lowshard.weights.checkpoint_convert import ConvertReport, convert
+from lowshard.weights.convert_plan import ConvertPlan, Settings, as_damage
+
+if TYPE_CHECKING:
+    from lowshard.comm import Communicator
 
 DESCRIPTION = """\
-Cuts a safetensors checkpoint anew: reads IN (a file, a Hugging Face folder, a sharded checkpoint, or one file a
-rank), cuts every tensor as the strategies or rules say over the grid of --to, and writes the folder OUT: one
+Shards a safetensors checkpoint anew: reads IN (a file, a Hugging Face folder, a sharded checkpoint, or one file a
+rank), shards every tensor as the strategies or rules say over the grid of --to, and writes the folder OUT: one
 safetensors file a rank and lowshard.index.json. No process holds more than --memory, however large the checkpoint.
 The input is compared with its checksums, if it has any (a plain safetensors file has none: damage done to it before
 cannot be seen); what was written is read again and compared with the input, read a second time, before it takes its
@@ -36,7 +40,7 @@ tensors, for other readers, too.
 With --delta BASE NEXT it writes what NEXT changes of BASE: OUT is a safetensors file of indices, values and digests.
 With --apply DELTA... it applies such deltas to IN, each to the version that it was made from, and all of them or none:
 OUT lies as IN does, and may be IN, unless that is a folder of several files of another program, which cannot be
-switched in one step; --to or --merged cut it anew.
+switched in one step; --to or --merged shard it anew.
 """
 EPILOG = """\
 examples:
@@ -57,6 +61,28 @@ _MOST_SIZE_BYTES = (1 << 63) - 1
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
+# Option, name of its value (None: a flag), what it says in --help, further arguments of add_argument.
+_OPTIONS: tuple[tuple[tuple[str, ...], str | None, str, dict[str, Any]], ...] = (
+    (("--from",), "GRID", "how IN is sharded: for files of ranks without an index, in the order of their numbers", {}),
+    (("--strategies",), "FILE", "sharding by name patterns: llama.yaml, or your own", {}),
+    (("--to-rules",), "RULES", "sharding by a mesh-and-rule file instead; --to has sizes of its mesh axes", {}),
+    (("--from-rules",), "RULES", "how IN is sharded, as rules; --from has sizes of its mesh axes", {}),
+    (("--file-size",), "SIZE", "with --merged: most bytes of a file (default 5GB)", {"default": "5GB"}),
+    (("--mxfp8",), None, "quantise linear weights to MXFP8 (e4m3, blocks of 32)", {}),
+    (("-n", "--ranks"), "N", "processes that share the work (1)", {"type": int, "default": 1}),
+    (("--memory",), "SIZE", "most memory of a process (default 2GB)", {"default": "2GB"}),
+    (("-o", "--out"), "OUT", "the same as OUT", {}),
+    (("--apply",), "DELTA", "deltas to apply, or a folder of them (what IN has already is left out)",
+     {"nargs": "+", "default": []}),
+    (("--version",), "N", "with --delta: its number (default: that in OUT, or 1)", {"type": int}),
+    (("--heads",), "H", "query heads (default: config.json beside IN)", {"type": int}),
+    (("--kv-heads",), "H", "key-value heads (default: as many as query heads)", {"type": int}),
+    (("--no-verify",), None, "do not read the output again, nor compare what several files of ranks hold", {}),
+    (("--dry-run",), None, "show what would be written, and write nothing", {}),
+    (("--timeout",), "S", "end the job after S seconds", {"type": float}),
+)  # fmt: skip
+
+
 def add_reshard_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the subcommand."""
     parser = subparsers.add_parser(
@@ -67,70 +93,18 @@ def add_reshard_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentP
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("source", metavar="IN", help="checkpoint: a file or a folder")
-    parser.add_argument(
-        "target", metavar="OUT", nargs="?", help="folder of the new checkpoint; an old one in it is replaced"
-    )
+    place = "folder of the new checkpoint; an old one in it is replaced"
+    parser.add_argument("target", metavar="OUT", nargs="?", help=place)
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--to", metavar="GRID", help="such as tp=2,dp=2 (axes tp, ep, dp; outer first)")
-    what.add_argument(
-        "--merged",
-        action="store_true",
-        help="whole tensors: one plain file (OUT ends in .safetensors), or a folder of files with an index of Hugging "
-        "Face's",
-    )
-    what.add_argument(
-        "--delta",
-        action="store_true",
-        help="write what the second checkpoint changes of the first: BASE NEXT -o OUT",
-    )
-    parser.add_argument(
-        "--from",
-        metavar="GRID",
-        help="how IN is cut; needed for files of ranks without an index only, which are taken in the order of the "
-        "numbers in their names; what several of them hold is compared",
-    )
-    parser.add_argument("--strategies", metavar="FILE", help="cuts by name patterns: llama.yaml, or your own")
-    parser.add_argument(
-        "--to-rules",
-        metavar="RULES",
-        help="cuts by a mesh-and-rule file instead; --to has sizes of its mesh axes",
-    )
-    parser.add_argument(
-        "--from-rules", metavar="RULES", help="how IN is cut, as rules; --from has sizes of its mesh axes"
-    )
-    parser.add_argument(
-        "--file-size", default="5GB", metavar="SIZE", help="with --merged: most bytes of a file (default 5GB)"
-    )
-    parser.add_argument(
-        "--mxfp8", action="store_true", help="quantise linear weights to MXFP8 (e4m3, blocks of 32)"
-    )
-    parser.add_argument(
-        "-n", "--ranks", type=int, default=1, metavar="N", help="processes that share the work (1)"
-    )
-    parser.add_argument(
-        "--memory", default="2GB", metavar="SIZE", help="most memory of a process (default 2GB)"
-    )
-    parser.add_argument("-o", "--out", metavar="OUT", help="the same as OUT")
-    parser.add_argument(
-        "--apply", metavar="DELTA", nargs="+", default=[],
-        help="deltas to apply, or a folder of them (what IN has already is left out)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--version", type=int, metavar="N", help="with --delta: its number (default: that in OUT, or 1)"
-    )
-    parser.add_argument("--heads", type=int, metavar="H", help="query heads (default: config.json beside IN)")
-    parser.add_argument(
-        "--kv-heads", type=int, metavar="H", help="key-value heads (default: as many as query heads)"
-    )
-    parser.add_argument(
-        "--no-verify", action="store_true",
-        help="do not read the output again, nor compare what several files of ranks hold",
-    )  # fmt: skip
-    parser.add_argument(
-        "--dry-run", action="store_true", help="show what would be written, and write nothing"
-    )
+    merged = "whole tensors: one plain file (OUT ends in .safetensors), or a folder with an index of Hugging Face's"
+    what.add_argument("--merged", action="store_true", help=merged)
+    delta = "write what the second checkpoint changes of the first: BASE NEXT -o OUT"
+    what.add_argument("--delta", action="store_true", help=delta)
+    for names, value, text, more in _OPTIONS:
+        kind: dict[str, Any] = {"action": "store_true"} if value is None else {"metavar": value}
+        parser.add_argument(*names, help=text, **kind, **more)
     add_json_argument(parser)
-    parser.add_argument("--timeout", type=float, metavar="S", help="end the job after S seconds")
     parser.set_defaults(func=lambda args: run(args, parser.get_default))
 
 
@@ -161,21 +135,15 @@ def run(args: argparse.Namespace, default: Callable[[str], Any]) -> int:
             options = ", ".join(f"--{name.replace('_', '-')}" for name in others)
             raise LaunchError(f"--delta does not read other options, got {options}: leave them out")
         return _write_delta(args)
-    if args.version is not None:
-        raise LaunchError("--version is that of the delta that --delta writes: leave it out")
     settings = _requested(args)
     launched = find_rank(environment())
     if args.dry_run:
         is_first = launched is None or launched.rank == 0
         return _show_plan(ConvertPlan.of(settings), args.json) if is_first else 0
     if launched is not None and launched.size > 1:
-        if args.ranks not in (1, launched.size):
+        if args.ranks not in (1, launched.size) or args.timeout is not None:
             raise LaunchError(
-                f"your launcher has started {launched.size} ranks, -n says {args.ranks}: leave -n out"
-            )
-        if args.timeout is not None:
-            raise LaunchError(
-                "--timeout ends ranks that lowshard starts; your launcher has its own limit: leave it out"
+                f"your launcher has started {launched.size} ranks and has its own limit: leave -n and --timeout out"
             )
         report = _as_a_rank(settings)
         return _show(report, settings, args.json) if launched.rank == 0 else 0
@@ -184,8 +152,7 @@ def run(args: argparse.Namespace, default: Callable[[str], Any]) -> int:
         from lowshard.comm import loopback
 
         with loopback(1)[0] as comm:
-            report = _converted(settings, comm)
-        return _show(report, settings, args.json)
+            return _show(_converted(settings, comm), settings, args.json)
     with tempfile.TemporaryDirectory(prefix="lowshard-reshard-") as scratch:
         path, target = Path(scratch) / "report.json", Path(plan.place)
         missing, code = missing_folders(target), -1
@@ -193,7 +160,10 @@ def run(args: argparse.Namespace, default: Callable[[str], Any]) -> int:
             code = _on_own_ranks(settings, args.ranks, path, args.timeout)
         finally:
             if code:  # ranks that were ended could not tidy up
-                _tidy(target, missing)
+                with suppress(OSError, CheckpointError):
+                    remove_leftovers(target)
+                    for folder in missing:
+                        folder.rmdir()
         if code:
             return code
         return _show(ConvertReport(**json.loads(path.read_text())), settings, args.json)
@@ -201,27 +171,25 @@ def run(args: argparse.Namespace, default: Callable[[str], Any]) -> int:
 
 def _requested(args: argparse.Namespace) -> Settings:
     """Return what the options say, or raise LaunchError where they do not go together."""
-    if args.out is not None and args.target is not None:
-        raise LaunchError(f"OUT is given once, got {args.target} and -o {args.out}")
-    target = args.target if args.out is None else args.out
-    was = vars(args)["from"]
-    if args.to_rules is not None and args.to is None:
-        raise LaunchError("--to-rules needs the sizes of its mesh axes: --to fsdp=4,expert=2")
-    if target is None or (args.to is None and not args.merged and not args.apply):
-        raise LaunchError(
-            "lowshard reshard takes IN, OUT and --to (such as --to tp=4), --apply or --merged; one is missing"
-        )
-    for option, grid in (("--to", args.to), ("--from", was)):
-        if grid is not None and not grid.strip():
-            raise LaunchError(f"{option} takes a grid, got an empty text (a variable that is not set?)")
-    cuts_out = args.to is not None and args.to_rules is None
-    has_cut_in = was is not None and args.from_rules is None
-    if args.strategies is not None and not (cuts_out or has_cut_in or args.merged):
-        raise LaunchError(
-            "--strategies says how --to cuts or how --from has cut, and here neither asks it: leave it out"
-        )
-    if args.ranks < 1:
-        raise LaunchError(f"--ranks is at least 1, got {args.ranks}")
+    target, was = args.target if args.out is None else args.out, vars(args)["from"]
+    shards_by_name = (args.to is not None and args.to_rules is None) or (
+        was is not None and args.from_rules is None
+    )
+    for is_wrong, rule in (
+        (args.version is not None, "--version is that of the delta that --delta writes: leave it out"),
+        (None not in (args.out, args.target), f"OUT is given once, got {args.target} and -o {args.out}"),
+        (args.to_rules is not None and args.to is None,
+         "--to-rules needs the sizes of its mesh axes: --to fsdp=4,expert=2"),
+        (target is None or (args.to is None and not args.merged and not args.apply),
+         "lowshard reshard takes IN, OUT and --to (such as --to tp=4), --apply or --merged; one is missing"),
+        (args.to is not None and not args.to.strip(), "--to takes a grid, got an empty text"),
+        (was is not None and not was.strip(), "--from takes a grid, got an empty text"),
+        (args.strategies is not None and not (shards_by_name or args.merged),
+         "--strategies goes with --to or --from, and here neither asks it: leave it out"),
+        (args.ranks < 1, f"--ranks is at least 1, got {args.ranks}"),
+    ):  # fmt: skip
+        if is_wrong:
+            raise LaunchError(rule)
     return Settings(
         source=args.source, target=target, strategies=args.strategies, to=args.to or "", was=was,
         mxfp8=args.mxfp8, memory_bytes=parse_size(args.memory), num_heads=args.heads, num_kv_heads=args.kv_heads,
@@ -231,29 +199,23 @@ def _requested(args: argparse.Namespace) -> Settings:
 
 
 def _write_delta(args: argparse.Namespace) -> int:
-    from lowshard.checkpoint.delta_writer import version_of, write_delta
+    from lowshard.checkpoint.delta_file import version_of, write_delta
 
     if args.target is None or args.out is None:
         raise LaunchError("--delta takes two checkpoints and OUT: lowshard reshard --delta BASE NEXT -o OUT")
     version_of(Path(args.out), args.version)  # what is wrong with the request is told before anything is read
-    try:
+    with as_damage(args.source, args.target):
         report = write_delta(args.source, args.target, args.out, version=args.version)
-    except CheckpointError as error:
-        if all(map(os.path.exists, (args.source, args.target))):
-            error.exit_code = 1  # the request was right
-        raise
     found = asdict(report) | {"base": args.source, "next": args.target, "delta": args.out}
     if put_json(args.json, lambda: json.dumps(found, indent=1)):
         return 0
-    print(
-        f"{args.out}: version {report.version} changes {report.changed_elems} elements of {report.changed_tensors} of "
-        f"{report.tensors} tensors"
-    )
     share = report.written_bytes / max(report.dense_bytes, 1)
     print(
-        f"  {report.written_bytes / 1e6:.3f} MB, {share:.2%} of the {report.dense_bytes / 1e6:.3f} MB of all"
+        f"{args.out}: version {report.version} changes {report.changed_elems} elements of {report.changed_tensors} of "
+        f"{report.tensors} tensors\n"
+        f"  {report.written_bytes / 1e6:.3f} MB, {share:.2%} of the {report.dense_bytes / 1e6:.3f} MB of all\n"
+        f"  from {report.base_digest}\n  to   {report.digest}"
     )
-    print(f"  from {report.base_digest}\n  to   {report.digest}")
     return 0
 
 
@@ -262,14 +224,6 @@ def _on_own_ranks(settings: Settings, ranks: int, path: Path, timeout_s: float |
 
     command = python_command("lowshard.weights.reshard_command", [settings.to_json(), str(path)], module=True)
     return run_ranks(command, ranks, timeout_s=timeout_s, prefix_output=False).exit_code
-
-
-def _tidy(target: Path, made: list[Path]) -> None:
-    """Remove what dead ranks left in a folder, and the folders made for it if they are empty."""
-    with suppress(OSError, CheckpointError):
-        remove_leftovers(target)
-        for folder in made:
-            folder.rmdir()
 
 
 def _as_a_rank(settings: Settings) -> ConvertReport:
@@ -281,33 +235,18 @@ def _as_a_rank(settings: Settings) -> ConvertReport:
         return _converted(settings, comm)
 
 
-def _converted(settings: Settings, comm: object) -> ConvertReport:
-    from lowshard.comm import Communicator
+def _converted(settings: Settings, comm: Communicator) -> ConvertReport:
     from lowshard.plain_console import transfer
 
-    assert isinstance(comm, Communicator)
-    source = Path(settings.source)
-    all_bytes = _bytes_to_handle(settings)
-    aim = settings.to or ("a new version" if settings.keeps_cut else "whole tensors")
-    label = f"{source.name or source} to {aim}"
-    with (
-        transfer("reshard", label, all_bytes) if comm.rank == 0 else nullcontext(lambda done: None) as update
-    ):
-        try:
-            # of rank 0's own part, as a share of what all ranks handle
-            return convert(settings, comm, lambda done, total: update(done * all_bytes // max(total, 1)))
-        except CheckpointError as error:
-            ConvertPlan.of(settings)  # raises what is wrong with the request
-            error.exit_code = 1  # it was right: damaged input, a full disk
-            raise
-
-
-def _bytes_to_handle(settings: Settings) -> int:
-    """Return the bytes that rank 0 will read, roughly: for the bar alone."""
+    if comm.rank:
+        return convert(settings, comm)
     source = Path(settings.source)
     files = source.glob("*.safetensors") if os.path.isdir(source) else [source]
-    size = sum(f.stat().st_size for f in files if os.path.exists(f))
-    return size * (2 if settings.verify else 1)
+    # Roughly what is read: a share of it is shown.
+    all_bytes = sum(f.stat().st_size for f in files if os.path.exists(f)) * (2 if settings.verify else 1)
+    aim = settings.to or ("a new version" if settings.keeps_layout else "whole tensors")
+    with transfer("reshard", f"{source.name or source} to {aim}", all_bytes) as update:
+        return convert(settings, comm, lambda done, total: update(done * all_bytes // max(total, 1)))
 
 
 def _show_plan(plan: ConvertPlan, target: str | None) -> int:
@@ -315,14 +254,16 @@ def _show_plan(plan: ConvertPlan, target: str | None) -> int:
         {"name": name, "dtype": tiling.dtype, "shape": list(tiling.shape), "strategy": said}
         for name, (tiling, said) in plan.saved.items()
     ]
-    found = {"ranks": plan.num_ranks, "bytes": plan.total_bytes, "tensors": rows}
+    found = {"ranks": plan.num_ranks, "bytes": plan.catalog.size_bytes, "tensors": rows}
     if put_json(target, lambda: json.dumps(found, indent=1)):
         return 0
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=f"{len(rows)} tensors, {plan.total_bytes / 1e9:.3f} GB, over {plan.num_ranks} ranks")
+    table = Table(
+        title=f"{len(rows)} tensors, {plan.catalog.size_bytes / 1e9:.3f} GB, over {plan.num_ranks} ranks"
+    )
     for column in ("tensor", "dtype", "shape", "strategy"):
         table.add_column(column, overflow="fold")
     for row in rows:
@@ -341,32 +282,22 @@ def _show(report: ConvertReport, settings: Settings, target: str | None) -> int:
     )
     if report.applied:
         print(f"  deltas: {report.applied} applied, up to version {report.version}")
-    for line in _compared(report, settings):
-        print(line)
-    return 0
-
-
-def _compared(report: ConvertReport, settings: Settings) -> list[str]:
-    """Return what was compared with what, for people."""
-    whole, summed = report.input_bytes / 1e6, report.checksummed_bytes / 1e6
     if report.checksummed_bytes:
-        lines = [
-            f"  input: {summed:.1f} of {whole:.1f} MB compared with the checksums of {settings.source}, all equal"
-        ]
-    else:
-        lines = [
-            f"  input: {settings.source} has no checksums, so damage done to it before this run cannot be seen"
-        ]
-    if settings.verify:
-        lines.append(
-            f"  output: {report.verified_bytes / 1e6:.1f} MB read again and compared with the input, read a second "
-            "time: all equal"
+        print(
+            f"  input: {report.checksummed_bytes / 1e6:.1f} of {report.input_bytes / 1e6:.1f} MB compared with the "
+            f"checksums of {settings.source}, all equal"
         )
     else:
-        lines.append("  output: not compared (--no-verify)")
+        print(
+            f"  input: {settings.source} has no checksums, so damage done to it before this run cannot be seen"
+        )
+    again = "read again and compared with the input, read a second time: all equal"
+    compared = f"{report.verified_bytes / 1e6:.1f} MB {again}"
+    print(f"  output: {compared if settings.verify else 'not compared (--no-verify)'}")
     of = "the deltas say" if report.applied else f"{settings.source} says"
     equal = f", of {report.equal_digests} tensors compared with what {of}" if report.equal_digests else ""
-    return [*lines, f"  digest: {report.digest}{equal}"]
+    print(f"  digest: {report.digest}{equal}")
+    return 0
 
 
 def main(arguments: list[str]) -> int:

@@ -1,4 +1,4 @@
-"""A mesh-and-rule file in place of name patterns: how it cuts a checkpoint, and what files of ranks add up to."""
+"""A mesh-and-rule file in place of name patterns: how it shards a checkpoint, and what files of ranks add up to."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from lowshard.argument import brief
 from lowshard.checkpoint.header import read_header
 from lowshard.errors import CheckpointError, RulesError, ShardingError
 from lowshard.mesh import DeviceMesh
-from lowshard.placement import MOST_DIGITS
 from lowshard.rules import RuleSet, load_rules
 from lowshard.rules.checkpoint_rules import checkpoint_layouts
 from lowshard.tiling import Tiling
-from lowshard.weights.scale_cut import scales_tiling, weights_of_scales, whole_scales
+from lowshard.weights.checkpoint_grid import axis_sizes
+from lowshard.weights.scale_rules import scales_tiling, weights_of_scales, whole_scales
 
 
 @dataclass(frozen=True)
@@ -30,16 +30,11 @@ class RuledGrid:
     @classmethod
     def parse(cls, rules: str, sizes: str) -> RuledGrid:
         """Return the grid of a rule file (a name or a path) and sizes such as `fsdp=4,expert=2`."""
-        held: dict[str, int] = {}
-        for token in filter(None, (t.strip() for t in sizes.split(","))):
-            name, _, number = token.partition("=")
-            is_size = number.isdecimal() and len(number) <= MOST_DIGITS and 1 <= int(number) < 2**31
-            if not name or name in held or not is_size:
-                raise RulesError(
-                    "sizes of mesh axes read like 'fsdp=4,expert=2', each axis once and 1 or more; got "
-                    f"{brief(sizes)}"
-                )
-            held[name] = int(number)
+        held = axis_sizes(sizes)
+        if held is None:
+            raise RulesError(
+                f"sizes of mesh axes read like 'fsdp=4,expert=2', each axis once and 1 or more; got {brief(sizes)}"
+            )
         bound, mesh = load_rules(rules).bind(prod(held.values()), held)
         return cls(bound, mesh, f"{rules} on {sizes}")
 
@@ -72,9 +67,8 @@ class RuledGrid:
         names = {name: entry for header in reversed(headers) for name, entry in header.items()}
         scales = weights_of_scales({name: entry.shape for name, entry in names.items()})
         ones = {name: (tuple(1 for _ in e.shape), e.dtype) for name, e in names.items()}
-        cuts = checkpoint_layouts(
-            self.rules, self.mesh, ones
-        )  # the axes of a dim do not depend on its extent
+        # The axes of a dim do not depend on its extent.
+        cuts = checkpoint_layouts(self.rules, self.mesh, ones)
         shapes: dict[str, tuple[str, tuple[int, ...]]] = {}
         for name, entry in sorted(names.items(), key=lambda item: item[0] in scales):  # behind their weights
             if name in scales:

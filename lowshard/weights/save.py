@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, overload
 
 import numpy as np
@@ -89,7 +88,7 @@ def save(
         state: by name, the tiling (or layout) and this rank's local array; None on a rank that takes no part.
         comm: the communicator; None for one rank.
         merged: write one plain safetensors file.
-        strategies: how each tensor is cut, noted in the index (`str()` of it).
+        strategies: how each tensor is sharded, noted in the index (`str()` of it).
         metadata: text by text.
         wait: False writes in the background.
 
@@ -109,9 +108,10 @@ def save(
         comm = _alone()
     if merged is True:
         return write_state(path, state, comm, metadata, wait=wait)
+    over = comm
 
-    def check() -> None:
-        check_turn(comm, wait)
+    def prepare() -> tuple[Path, dict[str, tuple[Tiling, str | None]], dict[str, str]]:
+        check_turn(over, wait)
         rule = "path is that of the checkpoint's folder"
         folder = check_path(path, rule, CheckpointError)
         if not os.path.isdir(folder) and (os.path.lexists(folder) or folder.suffix == ".safetensors"):
@@ -119,11 +119,45 @@ def save(
                 f"{rule}, got the file {brief(path)}; give a folder, or merged=True for one file"
             )
         instance(merged, bool, "merged is True or False", CheckpointError)
-        for what, given in (("strategies", strategies), ("metadata", metadata)):
-            if given is not None:
-                mapping(given, f"{what} is a mapping by name, or None", CheckpointError)
+        noted, labels = (
+            {} if given is None else mapping(given, f"{what} is a mapping by name, or None", CheckpointError)
+            for what, given in (("strategies", strategies), ("metadata", metadata))
+        )
+        tensors = {
+            name: (tiling, _strategy(folder, name, noted[name]) if name in noted else None)
+            for name, tiling in check_state(folder, state, over.rank, over.size).items()
+        }
+        place = folder if wait else folder.absolute()  # the program may change its folder meanwhile
+        return place, tensors, check_labels(labels, str(folder))
 
-    return _save_sharded(path, state, comm, strategies, metadata, check, wait)
+    folder, tensors, labels = together(comm, path, prepare, "save")
+    tilings = {name: tiling for name, (tiling, _) in tensors.items()}
+    digests = sorted((n, t.digest()) for n, t in tilings.items())
+    asked = [str(Path(path)), sorted(labels.items()), digests, wait]
+    words = f"{folder}, metadata {brief(labels)}, wait {wait}, {in_words(tilings)}"
+    agree(comm, text_digest(json.dumps(asked)), None, "save", lambda: words)
+
+    def write(over: Communicator, parts: Parts) -> None:
+        with Commit(folder / INDEX_NAME, over, "save") as commit:
+            rows = commit.step(lambda: _write_own(commit, parts, tilings, labels))
+            commit_index(commit, rows, tensors, over.size, labels)
+
+    return write_parts(comm, path, "save", tilings, state, wait=wait, is_copy=False, write=write)
+
+
+def _write_own(
+    commit: Commit, parts: Parts, tilings: Mapping[str, Tiling], metadata: Mapping[str, str]
+) -> list[dict[str, Any]]:
+    """Write this rank's data file; return its row of the index."""
+    boxes = ((share.name, tilings[share.name].dtype, share.box) for share, _ in parts)
+    items = items_of(boxes, {n: t.shape for n, t in tilings.items()})
+    if not items:
+        return []
+    with ShardFile(commit.data_file(commit.comm.rank, commit.comm.size), items, metadata) as file:
+        for item, (_, array) in zip(items, parts, strict=True):
+            for piece in _pieces(array):
+                file.put(item.key, piece)
+        return [file.finish()]
 
 
 _here = threading.local()
@@ -196,9 +230,7 @@ class ShardFile:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         os.close(self._fd)
 
     def put(self, key: str, array: np.ndarray) -> None:
@@ -287,62 +319,13 @@ def commit_index(
     commit.commit(json.dumps(list(rows)), write_index, finish)
 
 
-def _save_sharded(
-    path: FilePath, state: State, comm: Communicator, strategies: Mapping[str, object] | None,
-    given: Mapping[str, str] | None, check: Callable[[], None], wait: bool,
-) -> Work | None:  # fmt: skip
-    def prepare() -> tuple[Path, dict[str, tuple[Tiling, str | None]], dict[str, str]]:
-        check()
-        folder, noted = Path(path), strategies or {}
-        tensors = {
-            name: (tiling, _strategy(folder, name, noted[name]) if name in noted else None)
-            for name, tiling in check_state(folder, state, comm.rank, comm.size).items()
-        }
-        place = folder if wait else folder.absolute()  # the program may change its folder meanwhile
-        return place, tensors, check_labels({} if given is None else given, str(folder))
-
-    folder, tensors, metadata = together(comm, path, prepare, "save")
-    tilings = {name: tiling for name, (tiling, _) in tensors.items()}
-    asked = [
-        str(Path(path)),
-        sorted(metadata.items()),
-        sorted((n, t.digest()) for n, t in tilings.items()),
-        wait,
-    ]
-    words = f"{folder}, metadata {brief(metadata)}, wait {wait}, {in_words(tilings)}"
-    agree(comm, text_digest(json.dumps(asked)), None, "save", lambda: words)
-
-    def write(over: Communicator, parts: Parts) -> None:
-        with Commit(folder / INDEX_NAME, over, "save") as commit:
-
-            def write_own() -> list[dict[str, Any]]:
-                boxes = ((share.name, tilings[share.name].dtype, share.box) for share, _ in parts)
-                items = items_of(boxes, {n: t.shape for n, t in tilings.items()})
-                if not items:
-                    return []
-                with ShardFile(commit.data_file(over.rank, over.size), items, metadata) as file:
-                    for item, (_, array) in zip(items, parts, strict=True):
-                        for piece in _pieces(array):
-                            file.put(item.key, piece)
-                    return [file.finish()]
-
-            rows = commit.step(write_own)
-            commit_index(commit, rows, tensors, over.size, metadata)
-
-    return write_parts(comm, path, "save", tilings, state, wait=wait, is_copy=False, write=write)
-
-
 def _strategy(folder: Path, name: str, given: object) -> str:
     """Return the text of a strategy for the index."""
-    where = f"{folder}: strategy of tensor {brief(name)}"
-    try:
-        text = str(given)
-    except Exception as error:
-        raise CheckpointError(
-            f"{where}: str() of it goes into the index, and it raised {brief(error)}: pass a text"
-        ) from error
+    text = str(given)
     if not is_text(text):
-        raise CheckpointError(f"{where}: str() of it is Unicode text, got {brief(text)}: pass another")
+        raise CheckpointError(
+            f"{folder}: strategy of tensor {brief(name)}: str() of it is Unicode text, got {brief(text)}: pass another"
+        )
     return text
 
 

@@ -20,7 +20,7 @@ from lowshard.mesh import MOST_RANKS
 from lowshard.tiling import Tile, Tiling
 from lowshard.weights.load import Progress, load, nodes_of
 from lowshard.weights.load_plan import LoadPlan, plan_load
-from lowshard.weights.scale_cut import Blocks, Unclear, blocks_of, scales_box, weights_of_scales
+from lowshard.weights.scale_rules import Blocks, Unclear, blocks_of, scales_box, weights_of_scales
 
 
 class ShardedWeights(dict[str, np.ndarray]):
@@ -55,7 +55,7 @@ def load_sharded(
     verify: bool = True,
     progress: Progress | None = None,
 ) -> ShardedWeights:
-    """Return this rank's arrays of a checkpoint, cut as the checkpoint's index says; no patterns are needed.
+    """Return this rank's arrays of a checkpoint, sharded as the checkpoint's index says; no patterns are needed.
 
     Collective: all ranks of the communicator call this. `saved_tilings` has the rule: as many ranks as saved the
     checkpoint get what each of them held; other numbers get balanced parts along the dim that was cut.
@@ -96,11 +96,11 @@ def saved_tilings(catalog: Catalog, num_ranks: int) -> dict[str, Tiling]:
     """Return which rank is to hold what of a checkpoint, from its index alone.
 
     - As many ranks as saved it: each holds what it held then, replicas too.
-    - Another number: a tensor that was cut is cut along that dim (the first, of several) into balanced parts; one that
+    - Another number: a tensor that was sharded is sharded along that dim (the first, of several), balanced; one that
       was whole on all ranks is so again; one that was whole on some of n ranks (an expert) goes to the ranks
       r * num_ranks // n.
-    - A plain file, a Hugging Face folder, or what one rank saved, on more than one rank: every tensor is cut along its
-      first dim into balanced parts; one without dims is whole everywhere.
+    - A plain file, a Hugging Face folder, or what one rank saved, on more than one rank: every tensor is sharded along
+      its first dim, balanced; one without dims is whole everywhere.
 
     Parts of a weight that has scales are of whole blocks, and its scales go with it.
 

@@ -1,8 +1,8 @@
 """Strategies: which slices of a weight each device holds. MAX's ten, and `grouped_qkv`.
 
 The slices are those of `max.graph.ShardingStrategy` (modular/modular, `max/graph/weight.py`): n over k devices
-is cut with `base, rem = divmod(n, k)`, the first `rem` devices hold one more, and empty shards are legal. What
-that code lets pass `pieces` lets pass too (a head cut inside a packed byte, say); `layout`, `Weight.shard` and
+is sharded with `base, rem = divmod(n, k)`, the first `rem` devices hold one more, and empty shards are legal. What
+that code lets pass `pieces` lets pass too (a head split inside a packed byte, say); `layout`, `Weight.shard` and
 `shard_module` check.
 """
 
@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from lowshard.argument import as_shape, brief, items, whole, wholes
-from lowshard.box import Box, split_interval
+from lowshard.box import Box
 from lowshard.errors import LayoutError, ShardIndexError, ShardingError
 from lowshard.mesh import MOST_RANKS
 from lowshard.tiling import Tiling
-from lowshard.weights.cut_rules import (
+from lowshard.weights.head import GroupedQKV, HeadAwareColumnwise, Segment, Segmented, StackedQKV
+from lowshard.weights.shard_rules import (
     Axiswise,
     Columnwise,
     ExpertParallel,
@@ -27,22 +28,26 @@ from lowshard.weights.cut_rules import (
     Rule,
     TensorParallel,
 )
-from lowshard.weights.head import GroupedQKV, HeadAwareColumnwise, Segment, Segmented, StackedQKV
 
 _SHAPE = "the shape of a weight is a sequence of extents >= 0"
 ShardFunction = Callable[[Any, int, int], Any]
 
 
+def _made_by(constructor: str, kind: type[Rule]) -> property:
+    """Return a property that says whether a strategy is of a kind."""
+    return property(lambda self: isinstance(self.shard, kind), doc=f"Whether it was made by `{constructor}`.")
+
+
 @dataclass(frozen=True)
 class ShardingStrategy:
-    """How a weight is cut over devices. A value: strategies of equal rules are equal.
+    """How a weight is sharded over devices. A value: strategies of equal rules are equal.
 
     Make one with a class method. A function of your own, `shard(weight, index, num_devices)`, works too: it is
     called with what the strategy is called with and returns the device's part. Give it a method
     `pieces(shape, index, num_devices)` if `layout` is to work.
 
     Args:
-        num_devices: devices the weight is cut over.
+        num_devices: devices the weight is sharded over.
         shard: the rule.
 
     Raises:
@@ -125,7 +130,7 @@ class ShardingStrategy:
 
     @classmethod
     def tensor_parallel(cls, num_devices: int) -> ShardingStrategy:
-        """Mark a module each of whose weights is cut as its name says; for `shard_module`."""
+        """Mark a module each of whose weights is sharded as its name says; for `shard_module`."""
         return cls(num_devices, TensorParallel())
 
     @classmethod
@@ -142,12 +147,12 @@ class ShardingStrategy:
     ) -> ShardingStrategy:
         """Cut grouped-query attention so that a key-value head is always where its queries are.
 
-        Key-value heads are cut balanced, and the queries of each go with it. With fewer key-value heads than
-        devices, "replicate" gives several devices one key-value head each and cuts its queries between them,
+        Key-value heads are sharded balanced, and the queries of each go with it. With fewer key-value heads than
+        devices, "replicate" gives several devices one key-value head each and shards its queries between them,
         "empty" leaves devices without any head, "refuse" raises.
 
         Args:
-            num_devices: devices the weight is cut over.
+            num_devices: devices the weight is sharded over.
             num_heads: query heads, a multiple of num_kv_heads.
             num_kv_heads: key-value heads.
             head_dim: elements of a head.
@@ -166,64 +171,21 @@ class ShardingStrategy:
 
     # ---- what it is
 
-    @property
-    def is_rowwise(self) -> bool:
-        """Made by `rowwise`."""
-        return isinstance(self.shard, Rowwise)
-
-    @property
-    def is_colwise(self) -> bool:
-        """Made by `columnwise`."""
-        return isinstance(self.shard, Columnwise)
-
-    @property
-    def is_axiswise(self) -> bool:
-        """Made by `axiswise`."""
-        return isinstance(self.shard, Axiswise)
-
-    @property
-    def is_replicate(self) -> bool:
-        """Made by `replicate`."""
-        return isinstance(self.shard, Replicate)
-
-    @property
-    def is_head_aware_colwise(self) -> bool:
-        """Made by `head_aware_columnwise`."""
-        return isinstance(self.shard, HeadAwareColumnwise)
-
-    @property
-    def is_stacked_qkv(self) -> bool:
-        """Made by `stacked_qkv`."""
-        return isinstance(self.shard, StackedQKV)
-
-    @property
-    def is_gate_up(self) -> bool:
-        """Made by `gate_up`."""
-        return isinstance(self.shard, GateUp)
-
-    @property
-    def is_segmented(self) -> bool:
-        """Made by `segmented`."""
-        return isinstance(self.shard, Segmented)
-
-    @property
-    def is_expert_parallel(self) -> bool:
-        """Made by `expert_parallel`."""
-        return isinstance(self.shard, ExpertParallel)
-
-    @property
-    def is_tensor_parallel(self) -> bool:
-        """Made by `tensor_parallel`."""
-        return isinstance(self.shard, TensorParallel)
-
-    @property
-    def is_grouped_qkv(self) -> bool:
-        """Made by `grouped_qkv`."""
-        return isinstance(self.shard, GroupedQKV)
+    is_rowwise = _made_by("rowwise", Rowwise)
+    is_colwise = _made_by("columnwise", Columnwise)
+    is_axiswise = _made_by("axiswise", Axiswise)
+    is_replicate = _made_by("replicate", Replicate)
+    is_head_aware_colwise = _made_by("head_aware_columnwise", HeadAwareColumnwise)
+    is_stacked_qkv = _made_by("stacked_qkv", StackedQKV)
+    is_gate_up = _made_by("gate_up", GateUp)
+    is_segmented = _made_by("segmented", Segmented)
+    is_expert_parallel = _made_by("expert_parallel", ExpertParallel)
+    is_tensor_parallel = _made_by("tensor_parallel", TensorParallel)
+    is_grouped_qkv = _made_by("grouped_qkv", GroupedQKV)
 
     @property
     def sharded_axis(self) -> int | None:
-        """The axis that is cut, as it was given; None where there is none (replicate, markers, functions)."""
+        """The axis that is sharded, as it was given; None where there is none (replicate, markers, functions)."""
         return self.shard.axis if isinstance(self.shard, Rule) else None
 
     @property
@@ -236,7 +198,7 @@ class ShardingStrategy:
     def pieces(self, shape: Sequence[int], index: int) -> list[Box]:
         """Return the boxes of device `index`, to be joined along `concat_axis`.
 
-        Nothing is checked that MAX does not check, so boxes may leave out columns or cut a packed byte.
+        Nothing is checked that MAX does not check, so boxes may leave out columns or split a packed byte.
 
         Raises:
             ShardIndexError: the shape lacks the axis (an IndexError), or index is not below num_devices.
@@ -293,11 +255,6 @@ class ShardingStrategy:
         if not tiling.is_cover:
             raise LayoutError(f"{self} leaves elements of shape {tuple(shape)} on no device: {self._fit()}")
         return tiling
-
-    def balanced_range(self, extent: int, index: int) -> tuple[int, int]:
-        """Return the interval of n elements that device `index` gets of an even cut."""
-        extent = whole(extent, "an extent is an integer >= 0", ShardingError, 0)
-        return split_interval((0, extent), self.num_devices, self._checked_index(index))
 
     def __str__(self) -> str:
         return f"{self.shard} over {self.num_devices} devices"

@@ -12,9 +12,6 @@ from lowshard.checkpoint.crc import Piece, Tally, chain, sum_of
 from lowshard.comm import Communicator
 from lowshard.comm.agreement import share
 
-_ROWS = 127
-"""Sums that fit a first message; where a rank has more, all send a second one as long as it needs."""
-
 
 class Verification:
     """One rank's part in comparing the checksums of all stored arrays that a plan touches."""
@@ -25,7 +22,7 @@ class Verification:
         self._arrays, self._source, self._rank, self._size = arrays, source, rank, size
         self.verified_bytes = 0
         self.tally = Tally()
-        self._seen = np.zeros(len(arrays), np.uint8)
+        self._seen = np.zeros(len(arrays), np.int64)
         self._pieces: dict[int, list[Piece]] = {}
 
     def compare_own(self) -> None:
@@ -45,24 +42,15 @@ class Verification:
         if comm is not None and self._arrays:
             mine = [(n, *p) for n, pieces in self._pieces.items() for p in pieces]
             rows = np.array(mine, np.int64).reshape(-1, 4)
-            size = 8 + (self._seen.size + 7) // 8
-            head = np.concatenate([np.array([len(rows)]).view(np.uint8), np.packbits(self._seen)])
-            body = np.zeros((_ROWS, 4), np.int64)
-            body[: len(rows)] = rows[:_ROWS]
-            told = share(comm.control, np.concatenate([head, body.reshape(-1).view(np.uint8)]))
-            counts = [int(t[:8].view(np.int64)[0]) for t in told]
-            if max(counts) > _ROWS:
-                body = np.zeros((max(counts), 4), np.int64)
-                body[: len(rows)] = rows
-                tables = share(comm.control, body.reshape(-1))
-            else:
-                tables = [t[size:].copy().view(np.int64) for t in told]
-            seen = np.bitwise_or.reduce([t[8:size] for t in told])
-            self._seen = np.unpackbits(seen, count=self._seen.size)
+            told = share(comm.control, np.concatenate([[len(rows)], self._seen]))
+            self._seen = np.bitwise_or.reduce([t[1:] for t in told])
             self._pieces = {}
-            for table, count in zip(tables, counts, strict=True):
-                for number, start, stop, value in table.reshape(-1, 4)[:count].tolist():
-                    self._pieces.setdefault(number, []).append((start, stop, value))
+            if most := max(int(t[0]) for t in told):
+                table = np.zeros((most, 4), np.int64)
+                table[: len(rows)] = rows
+                for theirs, (count, *_) in zip(share(comm.control, table.reshape(-1)), told, strict=True):
+                    for number, start, stop, value in theirs.reshape(-1, 4)[: int(count)].tolist():
+                        self._pieces.setdefault(number, []).append((start, stop, value))
         return bool(self._seen.all())
 
     def compare_rest(self) -> None:

@@ -11,8 +11,8 @@ from lowshard.argument import brief, instance, items, whole
 from lowshard.box import Box, full_box, shape_of
 from lowshard.errors import ShardIndexError, ShardingError
 from lowshard.tiling import Tiling
-from lowshard.weights.cut_rules import Rule, join
 from lowshard.weights.quantization import Quantization
+from lowshard.weights.shard_rules import Rule, join
 from lowshard.weights.sharding_strategy import ShardingStrategy
 
 Array = Any  # a NumPy or CuPy array
@@ -70,7 +70,7 @@ class Weight:
 
     @property
     def array(self) -> Array:
-        """The stored elements; a part is cut out when it is first asked for."""
+        """The stored elements; a part is sliced out when it is first asked for."""
         if self._array is None:
             assert self._make is not None
             self._array, self._make = self._make(), None
@@ -78,7 +78,7 @@ class Weight:
 
     @property
     def sharding_strategy(self) -> ShardingStrategy | None:
-        """How the weight is cut; None on a part."""
+        """How the weight is sharded; None on a part."""
         return self._strategy
 
     @sharding_strategy.setter
@@ -120,8 +120,8 @@ class Weight:
     def shard(self, devices: int | Iterable[Any] | None = None) -> list[Weight]:
         """Return each device's part: stored elements, scales and bias, cut lazily.
 
-        The bias is added once, however the weight is cut: it is cut with the output axis, given to every device
-        of a replicated weight, and to device 0 alone where the input axis is cut, since the devices' products
+        The bias is added once, however the weight is sharded: it is sharded with the output axis, given to every device
+        of a replicated weight, and to device 0 alone where the input axis is sharded, since the devices' products
         are then summed.
 
         Args:
@@ -130,7 +130,7 @@ class Weight:
 
         Raises:
             ShardingError: no strategy, a part, another number of devices, a strategy that does not fit the
-                stored shape, a cut through a block or a packed element.
+                stored shape, a split through a block or a packed element.
             MarkerError: a module's marker.
         """
         strategy = self._strategy
@@ -171,7 +171,7 @@ class Weight:
         """Return the stored elements that a strategy gives device `index`.
 
         Raises:
-            ShardingError: the strategy would cut a block or a packed element.
+            ShardingError: the strategy would split a block or a packed element.
             LowshardError: as `ShardingStrategy.pieces`.
         """
         instance(strategy, ShardingStrategy, "a weight is cut by a ShardingStrategy", ShardingError)

@@ -50,7 +50,7 @@ PRODUCT = {
     )),
     "execute, pool, transfer": Budget(3_030, 19, ("lowshard/execute.py", "lowshard/pool.py", "lowshard/transfer")),
     "reshard": Budget(8_071, 31, ("lowshard/reshard",)),
-    "weights, checkpoint": Budget(9_480, 39, ("lowshard/weights", "lowshard/checkpoint")),
+    "weights, checkpoint": Budget(8_697, 36, ("lowshard/weights", "lowshard/checkpoint")),
     "fsdp": Budget(3_794, 16, ("lowshard/fsdp",)),
     "launch": Budget(3_494, 21, ("launch",)),
     "demo, selftest, interop, cli": Budget(3_917, 35, (

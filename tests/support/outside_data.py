@@ -36,8 +36,8 @@ from lowshard.solver import GraphSolver, pick
 from lowshard.solver.graph.graph_file import EXAMPLES, load_graph
 from lowshard.tiling import Tiling
 from lowshard.weights import ShardingStrategy, load_sharded, saved_tilings
-from lowshard.weights.checkpoint_convert import Settings, convert
-from lowshard.weights.load_plan import LoadPlan, Read
+from lowshard.weights.checkpoint_convert import convert
+from lowshard.weights.convert_plan import Settings
 from lowshard.weights.name_pattern import NamePatterns
 
 _MESH = DeviceMesh((2, 2), ("dp", "tp"), {0: 1e9, 3: 2e9}, ranks=(0, 1, 3, 2))
@@ -83,19 +83,6 @@ def reshard() -> Any:
         "b": Layout(mesh, (6, 4), "int32", (Sharded(1),)),
     }
     return build_reshard_plan(src, dst)
-
-
-def load_plan(source: str = "0" * 32) -> LoadPlan:
-    """Return a plan by which two ranks read halves for both."""
-    cut, whole = (
-        Tiling.from_pieces((4, 3), "int32", [[((0, 2), (0, 3))], [((2, 4), (0, 3))]]),
-        Tiling.whole((4,), "int32", 2),
-    )
-    reads = (
-        Read("a", 0, ((0, 2), (0, 3)), (0,)), Read("a", 1, ((2, 4), (0, 3)), (1,)),
-        Read("b", 0, ((0, 2),), (0, 1)), Read("b", 1, ((2, 4),), (0, 1)),
-    )  # fmt: skip
-    return LoadPlan("own-slice", source, (0, 0), (("a", cut), ("b", whole)), reads)
 
 
 @cache
@@ -177,14 +164,13 @@ def samples() -> Mapping[str, Any]:
     return {
         "mesh": plain(_MESH.to_json()),
         "layout": plain(layout().to_json()),
-        "tiling": plain(load_plan().tilings[0][1].to_json()),
+        "tiling": plain(Tiling.from_pieces((4, 3), "int32", [[((0, 2), (0, 3))], [((2, 4), (0, 3))]]).to_json()),
         "cluster profile": plain(ClusterProfile.default().to_json()),
         "sharding of a dim": DimSharding(12, 3, chunks=2, blocks=(6, 6)).to_json(),
         "tensor layout": moves["layouts"][1],
         "reshard plan": moves,
         "exchange": redistributed["steps"][0]["exchanges"][0],
         "redistribution plan": redistributed,
-        "load plan": plain(load_plan().to_json()),
         "flat plan": json.loads(flat.to_json()),
         "action": plain(action().to_json()),
         "graph": plan["graph"],
@@ -309,7 +295,7 @@ def _hugging_face(path: Path) -> None:
 def use_checkpoint(path: Path) -> None:
     """Do with a checkpoint all that needs nothing but its files: show it, compare checksums, load it, merge it."""
     overview = look_at(path)
-    overview = verified(overview, {tensor.name for tensor in overview.tensors}, lambda size_bytes: None)
+    overview = verified(overview, list(overview.catalog.tensors), lambda size_bytes: None)
     json.dumps(overview.to_json())
     catalog = Catalog.open(path)
     arrays = load_sharded(path)

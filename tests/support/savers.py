@@ -28,8 +28,9 @@ from lowshard.errors import LowshardError, NotDurable
 from lowshard.fsdp import FSDP, Param
 from lowshard.tiling import Tiling
 from lowshard.weights import ShardingStrategy, load, plan_load, save
-from lowshard.weights.checkpoint_convert import Settings, convert
-from lowshard.weights.cut_rules import Owned
+from lowshard.weights.checkpoint_convert import convert
+from lowshard.weights.convert_plan import Settings
+from lowshard.weights.shard_rules import Owned
 
 RANKS = 4
 _LEFT = "ab" * 6

@@ -23,7 +23,6 @@ FOLDERS = ("lowshard", "kernels", "launch", "bench")
 
 # Caches without a bound of bytes, and what bounds them instead. One that is new is given a bound, or a line here.
 CLOSED_ARGUMENTS = {
-    "checkpoint/crc._power": "bits of a length",
     "comm/build._heed_finalize": "one module", "comm/call._is_own": "256 files",
     "comm/large_count._bytes_type": "64 lengths", "comm/nccl_wire.wire_of": "dtypes of the table",
     "comm/node/combine.recipe_of": "dtypes and ops", "comm/node/combine._combiner": "dtypes and ops",

@@ -241,7 +241,7 @@ def test_out_is_filled_in_place_and_a_wrong_one_is_refused(tmp_path: Path) -> No
         assert scalar == 7
         asked = reader.bytes_read
         cases: list[tuple[Any, str]] = [
-            (np.empty((6, 2), np.float32), r"float32\[2, 6\], got float32\[6, 2\]"),
+            (np.empty((6, 2), np.float32), r"float32\[2, 6\], .* got float32\[6, 2\]"),
             (np.empty((2, 6), np.int32), "got int32"),
             (np.empty((2, 6), ">f4"), "got >f4"),
             (np.empty((6, 2), np.float32).T, "C-contiguous"),

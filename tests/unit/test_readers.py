@@ -22,7 +22,7 @@ from lowshard.checkpoint.delta_file import Delta, open_deltas
 from lowshard.checkpoint.overview import look_at
 from lowshard.cost import ClusterProfile
 from lowshard.demo.source import user_checkpoint
-from lowshard.errors import CheckpointError, LayoutError, MeshError, PlanError
+from lowshard.errors import CheckpointError, LayoutError, MeshError
 from lowshard.reading import READERS, read_text
 from lowshard.reshard.rank_grid import Grid
 from lowshard.rules.golden import read_dump
@@ -41,9 +41,8 @@ ELSEWHERE = {
     "lowshard/checkpoint/header.py": "safetensors headers: tests/unit/test_checkpoint_header.py",
     "lowshard/rules/golden.py": "dumps, among the texts of outside_data",
     "lowshard/weights/reshard_command.py": "a report that our own rank wrote",
-    "lowshard/weights/checkpoint_convert.py": "settings for our own ranks",
+    "lowshard/weights/convert_plan.py": "settings for our own ranks",
     "lowshard/weights/save.py": "rows of our own ranks",
-    "lowshard/weights/patched_source.py": "between ranks",
     "lowshard/comm/agreement.py": "between ranks",
     "lowshard/reshard/content_digest.py": "between ranks",
     "lowshard/fsdp/model_state.py": "between ranks",
@@ -111,7 +110,6 @@ def test_damaged_data_is_refused_or_right(kind: str, name: str) -> None:
         ("mesh", {"shape": [2, True]}, MeshError, r"at \$\.shape\[1\]: expected an integer of 64 bits, got True"),
         ("mesh", {"color": 1}, MeshError, "expected the keys shape, .* got 'color'"),
         ("layout", {"mesh": {"shape": [2], "axis_names": ["a", "a"]}}, MeshError, r"at \$\.mesh: "),
-        ("load plan", {"reads": []}, PlanError, "not given each element"),
         ("flat plan", {"shards": 0}, LayoutError, "shards >= 1"),
         ("index of a sharded checkpoint", {"files": []}, CheckpointError, "files"),
     ],

@@ -1,4 +1,4 @@
-"""Strips of a sheet: whoever reads rows for others, each holder gets its part in its own array, and no more."""
+"""Row ranges of a batch: whoever reads rows for others, each holder gets its part in its own array, and no more."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from lowshard.kernels.buffer import address
 from lowshard.tiling import Tiling
 from lowshard.transfer.peer_write_kernel import write_across
 from lowshard.weights import ShardingStrategy, plan_load
-from lowshard.weights.load import _KEPT, Itinerary, _Load
-from lowshard.weights.peer_write import SCRATCH_BYTES, Room, Sheet, sheets_of
+from lowshard.weights.load import _KEPT, RankPlan, _Load
+from lowshard.weights.peer_write import SCRATCH_BYTES, ArrayPlace, RowBatch, row_batches_of
 
 S = ShardingStrategy
 CASES: dict[str, tuple[tuple[int, ...], str, Any]] = {
@@ -38,24 +38,24 @@ CASES: dict[str, tuple[tuple[int, ...], str, Any]] = {
 
 
 def write(
-    sheet: Sheet, value: np.ndarray, arrays: dict[int, np.ndarray], pid: int, rows_at_once: int
+    batch: RowBatch, value: np.ndarray, arrays: dict[int, np.ndarray], pid: int, rows_at_once: int
 ) -> None:
-    """Hand a sheet's strips out as one process would that holds all arrays."""
-    block = np.ascontiguousarray(value[relative_slices(sheet.box, full_box(value.shape))])
+    """Hand a batch's row ranges out as one process would that holds all arrays."""
+    block = np.ascontiguousarray(value[relative_slices(batch.box, full_box(value.shape))])
     flat = block.reshape(-1).view(np.uint8)
-    strips, vectors = sheet.strips.copy(), np.zeros(4 * 1024, np.int64)
-    for strip in strips:
-        strip[1], strip[0] = address(arrays[int(strip[0])]), pid
-    rows = flat.size // sheet.row_bytes
+    row_ranges, vectors = batch.row_ranges.copy(), np.zeros(4 * 1024, np.int64)
+    for row_range in row_ranges:
+        row_range[1], row_range[0] = address(arrays[int(row_range[0])]), pid
+    rows = flat.size // batch.row_bytes
     for first in range(0, rows, rows_at_once):
         count = min(rows_at_once, rows - first)
-        scratch = flat[first * sheet.row_bytes :][: count * sheet.row_bytes].copy()
+        scratch = flat[first * batch.row_bytes :][: count * batch.row_bytes].copy()
         facts = (
-            address(strips),
-            len(strips),
+            address(row_ranges),
+            len(row_ranges),
             first,
             count,
-            sheet.row_bytes,
+            batch.row_bytes,
             address(scratch),
             address(vectors),
         )
@@ -71,16 +71,16 @@ def test_every_holder_gets_its_part(tmp_path: Path, case: str, own: bool) -> Non
     save_over(tmp_path / "c", values, {"w": Tiling.whole(shape, dtype)}, 1)
     catalog, rng = Catalog.open(tmp_path / "c"), mode.rng(case)
     arrays = {r: np.zeros(tiling.local_shape(r), values["w"].dtype) for r in range(3)}
-    rooms = {r: Room("w", 0, 0, tiling.local_shape(r), values["w"].dtype) for r in range(3)}
+    places = {r: ArrayPlace("w", 0, 0, tiling.local_shape(r), values["w"].dtype) for r in range(3)}
     cut = int(rng.integers(1, shape[0])) if shape else 0
     boxes: list[Box] = (
         [((0, cut), *full_box(shape[1:])), ((cut, shape[0]), *full_box(shape[1:]))] if shape else [()]
     )
     for box in boxes:
-        for sheet in sheets_of("w", box, tiling, rooms, catalog):
-            assert sheet.row_bytes <= SCRATCH_BYTES
-            assert sheet.run is not None
-            write(sheet, values["w"], arrays, 0 if own else os.getpid(), int(rng.integers(1, 9)))
+        for batch in row_batches_of("w", box, tiling, places, catalog):
+            assert batch.row_bytes <= SCRATCH_BYTES
+            assert batch.run is not None
+            write(batch, values["w"], arrays, 0 if own else os.getpid(), int(rng.integers(1, 9)))
     for rank, array in arrays.items():
         right = local_of(values["w"], tiling, rank)
         assert right is not None
@@ -91,9 +91,9 @@ def test_a_process_that_is_not_there_is_named() -> None:
     gone = int(
         subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True).stdout
     )
-    strips = np.array([[gone, 4096, 0, 1, 0, 0, 8, 8]], np.int64)
+    row_ranges = np.array([[gone, 4096, 0, 1, 0, 0, 8, 8]], np.int64)
     row, vectors = np.zeros(8, np.uint8), np.zeros(4096, np.int64)
-    assert write_across()(address(strips), 1, 0, 1, 8, address(row), address(vectors)) == gone
+    assert write_across()(address(row_ranges), 1, 0, 1, 8, address(row), address(vectors)) == gone
 
 
 @pytest.mark.parametrize("saved", [1, 2, 3])
@@ -128,7 +128,7 @@ def test_memory_that_others_may_write_to_is_kept_until_they_cannot(tmp_path: Pat
     plan = plan_load(catalog, tilings)
 
     def job() -> _Load:
-        return _Load(plan, 0, Itinerary.of(plan, catalog, 0), None, None, None)  # type: ignore[arg-type]
+        return _Load(plan, 0, RankPlan.of(plan, catalog, 0), None, None, None)  # type: ignore[arg-type]
 
     for error in (None, CheckpointError("all ranks have met")):
         one = job()

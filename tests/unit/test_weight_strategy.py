@@ -126,7 +126,7 @@ def test_every_public_expert_scale_map_of_max() -> None:
         (S.head_aware_columnwise(2, 4, 2), (4, 10), 1, [[(0, 4)], [(4, 8)]]),
         (S.gate_up(3), (2, 4, 10), 2, [[(0, 2), (5, 7)], [(2, 4), (7, 9)], [(4, 5), (9, 10)]]),
         (S.segmented(2, 0, [Segment(6, num_heads=3), {"size": 5}]), (11,), 0, [[(0, 4), (6, 9)], [(4, 6), (9, 11)]]),
-        (S.segmented(2, 1, [Segment.head_aware(3, 3), Segment.even(5)]), (2, 7), 1,
+        (S.segmented(2, 1, [Segment(9, 3), Segment(5)]), (2, 7), 1,
          [[(0, 3), (4, 6)], [(3, 4), (6, 7)]]),
     ],
 )  # fmt: skip
@@ -332,7 +332,8 @@ def cut_weights(draw: st.DrawFn) -> tuple[ShardingStrategy, tuple[int, ...]]:
         return S.gate_up(k, axis), tuple(shape)
     segments = draw(
         st.lists(
-            st.builds(Segment, small) | st.builds(Segment.head_aware, counts, st.integers(1, 4)),
+            st.builds(Segment, small)
+            | st.builds(lambda n, dim: Segment(n * dim, n), counts, st.integers(1, 4)),
             min_size=1,
             max_size=4,
         )

@@ -124,11 +124,11 @@ def test_content_that_is_not_what_the_index_says_is_named(
 
     rewritten(tmp_path / "a", forged)
     assert run("inspect", tmp_path / "a", "--verify") == 1
-    assert "BROKEN: tensor 'gate_up': its content has the digest" in capsys.readouterr().out
+    assert "tensor 'gate_up': its data is damaged: its digest is" in capsys.readouterr().out
     right = look_at(tmp_path / "a").digest
     assert right == model_digest(by_hand(VALUES))
     assert run("reshard", tmp_path / "a", tmp_path / "b.safetensors", "--merged") != 0
-    assert "tensor 'gate_up': was written with the digest" in capsys.readouterr().err
+    assert "tensor 'gate_up': has the digest" in capsys.readouterr().err
     assert not (tmp_path / "b.safetensors").exists()
 
 

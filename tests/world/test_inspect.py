@@ -18,7 +18,7 @@ from lowshard.checkpoint.overview import look_at
 from lowshard.cli import main
 from lowshard.tiling import Tiling
 from lowshard.weights import ShardingStrategy
-from lowshard.weights.cut_rules import Owned
+from lowshard.weights.shard_rules import Owned
 
 S = ShardingStrategy
 

@@ -22,7 +22,7 @@ from lowshard.errors import CheckpointError, CommError, LowshardError, MismatchE
 from lowshard.kernels import quantize_mxfp8
 from lowshard.tiling import Tiling
 from lowshard.weights import ShardingStrategy, load_sharded, save, saved_tilings
-from lowshard.weights.cut_rules import Owned
+from lowshard.weights.shard_rules import Owned
 
 S = ShardingStrategy
 

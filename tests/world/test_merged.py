@@ -20,9 +20,10 @@ from lowshard.cli import main
 from lowshard.kernels import quantize_mxfp8
 from lowshard.tiling import Tiling
 from lowshard.weights import ShardingStrategy, load, load_sharded, plan_load, remove_leftovers, save
-from lowshard.weights.checkpoint_convert import Settings, convert
-from lowshard.weights.cut_rules import Owned
+from lowshard.weights.checkpoint_convert import convert
+from lowshard.weights.convert_plan import Settings
 from lowshard.weights.save import Item, items_of
+from lowshard.weights.shard_rules import Owned
 
 S = ShardingStrategy
 VALUES: Values = {

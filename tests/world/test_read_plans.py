@@ -8,13 +8,11 @@ import json
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from support import mode, outside_data
-from support.checkpoints import attention_and_more, local_of, on_ranks, same, save_over, values_of
 from support.every_plan import any_mesh, short_graph
 from support.moves import random_pair, run_plan
 from support.mutation import mutated, places, spoilt
@@ -44,8 +42,6 @@ from lowshard.reshard import execute_reshard_plan
 from lowshard.reshard.reshard_plan import ReshardPlan
 from lowshard.solver import Action, GraphPlan, GraphSolver
 from lowshard.solver.table import RULES
-from lowshard.weights import LoadPlan, load, plan_load
-from lowshard.weights.load_plan import STRATEGIES
 
 CASES = 10_000 if mode.full() else 150
 PLANS = 40
@@ -214,36 +210,6 @@ def test_graph_plans(rng: np.random.Generator) -> None:
         mesh = any_mesh(rng)
         plans.append(GraphSolver().solve(short_graph(rng, 2, mesh), mesh))
     check_damaged("graph plan", [plan.to_json() for plan in plans], run)
-
-
-def test_load_plans(tmp_path: Path, rng: np.random.Generator) -> None:
-    """A plan that the reader takes is refused by the checkpoint, or every rank gets its part of what was saved."""
-    folder, held = tmp_path / "c", attention_and_more(3)
-    values = {name: value for name, value in values_of(held).items() if value.size <= 4000}
-    save_over(folder, values, {name: held[name] for name in values}, 3)
-    plans = []
-    for _ in range(PLANS):
-        few = rng.choice(list(values), 3, replace=False).tolist()
-        ranks = int(rng.integers(1, 5))
-        wanted = {name: attention_and_more(ranks)[name] for name in few}
-        nodes = np.sort(rng.integers(0, 2, ranks)).tolist()
-        plans.append(plan_load(folder, wanted, ranks, strategy=str(rng.choice(STRATEGIES)), nodes=nodes))
-
-    def run(plan: LoadPlan) -> bool:
-        if plan.num_ranks > MOST_RANKS:
-            return False
-        try:
-            came = on_ranks(plan.num_ranks, lambda comm: load(folder, plan, comm))
-        except LowshardError:
-            return False
-        for rank, mine in enumerate(came):
-            for name, tiling in plan.tilings:
-                wanted = local_of(values[name], tiling, rank)
-                assert (name in mine) == (wanted is not None)
-                assert wanted is None or same(mine[name], wanted)
-        return True
-
-    check_damaged("load plan", [plan.to_json() for plan in plans], run)
 
 
 def test_flat_plans(rng: np.random.Generator) -> None:

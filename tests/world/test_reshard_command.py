@@ -150,13 +150,13 @@ def test_one_rank_has_a_limit_too(place: Path, run: Run, monkeypatch: pytest.Mon
     assert len(started) == 1
     monkeypatch.setattr(environment, "find_rank", lambda _: environment.LaunchedRank(0, 2, 0, "mpiexec"))
     told = run(place / "v0", place / "out", "--merged", "-n", "3", code=2)
-    assert "has started 2 ranks, -n says 3: leave -n out" in told
+    assert "has started 2 ranks and has its own limit: leave -n and --timeout out" in told
     for rank in (0, 1):
         monkeypatch.setattr(
             environment, "find_rank", lambda _, r=rank: environment.LaunchedRank(r, 2, r, "mpiexec")
         )
         assert bool(run(place / "v0", place / "out", "--merged", "--dry-run")) == (rank == 0)
-    assert "your launcher has its own limit" in run(
+    assert "has its own limit: leave -n" in run(
         place / "v0", place / "out", "--merged", "--timeout", "9", code=2
     )
 

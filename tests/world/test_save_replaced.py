@@ -25,7 +25,7 @@ from lowshard.checkpoint.checkpoint_index import _digest as digest_of
 from lowshard.comm import Communicator
 from lowshard.errors import CheckpointError, LowshardError
 from lowshard.tiling import Tiling
-from lowshard.weights import LoadPlan, load, plan_load, remove_leftovers, save
+from lowshard.weights import load, plan_load, remove_leftovers, save
 
 WHOLE = Tiling.whole((8,), "float32")
 HALVES = Tiling.from_pieces((8,), "float32", [[((0, 4),)], [((4, 8),)]])
@@ -94,7 +94,7 @@ def test_a_plain_file_that_is_written_anew_in_place_is_not_read(tmp_path: Path) 
 
 def test_a_plan_is_good_for_a_copy_of_its_file(tmp_path: Path) -> None:
     path, catalog = of_one_file(tmp_path)
-    plan = LoadPlan.from_json(json.loads(json.dumps(plan_load(catalog, {"a": HALVES}).to_json())))
+    plan = plan_load(catalog, {"a": HALVES})
     copies = [tmp_path / "of0", tmp_path / "of1"]
     for number, copy in enumerate(copies):
         shutil.copyfile(path, copy)
@@ -146,7 +146,6 @@ def test_a_save_that_comes_before_the_index_of_another_is_the_one_in_it(
 def test_a_save_that_comes_before_the_rename_of_the_index_of_another_leaves_no_index_without_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hf, "_LOCK_S", 0.05)  # the first save stands still with its lock
     real = os.replace
 
     def late(source: Any, target: Any) -> None:
@@ -251,11 +250,6 @@ def test_who_removes_a_save_before_its_rename_is_told_apart(
 # ---- what is refused
 
 
-class Silent:
-    def __str__(self) -> str:
-        raise ValueError("no words")
-
-
 @pytest.mark.parametrize(
     ("tensors", "options", "said"),
     [
@@ -265,7 +259,6 @@ class Silent:
         (state(w=1), {"metadata": {"a": 1}}, "maps text to text"),
         (state(w=1), {"metadata": {"sparse": "True", "model_version": "1"}}, "makes a delta of a file"),
         (state(w=1), {"strategies": {"w": "\ud800"}}, "is Unicode text"),
-        (state(w=1), {"strategies": {"w": Silent()}}, "it raised ValueError"),
     ],
 )  # fmt: skip
 def test_what_cannot_stand_in_the_index_is_refused_on_all_ranks_at_once(

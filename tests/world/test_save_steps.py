@@ -93,7 +93,8 @@ def test_a_save_that_fails_at_any_step_leaves_a_whole_checkpoint(
             error.add_note(f"steps: {list(enumerate(steps.names, 1))}")
             raise
     assert len(cases) > 100
-    assert 0 < committed < len(tried)
+    assert committed < len(tried)
+    assert committed or not mode.full()  # few are tried, and most steps are before the commit
     with capsys.disabled():
         print(
             f"\n{name}, ranks {VICTIMS}: {len(tried)} of {len(cases)} faults tried, {committed} after the commit"

@@ -7,6 +7,7 @@ import mmap
 import os
 import threading
 import weakref
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,6 @@ def test_saved_over_some_ranks_and_loaded_over_others(
     if strategy == "root-scatter":
         assert plan.read_bytes(0) == sum(t.size_bytes for t in after.values())
         assert not any(plan.read_bytes(r) for r in range(1, loaded))
-    assert LoadPlan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
     assert "read MB" in plan.explain()
 
 
@@ -237,9 +237,9 @@ def test_a_plan_of_another_checkpoint_is_refused(tmp_path: Path) -> None:
 def test_a_plan_for_another_dtype_of_the_same_width_is_refused(tmp_path: Path) -> None:
     tilings = {"rows": S.rowwise(2).layout((13, 6), "float32")}
     save_over(tmp_path / "c", values_of(tilings), tilings, 2)
-    data = plan_load(tmp_path / "c", tilings).to_json()
-    read = LoadPlan.from_json(json.loads(json.dumps(data).replace('"float32"', '"int32"')))
-    found = outcomes(2, lambda c: load(tmp_path / "c", read, c))
+    other = (("rows", S.rowwise(2).layout((13, 6), "int32")),)
+    plan = replace(plan_load(tmp_path / "c", tilings), tilings=other)
+    found = outcomes(2, lambda c: load(tmp_path / "c", plan, c))
     assert [type(e) for e in found] == [CheckpointError] * 2
     assert "'rows' is float32[13, 6], the plan is for int32[13, 6]" in str(found[0])
 
@@ -579,7 +579,7 @@ def test_what_is_read_for_others_travels_by_messages_too(
 ) -> None:
     # As between machines, whose memory the others do not see: messages, and a group for each node.
     monkeypatch.setattr(LoopbackTransport, "new_reach", lambda comm: Reach(comm.rank, comm.size))
-    monkeypatch.setattr("lowshard.weights.read_fanout.WINDOW_BYTES", 5000)
+    monkeypatch.setattr("lowshard.weights.read_scatter.WINDOW_BYTES", 5000)
     tilings = attention_and_more(5)
     values = values_of(tilings)
     save_over(tmp_path / "c", values, tilings, 5)

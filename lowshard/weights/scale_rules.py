@@ -1,10 +1,10 @@
-"""Scales of quantised weights: which tensor has whose scales, and that they are cut as their weight is, block by block.
+"""Scales of quantised weights: which tensor has whose, and that they are sharded as their weight, block by block.
 
 The one place that knows: name patterns, rule files and loads without either ask here, so no pattern file lists scales.
 A tensor is the scales of a weight where its name is one of those that are known for it (`w_scale`, `x.scale` beside
 `x.weight`, `x_scales` beside `x_blocks`, ...) and its shape has an entry for each block of the weight. A block's extent
 follows from both shapes: it is the power of two that gives as many entries (32 of MXFP8, 128 of DeepSeek's FP8), else
-what divides the weight evenly. Where neither does, no cut along that dim is known to lie between blocks: it is refused.
+what divides the weight evenly. Where neither does, that dim is not split: no split is known to lie between blocks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lowshard.checkpoint.reader import CheckpointReader
 from lowshard.errors import CheckpointError, ShardingError
 from lowshard.layout import Layout
 from lowshard.tiling import Tiling
-from lowshard.weights.cut_rules import Rule, Shape
+from lowshard.weights.shard_rules import Rule, Shape
 from lowshard.weights.sharding_strategy import ShardingStrategy
 
 _SUFFIXES = ("_scale", "_scale_inv", "_scale_2", "_global_scale")
@@ -145,7 +145,7 @@ class ScalesOf(Rule):
 
     @property
     def axis(self) -> int | None:
-        """The axis of the weight that is cut, where its scales are cut along it too."""
+        """The axis of the weight that is sharded, where its scales are sharded along it too."""
         axis = self.weight.axis
         axis = 0 if axis is None else axis % max(len(self.weight_shape), 1)
         return axis if axis < len(self.blocks) and self.blocks[axis] is not None else None

@@ -1,7 +1,7 @@
-"""Who hands out what of a load: what some ranks read for others, in rounds of bounded size, as one rank sees them.
+"""What ranks read for each other in a load, sent in rounds of bounded size: one rank's part, as frozen data.
 
 A reader puts what it reads into its half of a round, whole: peers, who see its memory, take their parts from there.
-Parts for ranks out of reach are packed behind and sent. A taker gets only what it holds of a read. Frozen data.
+Parts for ranks out of reach are packed behind and sent. A taker gets only what it holds of a read.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Pack(NamedTuple):
 
 
 @dataclass(frozen=True)
-class HandedRound:
+class ScatterRound:
     """One rank's part of a round."""
 
     reads: tuple[Block, ...]
@@ -61,10 +61,10 @@ class HandedRound:
 
 
 @dataclass(frozen=True)
-class Handout:
+class ReadScatter:
     """One rank's part of what is handed out."""
 
-    rounds: tuple[HandedRound, ...]
+    rounds: tuple[ScatterRound, ...]
     half_bytes: int
     into_bytes: int
     sent_bytes: int
@@ -77,9 +77,9 @@ def shared_reads(reads: Iterable[Read]) -> tuple[Read, ...]:
     return tuple(r for r in reads if r.takers != (r.reader,))
 
 
-def handout_of(
+def read_scatter(
     reads: Sequence[Read], tilings: Mapping[str, Tiling], rank: int, homes: Sequence[int]
-) -> Handout:
+) -> ReadScatter:
     """Return a rank's part of handing reads out."""
     near = {r for r, home in enumerate(homes) if home == homes[rank]}
     rounds = [_round(lanes, tilings, rank, near) for lanes in _lanes(reads, tilings)]
@@ -88,7 +88,7 @@ def handout_of(
         for taker in {t for r in reads if r.reader == rank for t in r.takers} - {rank}
     }
     received = sum(_taken_bytes(r, rank, tilings) for r in reads if r.reader != rank and r.reader in near)
-    return Handout(
+    return ReadScatter(
         tuple(made for made, _, _ in rounds), max((half for _, half, _ in rounds), default=0),
         max((into for _, _, into in rounds), default=0), sum(sent.values()),
         sum(size for taker, size in sent.items() if taker in near), received,
@@ -97,7 +97,7 @@ def handout_of(
 
 def _round(
     lanes: Mapping[int, Sequence[Read]], tilings: Mapping[str, Tiling], rank: int, near: set[int]
-) -> tuple[HandedRound, int, int]:
+) -> tuple[ScatterRound, int, int]:
     """Return a rank's part of a round, and the bytes of its half and of what it receives into."""
     reads: list[Block] = []
     packs: list[Pack] = []
@@ -132,7 +132,7 @@ def _round(
         if at > into:
             receives.append(Message(reader, into, at))
             into = _padded(at)
-    made = HandedRound(*map(tuple, (reads, packs, sends, takes, receives, unpacks)))  # type: ignore[arg-type]
+    made = ScatterRound(*map(tuple, (reads, packs, sends, takes, receives, unpacks)))  # type: ignore[arg-type]
     return made, half, into
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -23,7 +23,9 @@ Shape = tuple[int, ...]
 class Rule:
     """Base of the rules: a function of (weight, index, num_devices) that also says which boxes it takes."""
 
-    name = "rule"
+    name: ClassVar[str] = "rule"
+    sharded_axis: ClassVar[int | None] = None
+    """Of a rule for one axis; a rule for any axis has a field `at`."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -36,8 +38,8 @@ class Rule:
 
     @property
     def axis(self) -> int | None:
-        """The axis that is cut, None where there is none."""
-        return None
+        """The axis that is sharded, None where there is none."""
+        return getattr(self, "at", self.sharded_axis)
 
     def pieces(self, shape: Shape, index: int, num_devices: int) -> list[Box]:
         """Return the boxes of device `index`, in the order in which they are joined: one for each of its intervals."""
@@ -87,38 +89,27 @@ def join(array: Any, boxes: Sequence[Box], axis: int) -> Any:
 
 @dataclass(frozen=True)
 class Rowwise(Rule):
-    """Axis 0, cut evenly."""
+    """Axis 0, sharded evenly."""
 
     name = "rowwise"
 
-    @property
-    def axis(self) -> int:
-        """Axis 0."""
-        return 0
+    sharded_axis = 0
 
 
 @dataclass(frozen=True)
 class Columnwise(Rule):
-    """Axis 1, cut evenly."""
+    """Axis 1, sharded evenly."""
 
     name = "columnwise"
 
-    @property
-    def axis(self) -> int:
-        """Axis 1."""
-        return 1
+    sharded_axis = 1
 
 
 @dataclass(frozen=True)
 class Axiswise(Rule):
-    """Any axis, cut evenly."""
+    """Any axis, sharded evenly."""
 
     at: int
-
-    @property
-    def axis(self) -> int:
-        """The given axis."""
-        return self.at
 
     def __str__(self) -> str:
         return f"axiswise({self.at})"
@@ -126,14 +117,9 @@ class Axiswise(Rule):
 
 @dataclass(frozen=True)
 class GateUp(Rule):
-    """Each half of an axis, cut evenly."""
+    """Each half of an axis, sharded evenly."""
 
     at: int
-
-    @property
-    def axis(self) -> int:
-        """The given axis."""
-        return self.at
 
     def intervals(self, extent: int, index: int, num_devices: int) -> list[Interval]:
         """Return a range of each half."""
@@ -179,10 +165,7 @@ class Owned(Rule):
 class ExpertRange(Rule):
     """Whole experts, stacked along axis 0: expert e of E goes to device e * num_devices // E."""
 
-    @property
-    def axis(self) -> int:
-        """Axis 0."""
-        return 0
+    sharded_axis = 0
 
     def intervals(self, extent: int, index: int, num_devices: int) -> list[Interval]:
         """Return the device's experts."""
@@ -193,29 +176,26 @@ class ExpertRange(Rule):
 
 
 @dataclass(frozen=True)
-class TensorParallel(Rule):
-    """Marks a module each of whose weights is cut as its name says."""
-
-    name = "tensor_parallel"
+class Marker(Rule):
+    """Marks a module, and says nothing of one weight."""
 
     def pieces(self, shape: Shape, index: int, num_devices: int) -> list[Box]:
-        """Raise: a marker says nothing of one weight."""
-        raise _no_rule(self)
+        """Raise MarkerError."""
+        raise MarkerError(
+            f"{self.name} marks a module, it cuts no single weight: call shard_module(weights, {{'MODULE': "
+            f"ShardingStrategy.{self.name}(n)}}), or give this weight a strategy such as rowwise"
+        )
 
 
 @dataclass(frozen=True)
-class ExpertParallel(Rule):
+class TensorParallel(Marker):
+    """Marks a module each of whose weights is sharded as its name says."""
+
+    name = "tensor_parallel"
+
+
+@dataclass(frozen=True)
+class ExpertParallel(Marker):
     """Marks a module whose experts are distributed whole."""
 
     name = "expert_parallel"
-
-    def pieces(self, shape: Shape, index: int, num_devices: int) -> list[Box]:
-        """Raise: a marker says nothing of one weight."""
-        raise _no_rule(self)
-
-
-def _no_rule(marker: Rule) -> MarkerError:
-    return MarkerError(
-        f"{marker.name} marks a module, it cuts no single weight: call shard_module(weights, {{'MODULE': "
-        f"ShardingStrategy.{marker.name}(n)}}), or give this weight a strategy such as rowwise"
-    )
