@@ -132,6 +132,7 @@ HEAVY = (
     "yaml",
     "safetensors",
     "isal",
+    "msgspec",
     "rich",
     "matplotlib",
     "tokenizers",

@@ -41,6 +41,7 @@ CLOSED_ARGUMENTS = {
     "kernels/cuda/cuda_engine._fold_rows": "the same",
     "kernels/cuda/cuda_module.source": "files of the package",
     "kernels/reference.value_table": "element formats, dtypes",
+    "reading._struct": "readers and dataclasses", "reading._type": "annotations",
     "launch/mpiexec._probe_library": "8", "launch/mpiexec._probe_mpiexec": "32",
 }  # fmt: skip
 CLOSED_TABLES = {
@@ -57,7 +58,7 @@ CLOSED_TABLES = {
     "compiled/cache._made_for": "one level",
     "dtypes._BY_NAME": "dtypes", "op/op_part._GROUPS": "64 groups a live communicator", "op/op_registry.KERNELS": "ops",
     "step_cost._PRICES": "16 profiles", "reading.READERS": "classes", "reading._BY_TYPE": "classes",
-    "reading._FIELDS": "classes", "solver/table/op_rule.RULES": "ops",
+    "solver/table/op_rule.RULES": "ops",
     "weights/load._KEPT": "loads in which a rank failed", "kernels/cpu/drive._ROWS": "kinds of kernels",
 }  # fmt: skip
 CONTAINERS = {

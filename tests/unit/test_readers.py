@@ -113,8 +113,8 @@ def test_damaged_data_is_refused_or_right(kind: str, name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "change", "kind", "text"),
     [
-        ("mesh", {"shape": [2, True]}, MeshError, r"at \$\.shape\[1\]: expected an integer of 64 bits, got True"),
-        ("mesh", {"color": 1}, MeshError, "expected the keys shape, .* got 'color'"),
+        ("mesh", {"shape": [2, True]}, MeshError, r"at \$\.shape\[1\]: .*int.*bool"),
+        ("mesh", {"color": 1}, MeshError, "color.*the keys are shape, "),
         ("layout", {"mesh": {"shape": [2], "axis_names": ["a", "a"]}}, MeshError, r"at \$\.mesh: "),
         ("load plan", {"reads": []}, PlanError, "not given each element"),
         ("flat plan", {"shards": 0}, LayoutError, "shards >= 1"),
@@ -170,7 +170,7 @@ def test_a_path_that_the_system_refuses_or_that_leads_to_no_file_is_an_error(
 def test_a_text_that_is_not_utf8_is_named_with_its_place(tmp_path: Path) -> None:
     path = tmp_path / "graph.yaml"
     path.write_bytes(b"name: caf\xe9\n")
-    with pytest.raises(LayoutError, match=r"graph\.yaml is not a valid graph file: .* byte 0xe9 at offset 9"):
+    with pytest.raises(LayoutError, match=r"graph\.yaml:1: .* byte 0xe9"):
         load_graph(path)
     with pytest.raises(LayoutError, match="at most 4 bytes"):
         read_text(path, "graph file", LayoutError, 4)
