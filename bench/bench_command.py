@@ -17,8 +17,8 @@ from lowshard.bench.bench_redistribute import add_redistribute_parser
 from lowshard.bench.bench_refit import add_refit_parser
 from lowshard.bench.collective import add_collective_parsers
 from lowshard.bench.json_argument import add_json_argument
+from lowshard.command_line import count_of
 from lowshard.errors import LowshardError
-from lowshard.flag_value import count_of
 from lowshard.nearest import nearest
 
 if TYPE_CHECKING:
@@ -251,7 +251,7 @@ def _show(report: BenchReport, target: str | None) -> None:
 
     render_table(report, make_console())
     if target is not None:
-        from lowshard.flag_value import write_whole
+        from lowshard.command_line import write_whole
 
         write_whole(Path(target), dump_json(report).encode())
         print(f"written: {target}")

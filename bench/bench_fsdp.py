@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from lowshard.bench.bench_progress import Progress
-from lowshard.bench.json_argument import add_json_argument, write_result
+from lowshard.bench.json_argument import add_json_argument, counts_of, natural_of, write_result
+from lowshard.command_line import count_of
 from lowshard.errors import DependencyError, LowshardError, TimedOut
-from lowshard.flag_value import count_of, counts_of, natural_of
 from lowshard.nearest import nearest
 from lowshard.settings import environment
 

@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lowshard.bench.json_argument import add_json_argument, write_result
-from lowshard.flag_value import count_of, file_of
+from lowshard.bench.json_argument import add_json_argument, file_of, write_result
+from lowshard.command_line import count_of
 
 if TYPE_CHECKING:
     from lowshard.reshard import ReshardPlan
@@ -180,7 +180,7 @@ def draw(rows: list[Row], path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    from lowshard.flag_value import write_whole
+    from lowshard.command_line import write_whole
 
     picture = Figure(figsize=(7.0, 4.4), dpi=130, facecolor="white", layout="constrained")
     FigureCanvasAgg(picture)

@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lowshard.bench.json_argument import add_json_argument, write_result
+from lowshard.bench.json_argument import add_json_argument, size_of, write_result
+from lowshard.command_line import count_of
 from lowshard.errors import BufferMismatchError, LowshardError, VerificationError
-from lowshard.flag_value import count_of, size_of
 
 DESCRIPTION = """\
 Starts a publisher and a subscriber as two processes of this machine, and takes version after version over TCP of the

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lowshard.bench.bench_transition import ONE_AXIS, TWO_AXES, Transition, floor_of, mpi_way, transitions
-from lowshard.bench.json_argument import add_json_argument, write_result
+from lowshard.bench.json_argument import add_json_argument, size_of, write_result
+from lowshard.command_line import count_of, seconds_of
 from lowshard.errors import BufferMismatchError, LowshardError
-from lowshard.flag_value import count_of, seconds_of, size_of
 
 if TYPE_CHECKING:
     from lowshard.bench.bench_seat import Seat

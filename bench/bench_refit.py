@@ -13,11 +13,11 @@ import numpy as np
 
 from lowshard.bench.bench_device import HostDevice
 from lowshard.bench.bench_meeting import timed
-from lowshard.bench.json_argument import add_json_argument, write_result
+from lowshard.bench.json_argument import add_json_argument, natural_of, write_result
 from lowshard.bench.limit import AGAIN, refit_limit
 from lowshard.bench.memcpy import BesideMemcpy
+from lowshard.command_line import count_of
 from lowshard.errors import BufferMismatchError, LowshardError
-from lowshard.flag_value import count_of, natural_of
 
 if TYPE_CHECKING:
     from lowshard.bench.bench_seat import Seat

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lowshard.bench.json_argument import bandwidth_of, file_of, natural_of, size_of, target_of
 from lowshard.bench.operation import ALL_REDOPS, OPERATIONS
 from lowshard.bench.sweep_setting import (
     DTYPES,
@@ -18,9 +19,8 @@ from lowshard.bench.sweep_setting import (
     redop_list,
     size_list,
 )
-from lowshard.command_parser import expect_habits
+from lowshard.command_line import count_of, seconds_of
 from lowshard.errors import DependencyError, LowshardError
-from lowshard.flag_value import bandwidth_of, count_of, file_of, natural_of, seconds_of, size_of, target_of
 from lowshard.settings import CHECK
 
 if TYPE_CHECKING:
@@ -39,29 +39,6 @@ Sizes are written 1024, 1K, 64M, 1G (powers of 1024). Bandwidths are in 10^9 byt
 Exit codes: 0 done, 1 a wrong value, too little bandwidth (--min-busbw) or a missed limit (--check-limits), 2 wrong
 usage, 70 a rank died, 71 timed out, 130 interrupted.
 """
-NCCL_TESTS = {
-    **dict.fromkeys(
-        ("-g", "--ngpus", "-t", "--nthreads"),
-        "ranks are processes here, one for each GPU: write --ranks N, or start the bench under mpirun -n N",
-    ),
-    **dict.fromkeys(
-        ("-H", "--host", "--hosts", "--hostfile"),
-        "the bench runs in a job: write lowshard run -n N --hosts a,b -m lowshard bench NAME ...",
-    ),
-    **dict.fromkeys(("-p", "--parallel_init"), "leave it out: ranks are made ready at the same time anyhow"),
-    **dict.fromkeys(
-        ("-z", "--blocking"), "leave it out: a round is timed to the end of its calls, and -I times each call"
-    ),
-    **dict.fromkeys(
-        ("-C", "--report_cputime"), "leave it out: --json has the part of the CPU that ranks got"
-    ),
-    **dict.fromkeys(("-R", "--local_register"), "write --window: buffers that other ranks read directly"),
-    **dict.fromkeys(("-J", "--output_file"), "write --json FILE, or --csv FILE"),
-    **dict.fromkeys(
-        ("-G", "--cudagraph"), "there is none: capture the calls in a CUDA graph of your own program"
-    ),
-}
-"""Options of nccl-tests and of launchers that there are not, and what to write instead."""
 _NCCL_DTYPES = {"half": "float16", "float": "float32", "double": "float64"}
 SUMMARIES = {
     "all_reduce": "reduce on all ranks",
@@ -91,7 +68,6 @@ def add_collective_parsers(benches: argparse._SubParsersAction[argparse.Argument
         _add_what(parser, op)
         _add_how(parser, op)
         _add_results(parser)
-        expect_habits(parser, NCCL_TESTS)
         parser.set_defaults(func=run_collective, op=op)
 
 
@@ -253,7 +229,7 @@ def _conclude(report: CollectiveReport, args: argparse.Namespace) -> int:
     from lowshard.bench.listing import Listing, ratios_of
     from lowshard.bench.plot import draw
     from lowshard.bench.promise import verdicts
-    from lowshard.flag_value import write_whole
+    from lowshard.command_line import write_whole
 
     listing = Listing(report.settings, ratios_of(report.settings, "gpu" not in dict(report.facts)))
     # With JSON on stdout what people read goes to stderr.

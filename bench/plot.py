@@ -34,7 +34,7 @@ def draw(report: CollectiveReport, path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure as Picture
 
-    from lowshard.flag_value import write_whole
+    from lowshard.command_line import write_whole
 
     drawn = list(lines(report))
     inches = (_INCHES[0], max(_INCHES[1], _INCHES_A_LINE * len(drawn)))  # room for the legend

@@ -13,8 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from lowshard.command_line import count_of, folder_of, seconds_of, write_whole
 from lowshard.errors import VerificationError
-from lowshard.flag_value import count_of, folder_of, seconds_of, write_whole
 
 DESCRIPTION = """\
 Runs the main job on a real checkpoint, on ranks it starts itself. Each rank reads its own byte ranges of the

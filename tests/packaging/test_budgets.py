@@ -33,7 +33,7 @@ PRODUCT = {
         "lowshard/compiled", "lowshard/warmup",
         *(f"lowshard/{name}.py" for name in (
             "__init__", "__main__", "_version", "argument", "block_format", "bounded", "box",
-            "command_examples", "command_parser", "content_hash", "document", "dtypes", "errors", "flag_value",
+            "command_line", "content_hash", "document", "dtypes", "errors",
             "foreign_array", "gpu_stream", "interrupt", "nearest", "owned", "plain_console", "reading", "settings",
             "special", "streams",
         )),

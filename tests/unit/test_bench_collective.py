@@ -22,6 +22,7 @@ from lowshard.bench import promise
 from lowshard.bench.batch import Timing
 from lowshard.bench.case import Case, Request
 from lowshard.bench.figure import CollectiveReport, Figure, Row
+from lowshard.bench.json_argument import size_of
 from lowshard.bench.listing import Listing
 from lowshard.bench.operation import OPERATIONS
 from lowshard.bench.plot import draw, lines
@@ -29,7 +30,6 @@ from lowshard.bench.sweep import need_bytes, require_fits
 from lowshard.bench.sweep_setting import Settings, dtype_list, size_list
 from lowshard.bench.value_pattern import Pattern
 from lowshard.errors import BufferMismatchError, LowshardError
-from lowshard.flag_value import size_of
 
 ROOT = Path(__file__).resolve().parents[2]
 
