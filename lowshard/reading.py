@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import is_dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Generic, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Generic, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from lowshard.argument import brief, is_text
 from lowshard.argument import path as check_path
@@ -176,13 +176,13 @@ def read_text(
 def parse_json(
     text: str | bytes, where: str, error: Callable[[str], LowshardError], most_values: int = MOST_VALUES
 ) -> Any:
-    """Return the plain data of a JSON text: no key twice in one object, no integer of more than 20 characters."""
+    """Return the plain data of a JSON text: no key stands twice in one object."""
     try:
         text = text.decode() if isinstance(text, bytes) else text
         values = 1 + sum(map(text.count, ",[{"))
         if values > most_values:
             raise ValueError(f"it has at most {most_values} values, got {values}")
-        return json.loads(text, object_pairs_hook=_unique, parse_int=_integer, parse_constant=_constant)
+        return json.loads(text, object_pairs_hook=_unique)
     except RecursionError as failed:
         raise error(f"{where}: it nests too deep") from failed
     except (ValueError, MemoryError) as failed:
@@ -196,16 +196,6 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"the key {brief(twice)} stands twice in one object")
     return found
-
-
-def _integer(text: str) -> int:
-    if len(text) > 20:
-        raise ValueError(f"an integer fits 64 bits, got one of {len(text)} characters")
-    return int(text)
-
-
-def _constant(text: str) -> float:
-    raise ValueError(f"a number is finite, got {text}")
 
 
 def _checked(data: Any, depth: int = MOST_DEPTH) -> Any:
@@ -305,7 +295,7 @@ class _StandIn(type):
 def _type(kind: Any) -> Any:
     """Return an annotation as msgspec takes it: classes of their own stand for what `_hook` reads."""
     origin, args = get_origin(kind), get_args(kind)
-    if _is_object(kind) or (origin in _UNIONS and any(map(_is_object, args))):
+    if any(_is_object(k) or get_origin(k) is Literal for k in (kind, *(args if origin in _UNIONS else ()))):
         return _StandIn("StandIn", (), {"kind": kind})
     if origin is tuple:
         return tuple[tuple(_type(a) for a in args)]  # type: ignore[misc]
@@ -331,16 +321,18 @@ def _convert(data: Any, kind: Any, place: str = "") -> Any:
 
 
 def _hook(stand_in: Any, data: Any) -> Any:
-    kind = stand_in.kind
-    args = get_args(kind)
-    if get_origin(kind) is Mapping and isinstance(data, Mapping):
-        return {_key(args[0], k): _convert(v, _type(args[1]), _step(k)) for k, v in data.items()}
+    kind, args = stand_in.kind, get_args(stand_in.kind)
     if get_origin(kind) in _UNIONS:
         return _one_of(args, data)
-    if not isinstance(data, Mapping):
-        raise _Unfit(f"Expected `object`, got {brief(data)}")
-    known = _BY_TYPE.get(kind)
-    return _made(known._make if known else kind, data)
+    if get_origin(kind) is Literal and data in args and not isinstance(data, bool):
+        return data
+    if get_origin(kind) is Literal or not isinstance(data, Mapping):
+        raise _Unfit(f"Expected {_said(kind)}, got {brief(data)}")
+    if get_origin(kind) is not Mapping:
+        return _made(_BY_TYPE[kind]._make if kind in _BY_TYPE else kind, data)
+    if args[0] is int and not all(k.isascii() and k.isdecimal() and len(k) < 19 for k in data):
+        raise _Unfit(f"keys are integers of 0 or more, as text, got {brief(list(data))}")
+    return {args[0](k): _convert(v, _type(args[1]), _step(k)) for k, v in data.items()}
 
 
 def _one_of(options: tuple[Any, ...], data: Any) -> Any:
@@ -360,13 +352,7 @@ def _one_of(options: tuple[Any, ...], data: Any) -> Any:
 
 
 def _said(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return " or ".join(map(repr, get_args(kind)))
     words = {tuple: "an array", types.NoneType: "null"}
     return "an object" if _is_object(kind) else words.get(get_origin(kind) or kind) or str(kind.__name__)
-
-
-def _key(kind: Any, key: str) -> Any:
-    if kind is not int:
-        return key
-    if not (key.isascii() and key.isdecimal() and len(key) < 19):
-        raise _Unfit(f"a key is an integer of 0 or more, as text, got {brief(key)}")
-    return int(key)

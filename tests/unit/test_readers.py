@@ -133,7 +133,7 @@ def test_an_error_says_place_what_was_expected_and_what_came(
     [
         ('{"shape": [2], "shape": [2], "axis_names": ["a"]}', "twice"),
         ('{"shape": [NaN], "axis_names": ["a"]}', "finite"),
-        ('{"shape": [%s], "axis_names": ["a"]}' % ("9" * 5000), "5000 characters"),
+        ('{"shape": [%s], "axis_names": ["a"]}' % ("9" * 5000), "digits"),
         ("[" * 200_000, "nests too deep"),
         ("[" + "0," * 2_000_000 + "0]", "at most 2000000 values"),
     ],
