@@ -115,8 +115,8 @@ def plain_data(node: Node | None, fail: Fail) -> Any:
 def place_of(node: Node, path: str) -> Where:
     """Return where the value at a path such as .mesh.axes[2] stands; where there is none, the deepest above it."""
     for name, number in re.findall(r"\.([^.\[]+)|\[(\d+)\]", path):
-        below = {k.text: v for k, v in node.pairs} if name else dict(enumerate(node.items))
-        found = below.get(name or int(number))  # type: ignore[call-overload]
+        below: dict[Any, Node] = {k.text: v for k, v in node.pairs} if name else dict(enumerate(node.items))
+        found = below.get(name or int(number))
         if found is None:
             break
         node = found

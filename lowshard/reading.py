@@ -253,7 +253,7 @@ def _made(make: Callable[..., Any], data: Any) -> Any:
     try:
         said = _convert(data, struct)
     except _Unfit as unfit:
-        unknown = re.match(r"Object contains unknown field `(.*)`$", unfit.text, re.DOTALL)
+        unknown = re.match(r"object contains unknown field `(.*)`$", unfit.text, re.DOTALL)
         if unknown and not unfit.place:
             keys = [name.removesuffix("_") for name in names]
             unfit.text = f"{unfit.text}; the keys are {', '.join(keys)}{nearest(unknown[1], keys)}"
@@ -317,7 +317,7 @@ def _convert(data: Any, kind: Any, place: str = "") -> Any:
         cause = failed.__cause__
         if isinstance(cause, _Unfit):
             raise _Unfit(cause.text, place + inside + cause.place, cause.error) from cause.__cause__
-        raise _Unfit(text, place + inside) from None
+        raise _Unfit(text[:1].lower() + text[1:], place + inside) from None
 
 
 def _hook(stand_in: Any, data: Any) -> Any:
@@ -327,7 +327,7 @@ def _hook(stand_in: Any, data: Any) -> Any:
     if get_origin(kind) is Literal and data in args and not isinstance(data, bool):
         return data
     if get_origin(kind) is Literal or not isinstance(data, Mapping):
-        raise _Unfit(f"Expected {_said(kind)}, got {brief(data)}")
+        raise _Unfit(f"expected {_said(kind)}, got {brief(data)}")
     if get_origin(kind) is not Mapping:
         return _made(_BY_TYPE[kind]._make if kind in _BY_TYPE else kind, data)
     if args[0] is int and not all(k.isascii() and k.isdecimal() and len(k) < 19 for k in data):
@@ -337,18 +337,18 @@ def _hook(stand_in: Any, data: Any) -> Any:
 
 def _one_of(options: tuple[Any, ...], data: Any) -> Any:
     """Return data as the first option that it fits; of the failures the deepest is told, the one that was meant."""
-    deepest = _Unfit("Expected")
+    deepest = _Unfit("expected")
     for option in options:
         if _is_object(option) is isinstance(data, Mapping):
             try:
                 return _convert(data, _type(option))
             except _Unfit as unfit:
                 deepest = max(
-                    deepest, unfit, key=lambda failed: (len(failed.place), failed.text[:8] != "Expected")
+                    deepest, unfit, key=lambda failed: (len(failed.place), failed.text[:8] != "expected")
                 )
-    if deepest.place or not deepest.text.startswith("Expected"):
+    if deepest.place or not deepest.text.startswith("expected"):
         raise deepest
-    raise _Unfit(f"Expected {' or '.join(dict.fromkeys(map(_said, options)))}, got {brief(data)}")
+    raise _Unfit(f"expected {' or '.join(dict.fromkeys(map(_said, options)))}, got {brief(data)}")
 
 
 def _said(kind: Any) -> str:

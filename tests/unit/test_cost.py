@@ -107,7 +107,7 @@ def damaged(**change: Any) -> dict[str, Any]:
         (damaged(pieces=[dataclasses.asdict(Piece(1, 1, 1, 5))]), "no end"),
         (damaged(pieces=[{"alpha_s": -1.0, "beta_s_per_byte": 0.0}]), "0 or more"),
         (damaged(pieces=[{"alpha_s": math.nan, "beta_s_per_byte": 0.0}]), r"alpha_s: a number is finite"),
-        (damaged(level="moon"), "level: Expected 'node' or 'network'"),
+        (damaged(level="moon"), "level: expected 'node' or 'network'"),
         (damaged(ranks=0), "1 rank or more"),
         (damaged(op="all_sorts"), "got 'all_sorts'"),
     ],

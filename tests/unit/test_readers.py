@@ -31,7 +31,7 @@ from lowshard.solver.graph.graph_file import load_graph
 from lowshard.weights.name_pattern import NamePatterns, Sizes
 
 ROOT = Path(__file__).resolve().parents[2]
-CASES = 10_000 if mode.full() else 120
+CASES = 2_000 if mode.full() else 120
 
 # Who decodes JSON beside `reading`: what our own processes tell each other in this run, and formats with rules of
 # their own, each fuzzed by its own test.
