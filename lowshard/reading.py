@@ -23,7 +23,7 @@ from typing import Any, Generic, Literal, TypeVar, Union, get_args, get_origin, 
 
 from lowshard.argument import brief, is_text
 from lowshard.argument import path as check_path
-from lowshard.document import Node, Where, parse_document, place_of, plain_data
+from lowshard.document import MAX_FILE_BYTES, Node, Where, parse_document, place_of, plain_data
 from lowshard.errors import LowshardError
 from lowshard.nearest import nearest
 
@@ -32,7 +32,7 @@ __all__ = ["READERS", "Reader", "open_at_once", "parse_json", "read_text", "read
 T = TypeVar("T")
 
 MOST_BYTES = 64_000_000
-"""Of a file or a JSON text, where a reader says nothing else."""
+"""Of a file or a JSON text, where its reader says nothing else."""
 MOST_VALUES = 2_000_000
 """Values in a JSON text, where a reader says nothing else."""
 MOST_DEPTH = 32
@@ -56,12 +56,10 @@ class Reader(Generic[T]):
     """One format of outside data. Made by `reader`; `READERS` names every one."""
 
     def __init__(
-        self, name: str, error: type[LowshardError], make: Callable[..., T], most_bytes: int, most_values: int
+        self, name: str, error: type[LowshardError], make: Callable[..., T], most_values: int
     ) -> None:
-        self.name = name
-        self.error = error
-        self._make = make
-        self._most_bytes, self._most_values = most_bytes, most_values
+        self.name, self.error = name, error
+        self._make, self._most_values = make, most_values
 
     def __call__(self, data: object, where: str = _HERE, node: Node | None = None) -> T:
         """Return the value that plain data says; `node` is the tree of the YAML file that it comes from."""
@@ -84,15 +82,13 @@ class Reader(Generic[T]):
     def text(self, text: str, where: str = "this JSON") -> T:
         """Return the value that a JSON text says; raises as a call does."""
         what = f"{where} is not a valid {self.name}"
-        if not isinstance(text, str) or len(text) > self._most_bytes:
-            raise self.error(
-                f"{what}: JSON is text of at most {self._most_bytes} characters, got {brief(text)}"
-            )
+        if not isinstance(text, str) or len(text) > MOST_BYTES:
+            raise self.error(f"{what}: JSON is text of at most {MOST_BYTES} characters, got {brief(text)}")
         return self(parse_json(text, what, self.error, self._most_values), where)
 
     def file(self, path: str | Path) -> T:
         """Return the value in a JSON file; raises as a call does, and where the file cannot be read."""
-        return self.text(read_text(path, self.name, self.error, self._most_bytes), os.fspath(path))
+        return self.text(read_text(path, self.name, self.error), os.fspath(path))
 
     def yaml(self, path: str | Path, damaged: type[LowshardError] | None = None) -> T:
         """Return the value in a YAML file; raises as a call does, `damaged` where the file cannot be read."""
@@ -101,7 +97,7 @@ class Reader(Generic[T]):
         def fail(text: str, where: Where) -> LowshardError:
             return error(f"{where}: {text}")
 
-        text = read_text(path, self.name, error, self._most_bytes)
+        text = read_text(path, self.name, error, MAX_FILE_BYTES)
         node = parse_document(text, os.fspath(path), fail)
         return self(plain_data(node, fail), os.fspath(path), node)
 
@@ -112,15 +108,14 @@ _BY_TYPE: dict[type, Reader[Any]] = {}
 
 
 def reader(
-    name: str, error: type[LowshardError], *, most_bytes: int = MOST_BYTES, most_values: int = MOST_VALUES
+    name: str, error: type[LowshardError], *, most_values: int = MOST_VALUES
 ) -> Callable[[Callable[..., T]], Reader[T]]:
     """Return the decorator that makes a function, or a dataclass, the reader of a format.
 
     Args:
         name: what the format is, to go behind "is not a valid".
         error: the class of its errors.
-        most_bytes: of a file or text.
-        most_values: of a text.
+        most_values: of a JSON text.
 
     The keys of the object are the function's parameters (`from_` is the key "from"); the class that it returns is read
     by it wherever it stands in another annotation. Annotations are what msgspec takes, dataclasses, classes with a
@@ -128,7 +123,7 @@ def reader(
     """
 
     def register(make: Callable[..., T]) -> Reader[T]:
-        made = READERS[name] = Reader(name, error, make, most_bytes, most_values)
+        made = READERS[name] = Reader(name, error, make, most_values)
         kind = make if isinstance(make, type) else get_type_hints(make)["return"]
         if isinstance(kind, type):
             _BY_TYPE[kind] = made

@@ -29,7 +29,7 @@ class Budget:
 
 
 PRODUCT = {
-    "floor 0": Budget(4_781, 41, (
+    "floor 0": Budget(4_368, 39, (
         "lowshard/compiled", "lowshard/warmup",
         *(f"lowshard/{name}.py" for name in (
             "__init__", "__main__", "_version", "argument", "block_format", "bounded", "box",
@@ -43,7 +43,7 @@ PRODUCT = {
         f"lowshard/{name}.py" for name in ("mesh", "placement", "layout", "tiling")
     )),
     "comm": Budget(17_148, 69, ("lowshard/comm",)),
-    "cost, rules": Budget(3_641, 21, ("lowshard/cost.py", "lowshard/rules")),
+    "cost, rules": Budget(3_614, 21, ("lowshard/cost.py", "lowshard/rules")),
     "redistribute plans, solver, op": Budget(9_909, 50, (
         *(f"lowshard/{name}.py" for name in ("redistribute_plan", "step_search", "step_cost", "exchange")),
         "lowshard/solver", "lowshard/op",
