@@ -292,6 +292,8 @@ def _type(kind: Any) -> Any:
     origin, args = get_origin(kind), get_args(kind)
     if any(_is_object(k) or get_origin(k) is Literal for k in (kind, *(args if origin in _UNIONS else ()))):
         return _StandIn("StandIn", (), {"kind": kind})
+    if kind is float:
+        return int | float  # an integer stays one, exact
     if origin is tuple:
         return tuple[tuple(_type(a) for a in args)]  # type: ignore[misc]
     return Union[tuple(map(_type, args))] if origin in _UNIONS else kind  # noqa: UP007  # of types made here
