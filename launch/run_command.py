@@ -8,7 +8,6 @@ import signal
 import sys
 from pathlib import Path
 
-from lowshard.command_parser import expect_habits
 from lowshard.errors import LaunchError, LowshardError
 from lowshard.launch.host import parse_hosts, read_hostfile, spread_over
 from lowshard.launch.job import python_command, run_ranks
@@ -87,17 +86,6 @@ def add_run_parser(
     parser.add_argument(
         "target", nargs=argparse.REMAINDER, metavar="script.py ...", help="what to run, its arguments"
     )
-    hosts = "write --hosts a:4,b:4"
-    each = "ranks are counted over all hosts: write -n N"
-    expect_habits(parser, {
-        "--nproc-per-node": each, "--nproc_per_node": each, "--nnodes": hosts, "-H": hosts, "--host": hosts,
-        "--n": "write -n N", "--np": "write -n N",
-        "--standalone": "leave it out: ranks are of this host unless --hosts names others",
-        "--rdzv-backend": "leave it out: ranks find each other through MPI",
-        "--oversubscribe": "leave it out: more ranks than cores are allowed",
-        "--allow-run-as-root": "leave it out: root may run it",
-        "-x": "leave it out: ranks get this shell's environment",
-    })  # fmt: skip
     parser.set_defaults(func=run)
     return parser
 

@@ -6,7 +6,7 @@ import numbers
 import operator
 import os
 import sys
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import islice
 from math import inf, nan, prod, ulp
 from pathlib import Path
@@ -28,16 +28,11 @@ def whole(
     value: object, rule: str, error: type[LowshardError], least: int | None = None, most: int | None = None
 ) -> int:
     """Return an integer (Python's, NumPy's or any with `__index__`; True and 1.0 are none), or raise."""
-    number = value
-    if type(value) is not int:
-        if isinstance(value, bool) or not hasattr(value, "__index__"):
-            raise error(f"{rule}, got {brief(value)}")
-        try:
-            number = operator.index(value)
-        except (TypeError, ValueError):  # an array of several, or of floats
-            raise error(f"{rule}, got {brief(value)}") from None
-    assert isinstance(number, int)
-    if (least is not None and number < least) or (most is not None and number > most):
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]  # else it raises
+    except (TypeError, ValueError):  # ValueError: an array of several
+        number = None
+    if number is None or (least is not None and number < least) or (most is not None and number > most):
         raise error(f"{rule}, got {brief(value)}")
     return number
 
@@ -108,8 +103,7 @@ def choice(value: object, names: Collection[str], rule: str, error: type[Lowshar
 
 def one_of(value: object, names: Collection[str], what: str, error: type[LowshardError]) -> None:
     """Raise unless a value is one of some names, all of which the error says."""
-    if not isinstance(value, str) or value not in names:
-        raise error(f"{what} is one of {', '.join(names)}, got {brief(value)}")
+    choice(value, names, f"{what} is one of {', '.join(names)}", error)
 
 
 def truth(value: object, rule: str, error: type[LowshardError]) -> bool:
@@ -124,19 +118,14 @@ def truth(value: object, rule: str, error: type[LowshardError]) -> bool:
     raise error(f"{rule}, got {brief(value)}")
 
 
-def path(value: object, rule: str, error: type[LowshardError]) -> Path:
+def path(value: object, rule: str, error: Callable[[str], LowshardError]) -> Path:
     """Return a path given as text or as one, or raise; `~` is refused, since what is made there lies elsewhere."""
-    if isinstance(value, (str, os.PathLike)):
-        given = os.fspath(value)
-        if isinstance(given, str) and given and "\0" not in given:
-            found = Path(given)
-            if found.parts[:1] == ("~",):
-                raise error(
-                    f"{rule}, got {brief(given)}; a shell expands ~ where a word begins with it, a program by "
-                    "os.path.expanduser(path)"
-                )
-            return found
-    raise error(f"{rule}, got {brief(value)}")
+    given = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
+    if not isinstance(given, str) or not given or "\0" in given:
+        raise error(f"{rule}, got {brief(value)}")
+    if Path(given).parts[:1] == ("~",):
+        raise error(f"{rule}, got {brief(given)}; a shell expands ~, a program by os.path.expanduser(path)")
+    return Path(given)
 
 
 def mapping(value: object, rule: str, error: type[LowshardError]) -> Mapping[Any, Any]:
@@ -155,13 +144,7 @@ def instance(value: object, kind: type[T], rule: str, error: type[LowshardError]
 
 def is_text(value: str) -> bool:
     """Return False for half surrogate pairs, which JSON can spell and UTF-8 cannot."""
-    if value.isascii():
-        return True
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+    return value.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in value)
 
 
 def quoted(value: object) -> str:
@@ -172,13 +155,13 @@ def quoted(value: object) -> str:
 
 def brief(value: object) -> str:
     """Return a value as text that fits into a message, whatever it is."""
-    if isinstance(value, (list, tuple, set, frozenset)):
-        shown = ", ".join(_brief_item(v) for v in list(value)[:8])
-        return f"[{shown}{f', ... {len(value)} items' if len(value) > 8 else ''}]"
+    if not isinstance(value, (list, tuple, set, frozenset, Mapping)):
+        return _brief_item(value)
+    more = f", ... {len(value)} items" if len(value) > 8 else ""
     if isinstance(value, Mapping):
-        shown = ", ".join(f"{_brief_item(k)}: {_brief_item(v)}" for k, v in list(value.items())[:8])
-        return f"{{{shown}{f', ... {len(value)} entries' if len(value) > 8 else ''}}}"
-    return _brief_item(value)
+        pairs = [f"{_brief_item(k)}: {_brief_item(v)}" for k, v in islice(value.items(), 8)]
+        return f"{{{', '.join(pairs)}{more}}}"
+    return f"[{', '.join(map(_brief_item, islice(value, 8)))}{more}]"
 
 
 def kind_of(value: object) -> str:

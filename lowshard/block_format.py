@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import lcm
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
 from lowshard import dtypes
-from lowshard.argument import choice, instance, whole, wholes
+from lowshard.argument import instance, one_of, whole, wholes
 from lowshard.box import Box, full_box
 from lowshard.errors import ShardingError
 
@@ -60,18 +60,11 @@ class BlockFormat:
         instance(self.name, str, "the name of a block format is text", ShardingError)
         instance(self.suffix, str, "the suffix of a block format is text", ShardingError)
         whole(self.bits, "an element of a block format has 1 to 8 bits", ShardingError, 1, _BYTE_BITS)
-        block = wholes(
-            self.block, "a block has one extent of 1 or more for each of the last dims", ShardingError, 1
-        )
-        if not block:
-            raise ShardingError("a block has one extent of 1 or more for each of the last dims, got none")
-        object.__setattr__(self, "block", block)
-        choice(
-            self.packing,
-            ("bytes", "low_first", "high_first"),
-            "packing is bytes, low_first or high_first",
-            ShardingError,
-        )
+        rule = "a block has one extent of 1 or more for each of the last dims"
+        object.__setattr__(self, "block", wholes(self.block, rule, ShardingError, 1))
+        if not self.block:
+            raise ShardingError(f"{rule}, got none")
+        one_of(self.packing, get_args(Packing), "packing", ShardingError)
         for field in ("element", "scale"):
             object.__setattr__(self, field, dtypes.get(getattr(self, field)).name)
         row = dtypes.get(self.element)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 from collections.abc import Callable, Hashable
 from functools import lru_cache, update_wrapper
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
-from weakref import WeakSet
 
 __all__ = ["MOST_BYTES", "BoundedCache", "bounded_cache", "keeps_hash", "kept_in_self", "size_of"]
 
@@ -59,7 +57,6 @@ class BoundedCache(Generic[K, V]):
         self._sizes: dict[K, int] = {}
         self._lock = threading.Lock()
         self.get = self._entries.get
-        _caches.add(self)
 
     def put(self, key: K, value: V) -> V:
         """Keep a value, and return it."""
@@ -90,20 +87,6 @@ class BoundedCache(Generic[K, V]):
 
     def __contains__(self, key: object) -> bool:
         return key in self._entries
-
-
-_caches: WeakSet[BoundedCache[Any, Any]] = WeakSet()
-
-
-def _free_in_child() -> None:
-    """Empty, in a forked child, the caches that a thread was changing, which is not there to let go of them."""
-    for cache in list(_caches):
-        if cache._lock.locked():
-            cache._lock = threading.Lock()
-            cache.clear()
-
-
-os.register_at_fork(after_in_child=_free_in_child)
 
 
 def bounded_cache(most_bytes: int) -> Callable[[Callable[P, V]], Callable[P, V]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import errno
-import os
 import signal
 import sys
 from collections.abc import Iterable, Sequence
@@ -13,18 +12,24 @@ from io import TextIOWrapper
 
 from lowshard._version import __version__
 from lowshard.argument import printable
-from lowshard.command_parser import CommandParser
+from lowshard.command_line import CommandParser
 from lowshard.errors import LowshardError
 from lowshard.interrupt import ended_by_signals, signal_of
 from lowshard.streams import drop_stdout, open_closed_streams
 
 DESCRIPTION = "Place, move and quantise raw array buffers over many processes."
-EPILOG = (
-    "Exit codes: 0 done, 1 failed, 2 wrong usage, 70 a rank died (signal, lost host), 71 timed out, "
-    "72 ranks disagreed, 129 SIGHUP, 130 Ctrl-C, 141 nobody reads the output any more, 143 SIGTERM."
-)
+EPILOG = """\
+examples:
+  lowshard doctor                            what is installed, and what to do about the rest
+  lowshard selftest --device cpu             does it compute right here, and how fast
+  lowshard demo --synthetic                  the main job on 4 ranks, without a download
+  lowshard run -n 4 examples/all_reduce.py   a program of yours on 4 ranks
+  lowshard solve mlp --mesh dp=2,tp=4 --run  layouts for a small graph
+  lowshard bench all_reduce --ranks 2        how fast a collective is here
 
-
+Exit codes: 0 done, 1 failed, 2 wrong usage, 70 a rank died (signal, lost host), 71 timed out, 72 ranks disagreed,
+129 SIGHUP, 130 Ctrl-C, 141 nobody reads the output any more, 143 SIGTERM.
+"""
 COMMANDS = {
     "demo": "lowshard.demo.demo_command",
     "run": "lowshard.launch.run_command",
@@ -42,7 +47,8 @@ COMMANDS = {
 
 def build_parser(names: Iterable[str] = COMMANDS) -> argparse.ArgumentParser:
     """Return the parser of these commands; only their modules are imported."""
-    parser: argparse.ArgumentParser = CommandParser(prog="lowshard", description=DESCRIPTION, epilog=EPILOG)
+    plain = argparse.RawDescriptionHelpFormatter
+    parser = CommandParser(prog="lowshard", description=DESCRIPTION, epilog=EPILOG, formatter_class=plain)
     parser.add_argument("--version", action="version", version=f"lowshard {__version__}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name in names:
@@ -54,14 +60,6 @@ def _named(argv: Sequence[str]) -> Iterable[str]:
     """Return the commands that a command line can be about: all of them where its first word is none."""
     first = argv[0] if argv else ""
     return () if first == "--version" else (first,) if first in COMMANDS else COMMANDS
-
-
-def _has_lost_its_folder() -> bool:
-    try:
-        os.getcwd()
-    except FileNotFoundError:
-        return True
-    return False
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -91,10 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code
     except OSError as error:
         if error.errno != errno.ENOSPC:
-            why = f"the system refused: {error}"
-            if isinstance(error, FileNotFoundError) and _has_lost_its_folder():
-                why = "the folder that this was started in is gone; cd to one that exists"
-            print(f"lowshard: error: {why}", file=sys.stderr)
+            print(f"lowshard: error: the system refused: {error}", file=sys.stderr)
             return 1
         drop_stdout()
         print(f"lowshard: error: what this prints cannot be written: {error.strerror}", file=sys.stderr)

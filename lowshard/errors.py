@@ -9,49 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Self
 
-__all__ = [
-    "BadGrad",
-    "BadGrid",
-    "BudgetError",
-    "BufferMismatchError",
-    "CaptureError",
-    "CheckpointError",
-    "CommError",
-    "DTypeError",
-    "DependencyError",
-    "Disagree",
-    "InternalError",
-    "KernelError",
-    "LaunchError",
-    "LayoutError",
-    "LowshardError",
-    "MarkerError",
-    "MeshError",
-    "MismatchError",
-    "NotDurable",
-    "NotJoined",
-    "NotOpen",
-    "OpenLimit",
-    "PeerFailed",
-    "PlanError",
-    "PolicyError",
-    "ProfileError",
-    "RulesError",
-    "ShardIndexError",
-    "ShardingError",
-    "SolverError",
-    "StaleParams",
-    "StepError",
-    "StreamError",
-    "TimedOut",
-    "VerificationError",
-]
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
-
-
 _MOST_CHARACTERS = 16_000
 
 
@@ -272,3 +229,12 @@ class OpenLimit(StepError):
 
 class Disagree(MismatchError):
     """Ranks made different models, or opened and reduced units in different orders."""
+
+
+__all__ = sorted(
+    name for name, kind in globals().items() if isinstance(kind, type) and issubclass(kind, LowshardError)
+)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

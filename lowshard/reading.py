@@ -1,10 +1,10 @@
-"""The one typed reader of outside data: files, JSON and plain data to frozen values, with the place of what is wrong.
+"""The one typed reader of outside data: JSON and YAML to frozen values, with file, line and path of what is wrong.
 
-    bytes --read_text--> text --parse_json, document.parse_document--> plain data --Reader--> a value
+    bytes --read_text--> text --parse_json, document.parse_document--> plain data --msgspec--> a value
 
-A `Reader` is made of a function (or a dataclass) whose parameters are the keys of an object and whose annotations are
-what must stand there. Nothing is coerced: true is not an integer, 1.0 is none either, "1" is text. Integers fit int64,
-numbers are finite, texts have a UTF-8 form, no key stands twice, no key is unknown.
+A `Reader` is made of a function or dataclass: its parameters are the keys of an object, its annotations what must stand
+there. Nothing is coerced: true and 1.0 are no integers, "1" is text. Integers fit 64 bits, numbers are finite, texts
+have a UTF-8 form, no key stands twice, no key is unknown, and nothing nests deeper than `MOST_DEPTH`.
 """
 
 from __future__ import annotations
@@ -13,66 +13,66 @@ import inspect
 import json
 import math
 import os
+import re
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import is_dataclass
-from functools import cached_property
+from functools import cache
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from lowshard.argument import brief, instance, is_text
+from lowshard.argument import brief, is_text
 from lowshard.argument import path as check_path
+from lowshard.document import MAX_FILE_BYTES, Node, Where, parse_document, place_of, plain_data
 from lowshard.errors import LowshardError
+from lowshard.nearest import nearest
 
 __all__ = ["READERS", "Reader", "open_at_once", "parse_json", "read_text", "reader"]
 
 T = TypeVar("T")
 
 MOST_BYTES = 64_000_000
-"""Of a file or a JSON text, where a reader says nothing else."""
+"""Of a file or a JSON text, where its reader says nothing else."""
 MOST_VALUES = 2_000_000
 """Values in a JSON text, where a reader says nothing else."""
-_BLOCK_BYTES = 1 << 20
 MOST_DEPTH = 32
-"""Levels of lists and objects where the annotation is `Any`; elsewhere the annotations are the bound."""
+"""Levels of lists and objects."""
+_BLOCK_BYTES = 1 << 20
 _INT64 = 1 << 63
 _HERE = "this data"
 _TRIPS = (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError)
-
-_SAID: dict[object, str] = {
-    int: "an integer of 64 bits", float: "a finite number", bool: "true or false", str: "text", type(None): "null",
-}  # fmt: skip
+_UNIONS = (Union, types.UnionType)
 
 
-class _Unfit(Exception):
-    """Data that is not what its place asks for."""
+class _Unfit(ValueError):
+    """Data that is not what its place asks for; `error` is the class where a value's own constructor refused it."""
 
-    def __init__(self, place: str, expected: str, came: object, missing: bool = False) -> None:
-        super().__init__(f"at {place}: expected {expected}, got {'nothing' if missing else brief(came)}")
-        self.place = place
+    def __init__(self, text: str, place: str = "", error: type[LowshardError] | None = None) -> None:
+        super().__init__(text)
+        self.text, self.place, self.error = text, place, error
 
 
 class Reader(Generic[T]):
     """One format of outside data. Made by `reader`; `READERS` names every one."""
 
     def __init__(
-        self, name: str, error: type[LowshardError], make: Callable[..., T], most_bytes: int, most_values: int
+        self, name: str, error: type[LowshardError], make: Callable[..., T], most_values: int
     ) -> None:
-        self.name = name
-        self.error = error
-        self._make = make
-        self._most_bytes, self._most_values = most_bytes, most_values
+        self.name, self.error = name, error
+        self._make, self._most_values = make, most_values
 
-    def __call__(self, data: object, where: str = _HERE) -> T:
-        """Return the value that plain data says."""
+    def __call__(self, data: object, where: str = _HERE, node: Node | None = None) -> T:
+        """Return the value that plain data says; `node` is the tree of the YAML file that it comes from."""
         try:
-            return self._read(data, "$")
-        except _Unfit as error:
-            raise self.error(f"{where} is not a valid {self.name}: {error}") from None
-        except LowshardError as error:
-            if where == _HERE:
-                raise
-            raise type(error)(f"{where}: {error}") from error
+            made: T = _made(self._make, _checked(data))
+            return made
+        except _Unfit as unfit:
+            at = where if node is None else place_of(node, unfit.place)
+            if unfit.error is None or unfit.place:
+                said = f"{at} is not a valid {self.name}: at ${unfit.place}: {unfit.text}"
+            else:  # the error of the value itself says what it is
+                said = unfit.text if where == _HERE else f"{at}: {unfit.text}"
+            raise (unfit.error or self.error)(said) from unfit.__cause__
         except _TRIPS as error:
             # A value whose constructor trips over what it was given; the type is all that is known.
             raise self.error(
@@ -82,25 +82,24 @@ class Reader(Generic[T]):
     def text(self, text: str, where: str = "this JSON") -> T:
         """Return the value that a JSON text says; raises as a call does."""
         what = f"{where} is not a valid {self.name}"
-        instance(text, str, f"{what}: JSON is text", self.error)
-        if len(text) > self._most_bytes:
-            raise self.error(f"{what}: it has at most {self._most_bytes} characters, got {len(text)}")
+        if not isinstance(text, str) or len(text) > MOST_BYTES:
+            raise self.error(f"{what}: JSON is text of at most {MOST_BYTES} characters, got {brief(text)}")
         return self(parse_json(text, what, self.error, self._most_values), where)
 
     def file(self, path: str | Path) -> T:
         """Return the value in a JSON file; raises as a call does, and where the file cannot be read."""
-        return self.text(read_text(path, self.name, self.error, self._most_bytes), os.fspath(path))
+        return self.text(read_text(path, self.name, self.error), os.fspath(path))
 
-    # ---- inside
+    def yaml(self, path: str | Path, damaged: type[LowshardError] | None = None) -> T:
+        """Return the value in a YAML file; raises as a call does, `damaged` where the file cannot be read."""
+        error = damaged or self.error
 
-    @cached_property
-    def _keys(self) -> dict[str, tuple[str, Any, bool]]:
-        """By key: the parameter, what it takes, and whether it must be there."""
-        return _keys_of(self._make)
+        def fail(text: str, where: Where) -> LowshardError:
+            return error(f"{where}: {text}")
 
-    def _read(self, data: object, place: str) -> T:
-        made: T = _call(self._make, self._keys, _said_of(self), data, place)
-        return made
+        text = read_text(path, self.name, error, MAX_FILE_BYTES)
+        node = parse_document(text, os.fspath(path), fail)
+        return self(plain_data(node, fail), os.fspath(path), node)
 
 
 READERS: dict[str, Reader[Any]] = {}
@@ -109,29 +108,22 @@ _BY_TYPE: dict[type, Reader[Any]] = {}
 
 
 def reader(
-    name: str, error: type[LowshardError], *, most_bytes: int = MOST_BYTES, most_values: int = MOST_VALUES
+    name: str, error: type[LowshardError], *, most_values: int = MOST_VALUES
 ) -> Callable[[Callable[..., T]], Reader[T]]:
     """Return the decorator that makes a function, or a dataclass, the reader of a format.
 
     Args:
-        name: what the format is, to go behind "is no".
+        name: what the format is, to go behind "is not a valid".
         error: the class of its errors.
-        most_bytes: of a file or text.
-        most_values: of a text.
+        most_values: of a JSON text.
 
-    The keys of the object are the function's parameters (`from_` is the key "from"), the class it returns is read by it
-    wherever it stands in another annotation. Annotations are int, float, bool, str, None, Literal, unions,
-    tuple[X, ...], tuple[X, Y], Mapping[str, X], Mapping[int, X] (keys are decimal text), dataclasses, types with a
-    reader, and Any for plain data (its lists come as tuples).
+    The keys of the object are the function's parameters (`from_` is the key "from"); the class that it returns is read
+    by it wherever it stands in another annotation. Annotations are what msgspec takes, dataclasses, classes with a
+    reader, and Mapping; lists become tuples.
     """
 
     def register(make: Callable[..., T]) -> Reader[T]:
-        made = Reader(name, error, make, most_bytes, most_values)
-        before = READERS.get(name)
-        assert before is None or before._make.__module__ == make.__module__, (
-            f"two readers are called {name!r}"
-        )
-        READERS[name] = made
+        made = READERS[name] = Reader(name, error, make, most_values)
         kind = make if isinstance(make, type) else get_type_hints(make)["return"]
         if isinstance(kind, type):
             _BY_TYPE[kind] = made
@@ -150,7 +142,12 @@ def open_at_once(path: str | os.PathLike[str], flags: int) -> int:
     return fd
 
 
-def read_text(path: str | Path, what: str, error: type[LowshardError], most_bytes: int = MOST_BYTES) -> str:
+def read_text(
+    path: str | os.PathLike[str],
+    what: str,
+    error: Callable[[str], LowshardError],
+    most_bytes: int = MOST_BYTES,
+) -> str:
     """Return the text of a UTF-8 file."""
     file_path = check_path(path, f"a {what} is read from the path of a file", error)
     try:
@@ -158,30 +155,29 @@ def read_text(path: str | Path, what: str, error: type[LowshardError], most_byte
             raw = bytearray()  # not read(most_bytes), which takes so much memory at once
             while len(raw) <= most_bytes and (came := file.read(_BLOCK_BYTES)):
                 raw += came
-    except (OSError, ValueError) as failed:  # ValueError: a NUL in the path
-        reason = getattr(failed, "strerror", None) or failed
-        raise error(f"{path} is not a valid {what}: it cannot be read: {reason}") from failed
+    except OSError as failed:
+        raise error(f"{path} is not a valid {what}: it cannot be read: {failed.strerror}") from failed
     if len(raw) > most_bytes:
         raise error(f"{path} is not a valid {what}: one has at most {most_bytes} bytes, this file is larger")
     try:
-        return raw.decode()
+        return raw.decode("utf-8-sig")
     except UnicodeDecodeError as failed:
+        line, byte = raw.count(b"\n", 0, failed.start) + 1, raw[failed.start]
         raise error(
-            f"{path} is not a valid {what}: it is UTF-8 text, got the byte 0x{raw[failed.start]:02x} at "
-            f"offset {failed.start}; save it as UTF-8"
+            f"{path}:{line}: a {what} is UTF-8 text, got the byte 0x{byte:02x}; save it as UTF-8"
         ) from failed
 
 
 def parse_json(
-    text: str | bytes, where: str, error: type[LowshardError], most_values: int = MOST_VALUES
+    text: str | bytes, where: str, error: Callable[[str], LowshardError], most_values: int = MOST_VALUES
 ) -> Any:
-    """Return the plain data of a JSON text: no key twice in one object, no integer of more than 20 characters."""
+    """Return the plain data of a JSON text: no key stands twice in one object."""
     try:
         text = text.decode() if isinstance(text, bytes) else text
         values = 1 + sum(map(text.count, ",[{"))
         if values > most_values:
             raise ValueError(f"it has at most {most_values} values, got {values}")
-        return json.loads(text, object_pairs_hook=_unique, parse_int=_integer, parse_constant=_constant)
+        return json.loads(text, object_pairs_hook=_unique)
     except RecursionError as failed:
         raise error(f"{where}: it nests too deep") from failed
     except (ValueError, MemoryError) as failed:
@@ -191,175 +187,169 @@ def parse_json(
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        names = [key for key, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"the key {brief(twice)} stands twice in one object")
     return found
 
 
-def _integer(text: str) -> int:
-    if len(text) > 20:
-        raise ValueError(f"an integer fits 64 bits, got one of {len(text)} characters")
-    return int(text)
+def _checked(data: Any, depth: int = MOST_DEPTH) -> Any:
+    """Return plain data with tuples for its lists: texts with a UTF-8 form, finite numbers, integers of 64 bits."""
+    kind = type(data)
+    if kind is int:
+        if not -_INT64 <= data < _INT64:
+            raise _Unfit(f"an integer fits 64 bits, got {brief(data)}")
+    elif kind is str:
+        if not is_text(data):
+            raise _Unfit(f"a text has a UTF-8 form, got {brief(data)}")
+    elif kind is float:
+        if not math.isfinite(data):
+            raise _Unfit(f"a number is finite, got {data}")
+    elif data is not None and kind is not bool:
+        if not depth:
+            raise _Unfit(f"it nests at most {MOST_DEPTH} levels deep")
+        at: Any = None
+        try:
+            if isinstance(data, (list, tuple)):
+                made = []
+                for at, value in enumerate(data):  # noqa: B007  # said where it fails
+                    made.append(_checked(value, depth - 1))
+                return tuple(made)
+            if not isinstance(data, Mapping):
+                raise _Unfit(
+                    f"plain data is text, numbers, true, false, null, lists and objects, got {brief(data)}"
+                )
+            found = {}
+            for at, value in data.items():
+                if not isinstance(at, str) or not is_text(at):
+                    raise _Unfit(f"a key is text, got {brief(at)}")
+                found[at] = _checked(value, depth - 1)
+            return found
+        except _Unfit as unfit:
+            unfit.place = ("" if at is None else _step(at)) + unfit.place
+            raise
+    return data
 
 
-def _constant(text: str) -> float:
-    raise ValueError(f"a number is finite, got {text}")
+def _step(key: str | int) -> str:
+    if isinstance(key, int):
+        return f"[{key}]"
+    return f".{key if len(key) <= 60 and key.isprintable() else brief(key)}"
 
 
 # ---- from plain data to values
 
 
-def _keys_of(make: Callable[..., Any]) -> dict[str, tuple[str, Any, bool]]:
-    made: Any = make.__init__ if isinstance(make, type) else make  # type: ignore[misc]  # of this very class
-    hints, parameters = get_type_hints(made), inspect.signature(make).parameters
-    return {
-        name.removesuffix("_"): (name, hints[name], parameter.default is parameter.empty)
-        for name, parameter in parameters.items()
-        if not name.startswith("_")
-    }
+def _made(make: Callable[..., Any], data: Any) -> Any:
+    """Return what a function or dataclass makes of an object."""
+    from msgspec import UNSET
 
-
-def _call(
-    make: Callable[..., Any], keys: Mapping[str, tuple[str, Any, bool]], what: str, data: object, place: str
-) -> Any:
-    if not isinstance(data, Mapping):
-        raise _Unfit(place, what, data)
-    given = {}
-    for key, value in data.items():
-        if key not in keys:
-            raise _Unfit(place, f"the keys {', '.join(keys)}", key)
-        name, kind, _ = keys[key]
-        given[name] = _decode(kind, value, f"{place}.{key}")
-    for key, (_, kind, needed) in keys.items():
-        if needed and key not in data:
-            raise _Unfit(f"{place}.{key}", _said(kind), None, missing=True)
+    struct, names = _struct(make)
     try:
-        return make(**given)
+        said = _convert(data, struct)
+    except _Unfit as unfit:
+        unknown = re.match(r"object contains unknown field `(.*)`$", unfit.text, re.DOTALL)
+        if unknown and not unfit.place:
+            keys = [name.removesuffix("_") for name in names]
+            unfit.text = f"{unfit.text}; the keys are {', '.join(keys)}{nearest(unknown[1], keys)}"
+        raise
+    try:
+        return make(**{name: value for name in names if (value := getattr(said, name)) is not UNSET})
     except LowshardError as error:
-        if place == "$":
-            raise
-        raise type(error)(f"at {place}: {error}") from error
+        raise _Unfit(str(error), error=type(error)) from error
 
 
-def _decode(kind: Any, data: object, place: str) -> Any:
-    if kind in _BY_TYPE:
-        return _BY_TYPE[kind]._read(data, place)
+@cache
+def _struct(make: Callable[..., Any]) -> tuple[Any, tuple[str, ...]]:
+    """Return a msgspec Struct with the parameters of a function or dataclass, and their names."""
+    import msgspec
+
+    made: Any = make.__init__ if isinstance(make, type) else make  # type: ignore[misc]  # of this very class
+    hints, fields = get_type_hints(made), []
+    for name, parameter in inspect.signature(make).parameters.items():
+        if not name.startswith("_"):
+            kind = _type(hints[name])
+            fields.append(
+                (name, kind) if parameter.default is parameter.empty else (name, kind, msgspec.UNSET)
+            )
+    struct = msgspec.defstruct(
+        make.__name__, fields, frozen=True, kw_only=True, forbid_unknown_fields=True,
+        rename=lambda name: name.removesuffix("_"),
+    )  # fmt: skip
+    return struct, tuple(name for name, *_ in fields)
+
+
+class _StandIn(type):
+    """The class of classes that stand for an annotation: msgspec asks whether what the hook returns is one of them."""
+
+    def __instancecheck__(cls, value: object) -> bool:
+        return True
+
+
+@cache
+def _type(kind: Any) -> Any:
+    """Return an annotation as msgspec takes it: classes of their own stand for what `_hook` reads."""
     origin, args = get_origin(kind), get_args(kind)
-    if kind is Any:
-        return _plain(data, place, MOST_DEPTH)
-    if kind in _SAID:
-        return _scalar(kind, data, place)
-    if origin is Literal:
-        if any(type(data) is type(option) and data == option for option in args):
-            return data
-        raise _Unfit(place, _said(kind), data)
-    if origin in (Union, types.UnionType):
-        return _one_of(kind, args, data, place)
-    if origin is tuple or origin is Sequence:
-        return _many(kind, args, data, place)
-    if origin is Mapping:
-        if not isinstance(data, Mapping):
-            raise _Unfit(place, _said(kind), data)
-        return {_key(args[0], k, place): _decode(args[1], v, f"{place}.{_short(k)}") for k, v in data.items()}
-    assert isinstance(kind, type), f"no data is read as {kind!r}"
-    assert is_dataclass(kind), f"no data is read as {kind!r}"
-    return _call(kind, _keys_of_dataclass(kind), _said(kind), data, place)
+    if any(_is_object(k) or get_origin(k) is Literal for k in (kind, *(args if origin in _UNIONS else ()))):
+        return _StandIn("StandIn", (), {"kind": kind})
+    if kind is float:
+        return int | float  # an integer stays one, exact
+    if origin is tuple:
+        return tuple[tuple(_type(a) for a in args)]  # type: ignore[misc]
+    return Union[tuple(map(_type, args))] if origin in _UNIONS else kind  # noqa: UP007  # of types made here
 
 
-def _scalar(kind: Any, data: object, place: str) -> Any:
-    good = type(data) is kind or (kind is float and type(data) is int)
-    if isinstance(data, int):
-        good = good and -_INT64 <= data < _INT64
-    elif isinstance(data, float):
-        good = good and math.isfinite(data)
-    elif isinstance(data, str):
-        good = good and is_text(data)
-    if not good:
-        raise _Unfit(place, _said(kind), data)
-    return data
+def _is_object(kind: Any) -> bool:
+    return kind in _BY_TYPE or is_dataclass(kind) or get_origin(kind) is Mapping
 
 
-def _one_of(kind: Any, options: Sequence[Any], data: object, place: str) -> Any:
-    failed: _Unfit | None = None
+def _convert(data: Any, kind: Any, place: str = "") -> Any:
+    import msgspec
+
+    try:
+        return msgspec.convert(data, kind, dec_hook=_hook)
+    except msgspec.ValidationError as failed:
+        text, at, inside = str(failed).rpartition(" - at `$")
+        text, inside = (text, inside.removesuffix("`")) if at else (str(failed), "")
+        cause = failed.__cause__
+        if isinstance(cause, _Unfit):
+            raise _Unfit(cause.text, place + inside + cause.place, cause.error) from cause.__cause__
+        raise _Unfit(text[:1].lower() + text[1:], place + inside) from None
+
+
+def _hook(stand_in: Any, data: Any) -> Any:
+    kind, args = stand_in.kind, get_args(stand_in.kind)
+    if get_origin(kind) in _UNIONS:
+        return _one_of(args, data)
+    if get_origin(kind) is Literal and data in args and not isinstance(data, bool):
+        return data
+    if get_origin(kind) is Literal or not isinstance(data, Mapping):
+        raise _Unfit(f"expected {_said(kind)}, got {brief(data)}")
+    if get_origin(kind) is not Mapping:
+        return _made(_BY_TYPE[kind]._make if kind in _BY_TYPE else kind, data)
+    if args[0] is int and not all(k.isascii() and k.isdecimal() and len(k) < 19 for k in data):
+        raise _Unfit(f"keys are integers of 0 or more, as text, got {brief(list(data))}")
+    return {args[0](k): _convert(v, _type(args[1]), _step(k)) for k, v in data.items()}
+
+
+def _one_of(options: tuple[Any, ...], data: Any) -> Any:
+    """Return data as the first option that it fits; of the failures the deepest is told, the one that was meant."""
+    deepest = _Unfit("expected")
     for option in options:
-        try:
-            return _decode(option, data, place)
-        except _Unfit as error:  # the option that went deepest is the one that was meant
-            if error.place != place and (failed is None or len(error.place) > len(failed.place)):
-                failed = error
-    raise failed or _Unfit(place, _said(kind), data)
-
-
-def _many(kind: Any, args: Sequence[Any], data: object, place: str) -> tuple[Any, ...]:
-    if not isinstance(data, (list, tuple)):
-        raise _Unfit(place, _said(kind), data)
-    if args[-1] is Ellipsis or get_origin(kind) is Sequence:
-        kinds = [args[0]] * len(data)
-    elif len(args) != len(data):
-        raise _Unfit(place, _said(kind), data)
-    else:
-        kinds = list(args)
-    return tuple([_decode(k, v, f"{place}[{i}]") for i, (k, v) in enumerate(zip(kinds, data, strict=True))])
-
-
-def _key(kind: Any, key: object, place: str) -> Any:
-    if not isinstance(key, str) or not is_text(key):
-        raise _Unfit(place, "keys that are text", key)
-    if kind is str:
-        return key
-    if not (key.isascii() and key.isdecimal() and len(key) < 19):
-        raise _Unfit(place, "keys that are integers >= 0 as text", key)
-    return int(key)
-
-
-def _plain(data: object, place: str, depth: int) -> Any:
-    """Return data without types: its lists as tuples, its scalars checked like all others."""
-    if depth == 0:
-        raise _Unfit(place, f"at most {MOST_DEPTH} levels", data)
-    if isinstance(data, (list, tuple)):
-        return tuple(_plain(v, f"{place}[{i}]", depth - 1) for i, v in enumerate(data))
-    if isinstance(data, Mapping):
-        return {_key(str, k, place): _plain(v, f"{place}.{_short(k)}", depth - 1) for k, v in data.items()}
-    if type(data) not in _SAID:
-        raise _Unfit(place, "plain data (text, numbers, true, false, null, lists, objects)", data)
-    return _scalar(type(data), data, place)
-
-
-_FIELDS: dict[Any, dict[str, tuple[str, Any, bool]]] = {}
-
-
-def _keys_of_dataclass(kind: Any) -> dict[str, tuple[str, Any, bool]]:
-    found = _FIELDS.get(kind)
-    if found is None:
-        found = _FIELDS[kind] = _keys_of(kind)
-    return found
-
-
-# ---- words
+        if _is_object(option) is isinstance(data, Mapping):
+            try:
+                return _convert(data, _type(option))
+            except _Unfit as unfit:
+                deepest = max(
+                    deepest, unfit, key=lambda failed: (len(failed.place), failed.text[:8] != "expected")
+                )
+    if deepest.place or not deepest.text.startswith("expected"):
+        raise deepest
+    raise _Unfit(f"expected {' or '.join(dict.fromkeys(map(_said, options)))}, got {brief(data)}")
 
 
 def _said(kind: Any) -> str:
-    """Return what an annotation asks for, as words."""
-    if kind in _SAID:
-        return _SAID[kind]
-    if kind in _BY_TYPE:
-        return _said_of(_BY_TYPE[kind])
-    origin, args = get_origin(kind), get_args(kind)
-    if origin is Literal:
-        return " or ".join(map(repr, args))
-    if origin in (Union, types.UnionType):
-        return " or ".join(dict.fromkeys(map(_said, args)))
-    if origin is tuple and args[-1] is not Ellipsis:
-        return f"a list of {len(args)}"
-    if origin in (tuple, Sequence):
-        return "a list"
-    return "plain data" if kind is Any else "an object"
-
-
-def _said_of(known: Reader[Any]) -> str:
-    return f"a {known.name} (an object)"
-
-
-def _short(key: object) -> str:
-    return key if isinstance(key, str) and len(key) <= 60 and key.isprintable() else brief(key)
+    if get_origin(kind) is Literal:
+        return " or ".join(map(repr, get_args(kind)))
+    words = {tuple: "an array", types.NoneType: "null"}
+    return "an object" if _is_object(kind) else words.get(get_origin(kind) or kind) or str(kind.__name__)

@@ -61,81 +61,43 @@ class Setting:
         return min(seconds, MOST_S)
 
 
+# fmt: off
 # What ranks do with each other.
 CHECK = Setting("LOWSHARD_CHECK", "hash", "off|hash|full", "what ranks compare before a call moves bytes")
 TIMEOUT_S = Setting("LOWSHARD_TIMEOUT_S", "600", "seconds", "deadline of each wait for other ranks")
 WATCH = Setting("LOWSHARD_WATCH", "on", "on|off", "the side channel by which ranks hear that one has failed")
 HEARTBEAT_S = Setting("LOWSHARD_HEARTBEAT_S", "10", "seconds", "silence after which a rank counts as failed")
-ON_FAILURE = Setting(
-    "LOWSHARD_ON_FAILURE", "end", "end|raise", "what becomes of a process that hangs after a peer has failed"
-)
-INTERFACE = Setting(
-    "LOWSHARD_INTERFACE",
-    "",
-    "a network interface",
-    "where rank 0 listens for the side channel of several hosts",
-)
+ON_FAILURE = Setting("LOWSHARD_ON_FAILURE", "end", "end|raise",
+                     "what becomes of a process that hangs after a peer has failed")
+INTERFACE = Setting("LOWSHARD_INTERFACE", "", "a network interface",
+                    "where rank 0 listens for the side channel of several hosts")
 # Which way bytes take.
-CPU_PATH = Setting(
-    "LOWSHARD_CPU_PATH",
-    "auto",
-    "auto|window|mpi",
-    "whether ranks of a host share memory: if they can, must, never",
-)
-CROSS_MEMORY = Setting(
-    "LOWSHARD_CROSS_MEMORY",
-    "auto",
-    "auto|off",
-    "whether processes of a host may read each other's private memory",
-)
-PIPES = Setting(
-    "LOWSHARD_PIPES", "auto", "auto|off", "whether private memory in small pages is handed on by pipes"
-)
-HUGE_PAGES = Setting(
-    "LOWSHARD_HUGE_PAGES", "auto", "auto|off", "whether a refit puts its arrays into huge pages"
-)
-NODE_SIZE = Setting(
-    "LOWSHARD_NODE_SIZE", "", "a number of ranks", "takes so many ranks for a node, for trials"
-)
+CPU_PATH = Setting("LOWSHARD_CPU_PATH", "auto", "auto|window|mpi",
+                   "whether ranks of a host share memory: if they can, must, never")
+CROSS_MEMORY = Setting("LOWSHARD_CROSS_MEMORY", "auto", "auto|off",
+                       "whether processes of a host may read each other's private memory")
+PIPES = Setting("LOWSHARD_PIPES", "auto", "auto|off", "whether private memory in small pages is handed on by pipes")
+HUGE_PAGES = Setting("LOWSHARD_HUGE_PAGES", "auto", "auto|off", "whether a refit puts its arrays into huge pages")
+NODE_SIZE = Setting("LOWSHARD_NODE_SIZE", "", "a number of ranks", "takes so many ranks for a node, for trials")
 NCCL = Setting("LOWSHARD_NCCL", "cupy", "cupy|nccl4py", "the Python binding that NCCL is called by")
-NCCL_REDUCE16 = Setting(
-    "LOWSHARD_NCCL_REDUCE16", "exact", "exact|nccl", 'who reduces bf16 and fp16 where order="fast"'
-)
-KERNELS = Setting(
-    "LOWSHARD_KERNELS",
-    "",
-    "numba|plain",
-    "kernels for host arrays; Numba's by default, if it is there",
-    KernelError,
-)
-SHIPPED_CODE = Setting(
-    "LOWSHARD_SHIPPED_CODE",
-    "on",
-    "on|off",
-    "whether compiled code that came with the package is used",
-    KernelError,
-)
+NCCL_REDUCE16 = Setting("LOWSHARD_NCCL_REDUCE16", "exact", "exact|nccl",
+                        'who reduces bf16 and fp16 where order="fast"')
+KERNELS = Setting("LOWSHARD_KERNELS", "", "numba|plain",
+                  "kernels for host arrays; Numba's by default, if it is there", KernelError)
+SHIPPED_CODE = Setting("LOWSHARD_SHIPPED_CODE", "on", "on|off",
+                       "whether compiled code that came with the package is used", KernelError)
 # Starting ranks.
-START_S = Setting(
-    "LOWSHARD_START_S",
-    "120",
-    "seconds",
-    "deadline of `lowshard run` for all ranks to have started",
-    LaunchError,
-)
+START_S = Setting("LOWSHARD_START_S", "120", "seconds",
+                  "deadline of `lowshard run` for all ranks to have started", LaunchError)
 # For those who build or work on lowshard.
-BUILD_CODE = Setting(
-    "LOWSHARD_BUILD_CODE",
-    "host",
-    "host|all|off",
-    "for which processors an installation or a wheel is compiled: those like this one, all of this kind, none",
-    KernelError,
-)
+BUILD_CODE = Setting("LOWSHARD_BUILD_CODE", "host", "host|all|off",
+                     "for which processors an installation or a wheel is compiled: those like this one, all of this "
+                     "kind, none", KernelError)
+# fmt: on
 
 SETTINGS = (
     CHECK, TIMEOUT_S, WATCH, HEARTBEAT_S, ON_FAILURE, INTERFACE,
-    CPU_PATH, CROSS_MEMORY, PIPES, HUGE_PAGES, NODE_SIZE, NCCL, NCCL_REDUCE16, KERNELS,
-    SHIPPED_CODE,
+    CPU_PATH, CROSS_MEMORY, PIPES, HUGE_PAGES, NODE_SIZE, NCCL, NCCL_REDUCE16, KERNELS, SHIPPED_CODE,
     START_S, BUILD_CODE,
 )  # fmt: skip
 """What users may set, in the order of the table."""

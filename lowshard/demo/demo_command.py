@@ -13,8 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from lowshard.command_line import count_of, folder_of, seconds_of, write_whole
 from lowshard.errors import VerificationError
-from lowshard.flag_value import count_of, folder_of, seconds_of, write_whole
 from lowshard.plain_console import add_json_argument, put_json
 
 DESCRIPTION = """\

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from lowshard.box import Box, contains, volume
+from lowshard.command_line import write_whole
 from lowshard.demo.demo_report import accuracy_text
 from lowshard.errors import DependencyError
-from lowshard.flag_value import write_whole
 
 _INK, _GREY, _PALE, _RED, _GREEN = "#22303c", "#66727e", "#e6eaee", "#c8453b", "#3f8f55"
 _RANK_COLOURS = ("#4c78a8", "#f2a541", "#59a36a", "#c56b86", "#7c6bb0", "#4fb0ae", "#d9c148", "#9c7459")

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from lowshard.argument import quoted
 from lowshard.bounded import bounded_cache
-from lowshard.document import Node, Where, number_of
+from lowshard.document import Node, Where
 from lowshard.rules.axis_rule import Rule, read_map
 from lowshard.rules.finding import Finding, Mode, find
 
@@ -131,7 +131,7 @@ def _layer(
         wrong(f"{form}: replace is true or false, got {replace}", replace.where)
         return None
     rules = read_rules(entries["logical_axis_rules"], mode, findings)
-    return LayerRules(match.text, rules, replace is not None and replace.is_true, node.where)
+    return LayerRules(match.text, rules, replace is not None and replace.value, node.where)
 
 
 def _parameters(node: Node, wrong: Callable[[str, Where], None]) -> tuple[ParameterPattern, ...]:
@@ -161,7 +161,7 @@ def _number(node: Node) -> float | None:
     if node.kind not in ("int", "float", "text") or len(node.text) > 40:
         return None
     try:
-        number = float(node.text.replace("_", "") if node.kind == "text" else number_of(node))
-    except (ArithmeticError, LookupError, ValueError):
+        number = float(node.value)
+    except ValueError:
         return None
     return (int(number) if number.is_integer() else number) if 0 < number < 1 << 63 else None

@@ -13,13 +13,14 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from lowshard.argument import instance, quoted
 from lowshard.errors import RulesError
 from lowshard.mesh import DeviceMesh
 from lowshard.placement import MOST_DIGITS
-from lowshard.reading import open_at_once
+from lowshard.reading import parse_json, read_text
 from lowshard.rules.logical_tensor import LogicalTensor, as_tensors, checked_mesh, checked_shape
 from lowshard.rules.resolution import LogicalNames, Spec, without_axes
 from lowshard.rules.ruleset import RuleSet
@@ -156,22 +157,14 @@ def dump_text(data: object) -> str:
 def read_dump(path: str | os.PathLike[str]) -> Dump:
     """Return a dump file of any of the three kinds."""
     where = os.fspath(path)
-    try:
-        with open(where, encoding="utf-8", opener=open_at_once) as file:
-            text = file.read()
-    except FileNotFoundError as error:
-        raise RulesError(f"{where}: there is no such file", path=where) from error
-    except (OSError, ValueError) as error:
-        raise RulesError(f"{where}: cannot be read: {error}", path=where) from error
-    return parse_dump(text, where)
+    if not os.path.exists(where):
+        raise RulesError(f"{where}: there is no such file", path=where)
+    return parse_dump(read_text(where, "dump", partial(RulesError, path=where)), where)
 
 
 def parse_dump(text: str, path: str = "<text>") -> Dump:
     """Return the dump in a JSON text; raises as `read_dump`."""
-    try:
-        data = json.loads(text, object_pairs_hook=_object)
-    except (ValueError, RecursionError) as error:
-        raise RulesError(f"{path}: this is not a JSON dump: {quoted(str(error))[1:-1]}", path=path) from error
+    data = parse_json(text, f"{path}: this is not a JSON dump", partial(RulesError, path=path))
     if not isinstance(data, dict):
         raise RulesError(f"{path}: a dump is a JSON object, got {quoted(data)}", path=path)
     if list(data) == [ACTIVATIONS_KEY]:
@@ -278,11 +271,3 @@ def _names(text: str, key: str, path: str) -> LogicalNames | None:
             path=path,
         )
     return names
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        twice = next(k for i, (k, _) in enumerate(pairs) if k in [p for p, _ in pairs[:i]])
-        raise ValueError(f"the key {twice[:100]!r} stands twice in one object")
-    return found

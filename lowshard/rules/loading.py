@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from importlib.resources import files
 from typing import Literal, get_args
 
@@ -13,7 +14,7 @@ from lowshard.argument import path as check_path
 from lowshard.document import MAX_FILE_BYTES
 from lowshard.errors import RulesError
 from lowshard.nearest import nearest
-from lowshard.reading import open_at_once
+from lowshard.reading import read_text
 from lowshard.rules.axis_rule import AXIS_NAME_FORM, MAX_AXES, Rule, as_rules, is_axis_name
 from lowshard.rules.finding import MODES, CheckReport, Mode
 from lowshard.rules.ruleset import RuleSet
@@ -139,23 +140,10 @@ def _check_options(mode: object, base: object, merge: object) -> None:
 
 
 def _read(path: str) -> str:
-    known = f"give the path of a YAML file, or one of {', '.join(READY_MADE)}"
-    try:
-        with open(path, "rb", opener=open_at_once) as file:
-            data = file.read(4 * MAX_FILE_BYTES + 1)
-    except FileNotFoundError as error:
-        raise RulesError(
-            f"{path}: there is no such rule file; {known}{nearest(path, READY_MADE)}", path=path
-        ) from error
-    except (OSError, ValueError) as error:
-        raise RulesError(f"{path}: cannot be read: {error}; {known}", path=path) from error
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = data[: error.start].count(b"\n") + 1
-        raise RulesError(
-            f"{path}:{line}: a rule file is UTF-8 text: {error}", path=path, line=line
-        ) from error
+    if not os.path.exists(path) or os.path.isdir(path):
+        known = f"give the path of a YAML file, or one of {', '.join(READY_MADE)}"
+        raise RulesError(f"{path}: there is no such rule file; {known}{nearest(path, READY_MADE)}", path=path)
+    return read_text(path, "rule file", partial(RulesError, path=path), MAX_FILE_BYTES)
 
 
 def _combine(

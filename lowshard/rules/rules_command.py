@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lowshard.command_line import made_target_of
 from lowshard.errors import CheckpointError, RulesError
-from lowshard.flag_value import made_target_of
 from lowshard.nearest import nearest
 from lowshard.plain_console import add_json_argument, busy, make_console, put_json
 
@@ -170,7 +170,7 @@ def _sizes_of(text: str) -> dict[str, int]:
 
 def run_dump(args: argparse.Namespace) -> int:
     """Write a named (or activation) file and return the exit code."""
-    from lowshard.flag_value import write_whole
+    from lowshard.command_line import write_whole
     from lowshard.rules.finding import CheckReport
     from lowshard.rules.golden import activation_shardings, dump_text, named_shardings, read_dump
 

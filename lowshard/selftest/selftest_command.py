@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lowshard._version import __version__
+from lowshard.command_line import count_of, folder_of
 from lowshard.errors import LaunchError
-from lowshard.flag_value import count_of, folder_of
 from lowshard.nearest import nearest
 from lowshard.selftest.step_list import NAMES, STEPS, SUITE
 from lowshard.settings import environment

@@ -20,7 +20,6 @@ from typing import Any
 
 from lowshard.argument import as_shape, brief, instance, items, mapping, whole
 from lowshard.argument import path as check_path
-from lowshard.document import MAX_FILE_BYTES, Where, parse_document, plain_data
 from lowshard.errors import CheckpointError, ShardingError
 from lowshard.nearest import nearest
 from lowshard.reading import parse_json, read_text, reader
@@ -160,9 +159,7 @@ class NamePatterns:
         if not os.path.exists(path):
             hint = nearest(path.name.removesuffix(".yaml"), SHIPPED)
             raise CheckpointError(f"{source}: there is no such file; shipped are {', '.join(SHIPPED)}{hint}")
-        text = read_text(path, "file of name patterns", CheckpointError, MAX_FILE_BYTES)
-        where = str(source)
-        return replace(_read(plain_data(parse_document(text, where, _fail), _fail), where), where=where)
+        return replace(_read.yaml(path, damaged=CheckpointError), where=str(source))
 
     def match(self, names: Iterable[str]) -> Matching:
         """Return which rule each name has."""
@@ -225,10 +222,6 @@ class NamePatterns:
         for name, weight in scales.items():
             made[name] = scales_strategy(made[weight], shapes[weight], shapes[name])
         return {name: made[name] for name in shapes}
-
-
-def _fail(text: str, where: Where) -> CheckpointError:
-    return CheckpointError(f"{where}: {text}")
 
 
 @reader("rule of a file of name patterns", ShardingError)

@@ -213,7 +213,7 @@ def test_a_cost_that_is_no_profile_is_refused() -> None:
         (lambda data: data["steps"][0].update(kind="slice"), "step 1 of this plan is not what leads"),
         (
             lambda data: data["steps"][0].update(note=1),
-            "the keys kind, axes, exchanges, predicted_s, got 'note'",
+            "`note`; the keys are kind, axes, exchanges, predicted_s",
         ),
     ],
 )

@@ -31,7 +31,7 @@ from lowshard.solver.graph.graph_file import load_graph
 from lowshard.weights.name_pattern import NamePatterns, Sizes
 
 ROOT = Path(__file__).resolve().parents[2]
-CASES = 10_000 if mode.full() else 120
+CASES = 2_000 if mode.full() else 120
 
 # Who decodes JSON beside `reading`: what our own processes tell each other in this run, and formats with rules of
 # their own, each fuzzed by its own test.
@@ -107,8 +107,8 @@ def test_damaged_data_is_refused_or_right(kind: str, name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "change", "kind", "text"),
     [
-        ("mesh", {"shape": [2, True]}, MeshError, r"at \$\.shape\[1\]: expected an integer of 64 bits, got True"),
-        ("mesh", {"color": 1}, MeshError, "expected the keys shape, .* got 'color'"),
+        ("mesh", {"shape": [2, True]}, MeshError, r"at \$\.shape\[1\]: .*int.*bool"),
+        ("mesh", {"color": 1}, MeshError, "color.*the keys are shape, "),
         ("layout", {"mesh": {"shape": [2], "axis_names": ["a", "a"]}}, MeshError, r"at \$\.mesh: "),
         ("flat plan", {"shards": 0}, LayoutError, "shards >= 1"),
         ("index of a sharded checkpoint", {"files": []}, CheckpointError, "files"),
@@ -126,7 +126,7 @@ def test_an_error_says_place_what_was_expected_and_what_came(
     [
         ('{"shape": [2], "shape": [2], "axis_names": ["a"]}', "twice"),
         ('{"shape": [NaN], "axis_names": ["a"]}', "finite"),
-        ('{"shape": [%s], "axis_names": ["a"]}' % ("9" * 5000), "5000 characters"),
+        ('{"shape": [%s], "axis_names": ["a"]}' % ("9" * 5000), "digits"),
         ("[" * 200_000, "nests too deep"),
         ("[" + "0," * 2_000_000 + "0]", "at most 2000000 values"),
     ],
@@ -163,7 +163,7 @@ def test_a_path_that_the_system_refuses_or_that_leads_to_no_file_is_an_error(
 def test_a_text_that_is_not_utf8_is_named_with_its_place(tmp_path: Path) -> None:
     path = tmp_path / "graph.yaml"
     path.write_bytes(b"name: caf\xe9\n")
-    with pytest.raises(LayoutError, match=r"graph\.yaml is not a valid graph file: .* byte 0xe9 at offset 9"):
+    with pytest.raises(LayoutError, match=r"graph\.yaml:1: .* byte 0xe9"):
         load_graph(path)
     with pytest.raises(LayoutError, match="at most 4 bytes"):
         read_text(path, "graph file", LayoutError, 4)

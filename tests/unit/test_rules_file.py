@@ -98,7 +98,7 @@ WRONG: list[tuple[str, str, str, int, str | None]] = [
     ("always", "- a", "a rule file is a map", 1, None),
     ("always", "a: [", "not YAML", 1, None),
     ("always", "a: &a [*a]", "inside its own anchor|no YAML", 1, None),
-    ("always", "---\na: 1\n---\nb: 2", "one YAML document", 3, None),
+    ("always", "---\na: 1\n---\nb: 2", "another document", 3, None),
     ("always", "a: !!python/object:os.system x", "the tag", 1, None),
 ]  # fmt: skip
 

@@ -300,8 +300,8 @@ def test_a_shipped_name_is_taken_where_a_folder_has_it_too(
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("[]", r"at \$: expected a file of name patterns"), ("rules: [", "is not YAML"),
-        ("rules: [{pattern: a}]", r"at \$\.rules\[0\]\.strategy: expected text or an object, got nothing"),
+        ("[]", r"x\.yaml:1:1 .* at \$: "), ("rules: [", "is not YAML"),
+        ("rules: [{pattern: a}]", r"x\.yaml:1:9 .* at \$\.rules\[0\]: .*strategy"),
         ("rules: [{pattern: a, strategy: sideways}]", "one of rowwise"),
         ("rules: [{pattern: a, strategy: {rowwise: {axis: 1}}}]", r"'a': rowwise takes no arguments, got .'axis': 1"),
         ("rules: [{pattern: a, strategy: axiswise}]", r"'a': axiswise takes axis, got \{\}"),

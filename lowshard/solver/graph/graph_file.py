@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from lowshard.argument import brief
-from lowshard.document import MAX_FILE_BYTES, Where, parse_document, plain_data
 from lowshard.errors import LayoutError
 from lowshard.nearest import nearest
-from lowshard.reading import read_text, reader
+from lowshard.reading import reader
 from lowshard.solver.graph.bound_graph import Graph, Tensor
 
 EXAMPLES = Path(__file__).parent / "examples"
@@ -58,7 +57,7 @@ def load_graph(source: str | Path | Mapping[str, Any]) -> tuple[Graph, dict[str,
     """
     if isinstance(source, Mapping):
         return _read(source)
-    return _read(*_data(source))
+    return _read.yaml(_path(source))
 
 
 def examples() -> list[str]:
@@ -66,7 +65,7 @@ def examples() -> list[str]:
     return sorted(p.stem for p in EXAMPLES.glob("*.yaml"))
 
 
-def _data(source: str | Path) -> tuple[Any, str]:
+def _path(source: str | Path) -> Path:
     path = Path(source)
     if not os.path.isfile(path) and str(source) in examples():
         path = EXAMPLES / f"{source}.yaml"
@@ -75,12 +74,7 @@ def _data(source: str | Path) -> tuple[Any, str]:
             f"no graph file {brief(str(source))}; give a path, or an example: {', '.join(examples())}"
             f"{nearest(str(source), examples())}"
         )
-    text = read_text(path, "graph file", LayoutError, MAX_FILE_BYTES)
-    return plain_data(parse_document(text, str(path), _fail), _fail), str(path)
-
-
-def _fail(text: str, where: Where) -> LayoutError:
-    return LayoutError(f"{where}: {text}")
+    return path
 
 
 @reader("graph file", LayoutError)
@@ -137,7 +131,7 @@ def _leaves(
 ) -> None:
     for given, add in ((inputs, graph.input), (weights, graph.weight)):
         for name, leaf in (given or {}).items():
-            made = leaf if isinstance(leaf, _Leaf) else _Leaf(leaf)
+            made = _Leaf(leaf) if isinstance(leaf, tuple) else leaf
             names[name] = add(prefix + name, made.shape, made.dtype or dtype, made.place)
 
 

@@ -14,19 +14,8 @@ from rich.console import Console
 from rich.table import Table
 
 from lowshard import cli, plain_console
-from lowshard.flag_value import (
-    bandwidth_of,
-    count_of,
-    counts_of,
-    file_of,
-    folder_of,
-    made_target_of,
-    natural_of,
-    seconds_of,
-    size_of,
-    target_of,
-    write_whole,
-)
+from lowshard.bench.json_argument import bandwidth_of, counts_of, file_of, natural_of, size_of, target_of
+from lowshard.command_line import count_of, folder_of, made_target_of, seconds_of, write_whole
 from lowshard.plain_console import busy, print_table, transfer
 
 NO_NUMBERS = ("", " ", "x", "nan", "inf", "-inf", "1e400", "-1", "é")
@@ -36,7 +25,7 @@ NO_NUMBERS = ("", " ", "x", "nan", "inf", "-inf", "1e400", "-1", "é")
     ("flag", "right", "wrong"),
     [
         (count_of, {"1": 1, "1000000000": 10**9}, ("0", "1.0", "٣", "²", "1000000001", "9" * 5000)),
-        (natural_of, {"0": 0, "007": 7}, ("1.0", "1e3", "٣", "9" * 5000)),
+        (natural_of, {"0": 0, "07": 7}, ("1.0", "1e3", "٣", "9" * 5000)),
         (counts_of, {"2": (2,), "4, 2,4": (4, 2)}, ("2,", ",", "0,1")),
         (seconds_of, {"0.5": 0.5, "1e3": 1000.0}, ("0", "0.0")),
         (bandwidth_of, {"0": 0.0, "1.5": 1.5}, ()),
