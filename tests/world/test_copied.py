@@ -1,4 +1,4 @@
-"""Odd calls over threads; over MPI ranks: tests/mpi."""
+"""What a communicator of one rank says of its ways; what belongs to a process is not copied to another."""
 
 from __future__ import annotations
 
@@ -9,18 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.odd_calls import ODD_CALLS
 
 from lowshard import comm as lc
 from lowshard.errors import CommError
 from lowshard.pool import BufferPool
 from lowshard.reshard import Publisher, Refit, Subscriber, TensorLayout, build_reshard_plan
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("name", ODD_CALLS)
-def test_odd_calls_are_right_or_refused_on_all_ranks(name: str, ranks: int) -> None:
-    lc.run_loopback(ranks, ODD_CALLS[name], timeout_s=20)
 
 
 def test_a_communicator_of_one_rank_has_nobody_to_reach() -> None:
