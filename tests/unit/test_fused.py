@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given
@@ -20,7 +19,6 @@ from support.mxfp8_twin import (
 )
 from support.places import packed_place, places
 
-from lowshard.errors import BufferMismatchError, DependencyError, DTypeError, KernelError, LowshardError
 from lowshard.kernels import (
     BoxTable,
     MXFP8Tensor,
@@ -247,8 +245,6 @@ def test_no_boxes_and_empty_boxes_are_no_work():
 SRC = np.zeros((4, 64), np.float32)
 BOXES = [((0, 2), (0, 64)), ((3, 4), (32, 64))]
 TABLE = BoxTable((4, 64), BOXES)
-ARENA = np.zeros(4 * 64 * 4, np.uint8)
-ARENA_SRC = ARENA.view(np.float32).reshape(4, 64)
 
 
 def q_of(elems, elem="e4m3"):
@@ -258,77 +254,6 @@ def q_of(elems, elem="e4m3"):
 def read_only(array):
     array.flags.writeable = False
     return array
-
-
-class OnGpu:
-    @property
-    def __cuda_array_interface__(self):
-        raise AssertionError("it must not be asked")
-
-
-NARROW = [((0, 1), (0, 32)), ((1, 2), (10, 50))]
-CROSSING = [((0, 2), (0, 32)), ((1, 3), (31, 63))]
-OVERLAP = "unpack_dequantize writes every element at most once, but box 0 .* and box 1 .* overlap"
-
-
-@pytest.mark.parametrize(
-    ("call", "error", "text"),
-    [
-        (lambda: pack_quantize(SRC, NARROW), KernelError,
-         r"multiple of 32 elements wide in the last dim, .* got \(10, 50\) in box 1; cut at multiples of 32"),
-        (lambda: pack_quantize(SRC, BoxTable((4, 64), NARROW)), KernelError, r"\(10, 50\) in box 1"),
-        (lambda: pack_quantize(np.zeros((), np.float32), [()]), KernelError, "at least one dim .* got a 0-d array"),
-        (lambda: pack_quantize(SRC[:, :32], TABLE), BufferMismatchError,
-         r"built for shape \[4, 64\], got src \[4, 32\]"),
-        (lambda: pack_quantize(SRC, [((0, 5), (0, 32))]), KernelError, r"stop <= 4 in dim 0, got \(0, 5\)"),
-        (lambda: pack_quantize(SRC.astype(np.float64), TABLE), DTypeError, r"got float64.*src.astype"),
-        (lambda: pack_quantize(SRC.tolist(), TABLE), KernelError, "src must be a NumPy or CuPy array"),
-        (lambda: pack_quantize(OnGpu(), TABLE), DependencyError, "seen through CuPy, which is not"),
-        (lambda: pack_quantize(SRC, TABLE, "e3m4"), KernelError, "e5m2"),
-        (lambda: pack_quantize(SRC, TABLE, mode="round"), KernelError, "one of rceil"),
-        (lambda: pack_quantize(SRC, TABLE, min_scale_byte=255), KernelError, "0 to 254"),
-        (lambda: pack_quantize(SRC, TABLE, out=SRC), KernelError, "out must be an MXFP8Tensor"),
-        (lambda: pack_quantize(SRC, TABLE, "e5m2", out=q_of(160)), BufferMismatchError, 'out is for "e4m3"'),
-        (lambda: pack_quantize(SRC, TABLE, out=q_of(128)), BufferMismatchError,
-         r"out.data must be uint8 \[160\], got uint8 \[128\]"),
-        (lambda: pack_quantize(SRC, TABLE, out=MXFP8Tensor(np.zeros((5, 32), np.uint8), np.zeros((5, 1), np.uint8))),
-         BufferMismatchError, r"out.data must be uint8 \[160\], got uint8 \[5, 32\]"),
-        (lambda: pack_quantize(SRC, TABLE, out=MXFP8Tensor(read_only(np.zeros(160, np.uint8)), np.zeros(5, np.uint8))),
-         BufferMismatchError, "out.data is written to, but"),
-        (lambda: pack_quantize(ARENA_SRC, TABLE, out=MXFP8Tensor.over(ARENA, (160,))), BufferMismatchError,
-         "out.data must not share memory with src"),
-        (lambda: unpack_dequantize(q_of(160), TABLE, OnGpu()), DependencyError, "seen through CuPy, which is not"),
-        (lambda: unpack_dequantize(q_of(160).data, TABLE, SRC.copy()), KernelError,
-         "takes an MXFP8Tensor, got ndarray"),
-        (lambda: unpack_dequantize(q_of(160), TABLE, None), KernelError, "out must be a NumPy or CuPy array"),
-        (lambda: unpack_dequantize(q_of(160), TABLE, np.zeros((4, 64))), DTypeError,
-         "unpack_dequantize writes bfloat16, float16, float32, got out of float64"),
-        (lambda: unpack_dequantize(q_of(160), TABLE, SRC[:, :32].copy()), BufferMismatchError, "built for shape"),
-        (lambda: unpack_dequantize(q_of(128), TABLE, SRC.copy()), BufferMismatchError,
-         r"q.data must be uint8 \[160\], got uint8 \[128\]"),
-        (lambda: unpack_dequantize(q_of(160), TABLE, read_only(SRC.copy())), BufferMismatchError,
-         "out is written to, but"),
-        (lambda: unpack_dequantize(MXFP8Tensor.over(ARENA, (160,)), TABLE, ARENA_SRC), BufferMismatchError,
-         "out must not share memory with q.data"),
-        (lambda: unpack_dequantize(MXFP8Tensor(np.zeros(160, np.uint8), ARENA[5:10]), TABLE, ARENA_SRC),
-         BufferMismatchError, "out must not share memory with q.scale"),
-        (lambda: unpack_dequantize(q_of(128), CROSSING, SRC.copy()), KernelError, OVERLAP),
-        (lambda: unpack_dequantize(q_of(64), NARROW, SRC.copy()), KernelError, r"\(10, 50\) in box 1"),
-        (lambda: unpack_dequantize(q_of(32), [()], np.zeros((), np.float32)), KernelError, "got a 0-d array"),
-    ],
-)  # fmt: skip
-def test_wrong_calls_raise_the_named_error_with_the_rule_in_its_text(call, error, text):
-    with pytest.raises(error, match=text) as caught:
-        call()
-    assert isinstance(caught.value, LowshardError)
-
-
-def test_an_overlap_is_refused_before_anything_is_written():
-    out = np.zeros((4, 64), ml_dtypes.bfloat16)
-    q = MXFP8Tensor(np.full(128, 0x38, np.uint8), np.full(4, 127, np.uint8))
-    with pytest.raises(KernelError, match=OVERLAP):
-        unpack_dequantize(q, CROSSING, out)
-    assert not out.any()
 
 
 def test_a_read_only_q_is_read():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 import re
 import time
@@ -22,7 +21,6 @@ from lowshard import comm as lc
 from lowshard import errors
 from lowshard.errors import LowshardError
 from lowshard.fsdp import FSDP, SGD, AdamW, Param, Precision, ShardingStrategy
-from lowshard.fsdp.links import Channel
 from lowshard.fsdp.step_buffer import Pool
 
 ONE = {"u": [Param("w", (40,))]}
@@ -371,20 +369,6 @@ def test_a_wrong_call_raises_on_every_rank_and_reset_mends_it(
     assert ends[0] == clean[0].file
 
 
-def test_refusals_that_begin_late_are_not_started_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A rank that counted only those that had begun was always one behind, or ahead, of the others."""
-    begin, delays = Channel._refuse, itertools.cycle([0.03, 0.0, 0.01])
-
-    def late(channel: Channel, *args: Any) -> None:
-        time.sleep(next(delays))
-        begin(channel, *args)
-
-    monkeypatch.setattr(Channel, "_refuse", late)
-    test_a_wrong_call_raises_on_every_rank_and_reset_mends_it("clip before join", "one", 2, tmp_path)
-
-
 @pytest.mark.parametrize(
     ("other", "said"),
     [
@@ -643,32 +627,6 @@ def test_ranks_that_count_other_micro_batches_are_noticed() -> None:
 
 
 # ---- models that there is no room for
-
-
-def test_a_unit_is_tied_to_one_that_is_tied_itself() -> None:
-    """Opening it asked for the third unit as well, which is not open: a KeyError of this package's own."""
-    units = {
-        "#0": [Param("w", (3,))],
-        ":#0": [Param("v", (2,)), Param("w", (3,), tie="#0.w")],
-        "l.1": [Param("v", (2,), tie=":#0.v"), Param("x", (2,))],
-    }
-    start = {"#0.w": 1.0, ":#0.v": 2.0, "l.1.x": 3.0}
-
-    def train(comm: lc.Communicator) -> list[float]:
-        with FSDP(units, comm) as engine:
-            engine.fill(lambda name, box: start[name])
-            with engine.step():
-                for unit in reversed(units):  # the gradient of each use is the parameter
-                    opened = engine.open(unit, "backward")
-                    for name, grad in engine.grads(unit).items():
-                        grad += opened[name]
-                    engine.reduce(unit)
-                    engine.close(unit)
-            engine.join()
-            engine.update(SGD(lr=1.0))
-            return [float(engine.full(name)[0]) for name in start]
-
-    assert lc.run_loopback(2, train, 10) == [[1.0 - 2 * 1.0, 2.0 - 2 * 2.0, 0.0]] * 2
 
 
 def test_a_tied_unit_that_could_never_be_opened_is_refused_at_once() -> None:

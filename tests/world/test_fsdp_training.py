@@ -50,28 +50,6 @@ def test_every_strategy_and_world_is_one_process_bit_for_bit(
     check_equals_plain(tmp_path / "m", world, name, plain)
 
 
-@pytest.mark.parametrize(
-    "name", mode.sample(["full", "sgo", "sgo-sharded", "none", "hybrid1"], 2, "fsdp on three")
-)
-def test_three_ranks_are_one_process_with_three_micro_batches(tmp_path: Path, name: str) -> None:
-    plain, norms = kit.plain_run(4, 3)
-    path = tmp_path / "m"
-    found = lc.run_loopback(3, lambda c: kit.train(c, STRATEGIES[name], range(4), 3, path), 30)
-    kit.check_file(path, plain)
-    assert all(trained.norms == norms for trained in found)
-
-
-@pytest.mark.parametrize(
-    ("world", "name"),
-    mode.sample([(w, n) for w in (1, 2, 4, 8) for n in STRATEGIES if fits(n, w)], 2, "fsdp each"),
-)
-def test_reducing_each_micro_batch_is_one_process_too(
-    tmp_path: Path, world: int, name: str, plain: Any
-) -> None:
-    """Ranks take micro-batches by turns then, so that the tree's leaves stay in order."""
-    check_equals_plain(tmp_path / "m", world, name, plain, accumulate="reduce")
-
-
 def test_any_depth_delay_and_number_of_communicators_gives_the_same_bits(
     tmp_path: Path, plain: Any, rng: np.random.Generator, full: bool
 ) -> None:
@@ -173,24 +151,6 @@ def test_a_file_goes_on_with_any_number_of_ranks_and_any_strategy(tmp_path: Path
         )
         kit.check_file(path, plain[0])
         assert path.read_bytes() == (tmp_path / "1none").read_bytes()
-
-
-@pytest.mark.parametrize("name", mode.sample(["full", "sgo", "sgo-sharded", "none"], 2, "fsdp goes on"))
-def test_a_file_goes_on_with_three_ranks_as_one_process_does(tmp_path: Path, name: str) -> None:
-    saved, path = tmp_path / "four", tmp_path / "three"
-    lc.run_loopback(4, lambda c: kit.train(c, STRATEGIES["sgo"], range(2), path=saved), 30)
-    plain, _ = kit.plain_run(2)
-    norms = [plain.step([kit.batch(step, m) for m in range(3)]) for step in (2, 3)]
-    found = lc.run_loopback(3, lambda c: kit.train(c, STRATEGIES[name], (2, 3), 3, path, saved), 30)
-    assert [run.norms for run in found] == [norms] * 3
-    kit.check_file(path, plain)
-
-
-def test_loading_on_three_ranks_gives_the_values(tmp_path: Path) -> None:
-    saved, again = tmp_path / "four", tmp_path / "three"
-    lc.run_loopback(4, lambda c: kit.train(c, STRATEGIES["sgo"], range(2), path=saved), 30)
-    lc.run_loopback(3, lambda c: kit.train(c, STRATEGIES["full"], (), path=again, load=saved), 30)
-    assert again.read_bytes() == saved.read_bytes()
 
 
 # ---- a suite that passes under a fault would prove nothing

@@ -281,23 +281,6 @@ def test_what_fails_amid_it_leaves_the_version_that_is_served(
             assert _same(subscriber.weights["w"], values)
 
 
-def test_integers_are_refused_by_name_and_nothing_is_stored(tmp_path: Path, way: str) -> None:
-    """Where floats were thought of: whether they can be quantised shows when they come."""
-    address, layout = f"unix:{tmp_path}/p", _one(dtype="int32")
-    room = _room(ROWS, COLS)
-    transform = MXFP8ReshardTransform(["w"], {"w": room})
-    with (
-        Publisher(layout, {"w": np.ones((ROWS, COLS), np.int32)}, address=address) as publisher,
-        Subscriber(layout, {}, address=address, transform=transform) as subscriber,
-    ):
-        publisher.publish(1)
-        for _ in range(2):
-            with pytest.raises(CommError, match="MXFP8 is made of bf16, fp16 or fp32, got int32"):
-                subscriber.pull(10)
-            assert subscriber.version is None
-            assert not subscriber.weights["w"].data.any()
-
-
 def test_a_transform_that_does_not_fit_is_refused_at_once(tmp_path: Path) -> None:
     """By name, on all ranks, before anything is connected."""
     mxfp8, room = MXFP8ReshardTransform, {"w": _room(ROWS, COLS)}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from typing import Any
 
 import numpy as np
@@ -79,40 +77,6 @@ def test_staging_is_bounded_and_pools_and_idle_ranks_take_part(rng: np.random.Ge
     assert sum(r.sent_bytes for r in reports) == 2 * 40 * 64 * 4
 
 
-def test_what_stays_is_copied_between_the_rounds(rng: np.random.Generator) -> None:
-    rows = TensorLayout.sharded((512, 512), "float32", {"tp": (2, 1)}, {0: "tp"})
-    columns = TensorLayout.sharded((512, 512), "float32", {"tp": (2, 1)}, {1: "tp"})
-    src = {
-        "w": rows,
-        **{f"kept.{i}": TensorLayout.sharded((9,), "float32", {"dp": (2, 1)}) for i in range(8)},
-    }
-    plan, whole = build_reshard_plan(src, {**src, "w": columns}), rng.standard_normal((512, 512))
-    seen: dict[int, list[str]] = {0: [], 1: []}
-
-    def work(comm: Any) -> None:
-        mine = {n: np.ones(x.local_shape(comm.rank), np.float32) for n, x in src.items()}
-        mine["w"][...] = local_part(rows, comm.rank, whole.astype(np.float32))
-        out = {n: np.zeros_like(a) for n, a in mine.items()} | {"w": np.zeros((512, 256), np.float32)}
-        made = Reshard(plan, mine, out, comm, way="slots", staging_bytes=1 << 16)
-        mover = made._mover
-        assert mover is not None
-        mover._own += [lambda i=i: seen[comm.rank].append(f"own {i}") for i in range(8)]
-        for name in ("_pack", "_unpack"):
-            setattr(mover, name, noted(name, getattr(mover, name), seen[comm.rank]))
-        made.run()
-        assert np.array_equal(out["w"], local_part(columns, comm.rank, whole.astype(np.float32)))
-
-    def noted(what: str, call: Any, into: list[str]) -> Any:
-        return lambda *args: (into.append(what), call(*args))[1]
-
-    run_loopback(2, work, LIMIT_S)
-    for said in seen.values():
-        assert [w for w in said if w.startswith("own")] == [f"own {i}" for i in range(8)]
-        unpacks = [i for i, what in enumerate(said) if what == "_unpack"]
-        assert len(unpacks) == 8
-        assert unpacks[0] < said.index("own 3") < unpacks[-1], "all of it at one end"
-
-
 def test_replicated_meshes_of_layouts_reshard(rng: np.random.Generator) -> None:
     mesh = DeviceMesh((2, 2), ("dp", "tp"))
     src = Layout(mesh, (6, 10), "int32", (Replicated(), Sharded(0)))
@@ -181,22 +145,6 @@ def test_a_destination_over_a_source_is_refused_unless_it_stays_as_it_is() -> No
         assert np.array_equal(mine.reshape(-1), np.arange(8) + 8 * comm.rank)
 
     run_loopback(2, work, LIMIT_S)
-
-
-@pytest.mark.parametrize("make", [lambda plan, src, dst, comm: Refit(plan, comm, src, dst), Reshard])
-def test_destinations_that_share_memory_are_refused_on_all_ranks(make: Any) -> None:
-    whole = TensorLayout.sharded((8,), "float32", {"tp": (1, 1)})
-    plan = build_reshard_plan({"a": whole, "b": whole}, {"a": whole.shifted(1), "b": whole.shifted(1)})
-
-    def ranks(comm: Communicator) -> str:
-        memory = np.zeros(12, np.float32)
-        src = {"a": np.ones(8, np.float32), "b": np.ones(8, np.float32)} if comm.rank == 0 else None
-        dst = {"a": memory[:8], "b": memory[4:]} if comm.rank == 1 else None
-        with pytest.raises(BufferMismatchError, match="on rank 1 a and b share memory") as caught:
-            make(plan, src, dst, comm)
-        return str(caught.value)
-
-    assert len(set(run_loopback(2, ranks))) == 1
 
 
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
@@ -388,47 +336,3 @@ def test_a_rank_without_memory_for_buckets_is_said_on_all_ranks(way: Any, short:
 
     errors = on_all(2, make)
     assert all(isinstance(e, CommError) and f"rank {short}: there is no memory for" in str(e) for e in errors)
-
-
-def test_a_rank_without_memory_for_a_second_set_is_said_on_all_ranks() -> None:
-    plan = pair()
-
-    def make(comm: Any) -> None:
-        if comm.rank:
-
-            def empty(shape: Any, dtype: Any = "float32") -> Any:
-                raise MemoryError(f"no {shape} bytes")
-
-            comm.empty = empty
-        Refit(plan, comm, {"w": np.ones((2, 4), np.float32)}, {"w": np.zeros((4, 2), np.float32)})
-
-    errors = on_all(2, make)
-    assert all(
-        isinstance(e, CommError) and "rank 1: there is no memory for a second set" in str(e) for e in errors
-    )
-
-
-def test_another_thread_cannot_call_while_a_reshard_runs() -> None:
-    src = {"w": TensorLayout.sharded((8,), "float32", {"tp": (2, 1)}, {0: "tp"})}
-    plan = build_reshard_plan(src, {"w": TensorLayout.sharded((8,), "float32", {"dp": (2, 1)})})
-    meeting = threading.Barrier(2)
-
-    def work(comm: Communicator) -> None:
-        out = {"w": np.zeros(8, np.float32)}
-        reshard = Reshard(plan, {"w": np.full(4, comm.rank, np.float32)}, out, comm)
-        if comm.rank:
-            meeting.wait()
-            reshard.run()
-        else:
-            thread = threading.Thread(target=reshard.run)
-            thread.start()
-            end_s = time.monotonic() + 5
-            while "unlocked" in repr(comm._caller.lock) and time.monotonic() < end_s:
-                time.sleep(0.001)
-            with pytest.raises(CommError, match="one thread at a time"):
-                comm.barrier()
-            meeting.wait()
-            thread.join()
-        assert out["w"].tolist() == [0.0] * 4 + [1.0] * 4
-
-    run_loopback(2, work, LIMIT_S)
