@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import ast
-import os
-import signal
 import subprocess
 import sys
-import threading
 import tracemalloc
 import weakref
 from collections.abc import Iterator
@@ -165,48 +162,6 @@ def test_the_newest_is_kept_up_to_the_bound_and_a_value_is_weighed_once_it_has_g
     assert 50 not in kept  # larger than all there is room for
     kept.clear()
     assert (len(kept), kept.used_bytes) == (0, 0)
-
-
-def test_threads_may_put_at_once() -> None:
-    kept = BoundedCache[int, int](None, 100, lambda key, value: 1)
-
-    def work(first: int) -> None:
-        for key in range(first, first + 5000):
-            kept.put(key % 700, key)
-
-    threads = [threading.Thread(target=work, args=(1000 * i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(kept) <= 101
-    assert kept.used_bytes == len(kept._sizes) <= 100
-
-
-def test_a_forked_child_does_not_wait_for_a_thread_that_it_has_not() -> None:
-    held, goes_on = threading.Event(), threading.Event()
-
-    def weigh(key: int, value: int) -> int:
-        held.set()
-        goes_on.wait(20)
-        return 1
-
-    kept = BoundedCache[int, int](None, 100, weigh)
-    kept.put(0, 0)
-    thread = threading.Thread(target=kept.put, args=(1, 1))  # which weighs the one before
-    thread.start()
-    assert held.wait(20)
-    child = os.fork()
-    if not child:
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(5)  # ends it
-        kept.put(2, 2)
-        os._exit(0 if kept.get(2) == 2 and len(kept) == 1 else 1)
-    _, status = os.waitpid(child, 0)
-    goes_on.set()
-    thread.join()
-    assert status == 0
-    assert len(kept) == 2
 
 
 def test_a_function_forgets_beyond_its_bound_and_is_right_all_the_while() -> None:

@@ -66,16 +66,6 @@ def test_the_runs_of_an_array_are_built_once_and_again_for_other_strides():
     assert not first.columns.flags.writeable
 
 
-def test_the_runs_of_a_table_are_neither_compared_nor_shown():
-    boxes = [((0, 2), (1, 3))]
-    used, fresh = BoxTable((4, 6), boxes), BoxTable((4, 6), boxes)
-    used.runs((24, 4), 4, 4, 4, False)
-    assert used.overlap is None
-    assert used == fresh
-    assert hash(used) == hash(fresh)
-    assert repr(used) == repr(fresh) == "BoxTable(shape=(4, 6), boxes=(((0, 2), (1, 3)),))"
-
-
 def test_a_table_survives_a_copy_and_a_pickle():
     table = BoxTable((4, 6), [((0, 2), (1, 3)), ((0, 4), (3, 6))])
     src = np.arange(24, dtype=np.int16).reshape(4, 6)

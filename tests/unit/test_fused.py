@@ -14,7 +14,6 @@ from support.mxfp8_twin import (
     assert_holds,
     exact,
     moderate_blocks,
-    random_fp32_blocks,
     slow_quantize,
 )
 from support.places import packed_place, places
@@ -26,7 +25,6 @@ from lowshard.kernels import (
     pack,
     pack_quantize,
     quantize_mxfp8,
-    unpack,
     unpack_dequantize,
 )
 
@@ -184,26 +182,6 @@ def test_every_way_through_gives_the_same_bytes_and_heeds_every_option(dtype, wa
     fresh = MXFP8Tensor(codes[part], scale[: table.total_elems // 32], "e5m2")
     wanted[:, 32:96] = dequantize_mxfp8(fresh, dtype).reshape(40, 64)
     np.testing.assert_array_equal(back.astype(DTYPES[dtype]).view(BITS[dtype]), wanted.view(BITS[dtype]))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("elem", ["e4m3", "e5m2"])
-def test_a_weight_cut_at_multiples_of_32_keeps_the_blocks_of_the_whole_and_comes_back(engine, dtype, elem):
-    rows, cols = engine.pick((300, 512), (60, 256))
-    with np.errstate(over="ignore", invalid="ignore"):
-        weight = random_fp32_blocks(1, rows * cols // 32).astype(DTYPES[dtype]).reshape(rows, cols)
-    boxes = [((r, min(r + 7, rows)), (c, c + 64)) for r in range(0, rows, 7) for c in range(0, cols, 64)]
-    table = BoxTable(weight.shape, boxes)
-    whole = quantize_mxfp8(weight, elem)
-    q = pack_quantize(weight, table, elem)
-    np.testing.assert_array_equal(q.data, pack(whole.data, table))
-    scale_boxes = [((r0, r1), (c0 // 32, c1 // 32)) for (r0, r1), (c0, c1) in boxes]
-    np.testing.assert_array_equal(q.scale, pack(whole.scale, scale_boxes))
-    back = np.full_like(weight, 7)
-    unpack_dequantize(q, table, back)
-    np.testing.assert_array_equal(back.view(BITS[dtype]), dequantize_mxfp8(whole, dtype).view(BITS[dtype]))
-    in_two = unpack(dequantize_mxfp8(q, dtype), table, np.full_like(weight, 7))
-    np.testing.assert_array_equal(back.view(BITS[dtype]), in_two.view(BITS[dtype]))
 
 
 def test_the_default_output_is_one_buffer_codes_then_scales():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from math import prod
 
@@ -103,20 +102,6 @@ def test_more_outer_dims_than_a_run_table_has_are_packed_and_unpacked():
     np.testing.assert_array_equal(pack(out, boxes), packed)
 
 
-def test_references_to_objects_are_counted():
-    item = object()
-    src = np.array([[item, None], [None, item]], object)
-    before = sys.getrefcount(item)
-    packed = pack(src.T, [((0, 2), (0, 1)), ((1, 2), (0, 2))])
-    assert packed.tolist() == [item, None, None, item]
-    assert sys.getrefcount(item) == before + 2
-    out = np.empty((2, 4), object)[:, ::2]
-    unpack(packed[:2], [((0, 1), (0, 2))], out)
-    assert out.tolist() == [[item, None], [None, None]]
-    mixed = np.array([(1, item)], [("a", "i4"), ("b", object)])
-    assert pack(mixed, [((0, 1),)])[0]["b"] is item
-
-
 @pytest.mark.parametrize("extents", [(0,), (3, 0), (0, 4, 5)])
 def test_arrays_and_boxes_of_no_elements_move_nothing(extents):
     src = np.zeros(extents, np.float32)
@@ -130,13 +115,6 @@ def test_arrays_and_boxes_of_no_elements_move_nothing(extents):
     out = np.zeros_like(full)
     unpack(packed, [((1, 1), (0, 3)), ((0, 2), (2, 3)), ((0, 2), (3, 3))], out)
     assert out.tolist() == [[0, 0, 2], [0, 0, 5]]
-
-
-def test_elements_of_no_bytes_are_moved_as_well_as_they_can_be():
-    src = np.zeros((2, 3), np.dtype((np.void, 0)))
-    packed = pack(src, [((0, 2), (1, 2))])
-    assert (packed.shape, packed.dtype) == ((2,), src.dtype)
-    assert unpack(packed, [((0, 2), (1, 2))], src) is src
 
 
 def test_rows_of_many_sizes_travel_whole(engine):
@@ -208,15 +186,6 @@ def test_any_dtype_travels_bit_for_bit(dtype):
 def test_nan_payloads_are_moved_as_bits():
     bits = np.array([0x7F800001, 0xFFC12345, 0x80000000, 1], np.uint32)
     assert pack(bits.view(np.float32), [((0, 4),)]).view(np.uint32).tolist() == bits.tolist()
-
-
-def test_an_object_that_is_a_list_is_moved_as_one_element():
-    src = np.empty((), object)
-    src[()] = [1, 2]
-    assert pack(src, [()])[0] is src[()]
-    out = np.empty((), object)
-    unpack(pack(src, [()]), [()], out)
-    assert out[()] is src[()]
 
 
 def test_a_zero_dim_array_is_one_element():
