@@ -147,36 +147,6 @@ def test_limits_and_gaps_are_those_of_all_runs_written_out(case):
     )
 
 
-@st.composite
-def nearly_gapless_tables(draw):
-    """Boxes of equal shape of which one side is one stretch, but for one number in some cases."""
-    count, dims, items = (
-        draw(st.integers(1, 4)),
-        draw(st.integers(0, 3)),
-        draw(st.sampled_from([(1, 1), (4, 2)])),
-    )
-    side, rows = draw(st.integers(0, 1)), []
-    offset = draw(st.integers(-40, 40))
-    for _ in range(count):
-        run = draw(st.integers(1, 5))
-        level, column = run * items[side], [0, 0, run]
-        for _ in range(dims):
-            steps = [draw(st.integers(-30, 30))] * 2
-            n, steps[side] = draw(st.integers(1, 3)), level
-            column += [n, *steps]
-            level *= n
-        column[side] = offset
-        rows.append(column)
-        offset += level
-    table = np.array(rows, np.int64).T.copy()
-    if draw(st.booleans()):
-        place = [draw(st.integers(0, n - 1)) for n in table.shape]
-        table[tuple(place)] += draw(st.sampled_from([-1, 1]))
-        for row in (RUN, *range(FIRST_DIM, len(table), 3)):
-            table[row] = np.maximum(table[row], 1)  # a table has no empty boxes
-    return RunTable(table, *items)
-
-
 @given(st.lists(st.integers(1, 7), max_size=8), st.sampled_from([(1, 1), (2, 1), (4, 4), (5, 5)]))
 def test_two_contiguous_arrays_are_one_run(shape, items):
     strides = [tuple(item * prod(shape[i + 1 :]) for i in range(len(shape))) for item in items]

@@ -6,7 +6,6 @@ import ctypes
 import io
 import re
 import runpy
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -114,25 +113,6 @@ def test_numbers_stand_for_calls_until_they_are_forgotten_and_out_of_the_ring(ac
     activity.forget([])
     assert set(activity._named) == {numbers[2]}
     assert all(line.startswith("barrier#") for line in activity.ring())
-
-
-def test_the_ring_can_be_read_while_another_thread_adds_to_it(activity: Activity) -> None:
-    over = threading.Event()
-
-    def add() -> None:
-        while not over.is_set():
-            activity.enter(BARRIER, 1)
-            activity.leave()
-
-    thread = threading.Thread(target=add)
-    thread.start()
-    try:
-        for _ in range(300):
-            assert len(activity.ring()) <= 64
-            activity.where()
-    finally:
-        over.set()
-        thread.join()
 
 
 def natively(data: bytes) -> str:

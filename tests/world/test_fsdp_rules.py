@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import re
 import time
 import tracemalloc
 from collections.abc import Callable
@@ -273,6 +272,10 @@ def opened(unit: str) -> Callable[[FSDP], Any]:
     return lambda e: e.open(unit)
 
 
+def closed(unit: str) -> Callable[[FSDP], Any]:
+    return lambda e: e.close(unit)
+
+
 WRONG: dict[str, tuple[Callable[..., Any], str, type[Exception]]] = {
     "open what is stale": (lambda e, c: (updated(e, c), e.open("l0")), "sgo", errors.StaleParams),
     "update twice": (lambda e, c: (updated(e, c), e.update(kit.optimizer())), "full", errors.StaleParams),
@@ -307,6 +310,16 @@ WRONG: dict[str, tuple[Callable[..., Any], str, type[Exception]]] = {
 APART: dict[str, tuple[Callable[..., Any], str, type[Exception]]] = {
     "another unit": (within(opened("l1")), "full", errors.MismatchError),
     "another number": (lambda e, c: normal(e, c, 2.0), "none", errors.Disagree),
+    "another order of units": (
+        within(*(f for u in ("l0", "l1") for f in (opened(u), closed(u)))),
+        "none",
+        errors.MismatchError,
+    ),
+    "another count of micro-batches": (
+        within(opened("emb"), lambda e: e.grads("emb"), closed("emb")),
+        "full",
+        errors.MismatchError,
+    ),
     "another parameter": (
         lambda e, c: e.full("l1.b" if c.rank == 1 else "l1.f"),
         "hybrid2",
@@ -390,34 +403,6 @@ def test_ranks_that_make_different_models_are_told_at_once(other: dict[str, Any]
     lc.run_loopback(3, make, 10)
 
 
-def test_a_step_that_others_do_not_make_is_named_and_reset_forgets_it() -> None:
-    """Ranks gathered ahead by what each had opened last, so that the step after a reset failed as well."""
-    units = {f"u{i}": [Param("w", (40,))] for i in range(4)}
-
-    def train(comm: lc.Communicator) -> str:
-        with FSDP(units, comm) as engine:
-            engine.fill(lambda name, box: 0.0)
-
-            def go_apart() -> None:
-                if comm.rank == 0:
-                    for unit in units:
-                        engine.open(unit)
-                        engine.close(unit)
-                step_of(engine, units)
-
-            step_of(engine, units)
-            with pytest.raises(errors.MismatchError) as raised:
-                go_apart()
-            engine.reset()
-            step_of(engine, units)
-            return str(raised.value)
-
-    said, other = lc.run_loopback(2, train, 10)
-    place = r"at test_fsdp_rules\.py:\d+ \(the (gather|reduction) of unit 'u\d'\)"
-    assert said == other
-    assert re.search(f"rank 0 asked for .* {place}; rank 1 asked for .* {place}$", said), said
-
-
 @FULL_AND_NONE
 @pytest.mark.parametrize("what", ["save", "load", "fill"])
 def test_what_one_rank_does_alone_is_told_at_once(
@@ -476,23 +461,6 @@ def test_a_model_that_was_shut_says_so_also_on_one_rank() -> None:
 
     for world in (1, 2):
         lc.run_loopback(world, use, 10)
-
-
-def test_units_of_one_size_in_another_order_are_noticed_before_the_update() -> None:
-    units = {f"u{i}": [Param("w", (40,))] for i in range(3)}
-
-    def train(comm: lc.Communicator) -> None:
-        with FSDP(units, comm, prefetch=0) as engine:
-            engine.fill(lambda name, box: float(name[1]))
-            with engine.step():
-                for unit in ("u0", "u1") if comm.rank else ("u1", "u0"):
-                    engine.open(unit)
-                    engine.close(unit)
-            with pytest.raises(errors.Disagree, match="open u"):
-                engine.join()
-            engine.reset()
-
-    lc.run_loopback(2, train, 10)
 
 
 def test_replicas_that_start_apart_are_noticed() -> None:
@@ -603,27 +571,6 @@ def test_a_forward_pass_alone_is_no_micro_batch(accumulate: Any) -> None:
         return found
 
     assert lc.run_loopback(2, train, 20)[0] == list(steps.values())
-
-
-def test_ranks_that_count_other_micro_batches_are_noticed() -> None:
-    def train(comm: lc.Communicator) -> None:
-        with FSDP({"u": [Param("w", (4,))]}, comm) as engine:
-            engine.fill(lambda name, box: 0.0)
-            with engine.step():
-                engine.open("u")
-                if comm.rank:
-                    engine.grads("u")  # and no reduce
-                engine.close("u")
-            for last in (False, True):
-                with engine.step(last):
-                    engine.open("u")
-                    engine.reduce("u")
-                    engine.close("u")
-            with pytest.raises(errors.Disagree, match="reduce u of micro-batch"):
-                engine.join()
-            engine.reset()
-
-    lc.run_loopback(2, train, 10)
 
 
 # ---- models that there is no room for

@@ -92,52 +92,32 @@ def test_other_meshes_and_parts_of_the_world(size: int, full: bool) -> None:
         lc.run_loopback(world, lambda c, s=src, d=dst, n=seed: check_move(c, s, d, n), 30)
 
 
-@pytest.mark.usefixtures("way")
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
-def test_every_pair_of_placements_on_one_axis(size: int) -> None:
-    mesh = DeviceMesh((size,), ("x",))
-    every = [*placements_of(2, ("sum", "avg", "min", "max", "prod")), Sharded(0, "ceil"), Sharded(1, "ceil")]
-    pairs = mode.sample(list(product(every, repeat=2)), 10, f"pairs on {size}")
-
-    def run(comm: lc.Communicator) -> None:
-        for number, (before, after) in enumerate(pairs):
-            src = Layout(mesh, (6, 5), "float32", (before,))
-            check_move(comm, src, src.with_placements((after,)), number)
-
-    lc.run_loopback(size, run)
+# Grid, shape, dtype, ops of partial terms, how many pairs of a default run.
+GRIDS = [
+    *(((size,), (6, 5), "float32", ("sum", "avg", "min", "max", "prod"), 10) for size in (1, 2, 3, 4, 8)),
+    *((grid, (5, 7), "int32", ("sum",), 25) for grid in ((2, 2), (2, 3), (3, 2))),
+    ((2, 2, 2), (5, 9), "int16", ("max",), 20),
+]  # fmt: skip
 
 
 @pytest.mark.usefixtures("way")
-@pytest.mark.parametrize("grid", [(2, 2), (2, 3), (3, 2)])
-def test_every_pair_of_placements_on_two_axes(grid: tuple[int, int]) -> None:
-    mesh = DeviceMesh(grid, ("dp", "tp"))
-    specs = [(("dp", "tp"),), (("tp", "dp"),), (None, ("tp", "dp"))]
-    all_layouts = [
-        Layout(mesh, (5, 7), "int32", pair) for pair in product(placements_of(2, ("sum",)), repeat=2)
-    ] + [Layout.from_spec(mesh, (5, 7), "int32", spec) for spec in specs]
-
-    pairs = mode.sample(list(product(all_layouts, repeat=2)), 25, f"pairs on {grid}")
-
-    def every_pair(comm: lc.Communicator) -> int:
-        for number, (src, dst) in enumerate(pairs):
-            check_move(comm, src, dst, number)
-        return len(pairs)
-
-    assert set(lc.run_loopback(mesh.size, every_pair, 120)) == {len(pairs)}
-
-
-@pytest.mark.usefixtures("way")
-def test_every_pair_of_placements_on_three_axes() -> None:
-    mesh = DeviceMesh((2, 2, 2), ("dp", "tp", "pp"))
-    combos = list(product(placements_of(2, ("max",)), repeat=3))
-    every = [Layout(mesh, (5, 9), "int16", c) for c in combos]
-    pairs = mode.sample(list(product(every, repeat=2)), 20, "pairs on three axes")
+@pytest.mark.parametrize(("grid", "shape", "dtype", "ops", "few"), GRIDS, ids=lambda value: str(value))
+def test_every_pair_of_placements(
+    grid: tuple[int, ...], shape: tuple[int, ...], dtype: str, ops: tuple[str, ...], few: int
+) -> None:
+    mesh = DeviceMesh(grid, ("dp", "tp", "pp")[: len(grid)])
+    every = [*placements_of(2, ops), *((Sharded(0, "ceil"), Sharded(1, "ceil")) if mesh.ndim == 1 else ())]
+    found = [Layout(mesh, shape, dtype, placed) for placed in product(every, repeat=mesh.ndim)]
+    if mesh.ndim == 2:  # nested in either order
+        specs = [(("dp", "tp"),), (("tp", "dp"),), (None, ("tp", "dp"))]
+        found += [Layout.from_spec(mesh, shape, dtype, spec) for spec in specs]
+    pairs = mode.sample(list(product(found, repeat=2)), few, f"pairs on {grid}")
 
     def run(comm: lc.Communicator) -> None:
         for number, (src, dst) in enumerate(pairs):
             check_move(comm, src, dst, number)
 
-    lc.run_loopback(8, run, 600)
+    lc.run_loopback(mesh.size, run, 600)
 
 
 # ---- means of integers
