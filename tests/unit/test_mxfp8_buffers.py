@@ -201,18 +201,6 @@ def test_strides_alignment_and_byte_order_of_x_change_nothing(dtype):
         np.testing.assert_array_equal(q.scale, scale, err_msg=name)
 
 
-def test_a_subclass_of_an_array_is_taken_as_the_array_it_is():
-    class Named(np.ndarray):
-        pass
-
-    x = values_of((2, 64), "float32")
-    out = MXFP8Tensor(np.zeros((2, 64), np.uint8).view(Named), np.zeros((2, 2), np.uint8))
-    assert quantize_mxfp8(x.view(Named), out=out) is out
-    np.testing.assert_array_equal(out.data, twin_of(x)[0])
-    values = np.zeros((2, 64), np.float32).view(Named)
-    assert dequantize_mxfp8(out, "float32", out=values) is values
-
-
 # ------------------------------------------------------------------------------------------ large arrays
 @pytest.mark.parametrize(
     ("shape", "columns"),

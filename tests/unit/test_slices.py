@@ -117,38 +117,6 @@ def test_arrays_and_boxes_of_no_elements_move_nothing(extents):
     assert out.tolist() == [[0, 0, 2], [0, 0, 5]]
 
 
-def test_rows_of_many_sizes_travel_whole(engine):
-    rng = np.random.default_rng(3)
-    width = engine.pick(70_000, 5_000)
-    src = rng.integers(0, 256, (5, width), dtype=np.uint8)
-    starts = (0, 1, 7, 8, 16, 31, 64)
-    boxes = [
-        ((r, r + 1), (s, s + n))
-        for r in range(5)
-        for s in starts
-        for n in (1, 3, 16, 17, 64, 255, width - 64)
-    ]
-    packed = pack(src, boxes)
-    np.testing.assert_array_equal(packed, np.concatenate([src[r[0], c[0] : c[1]] for r, c in boxes]))
-    halves = [((r, r + 1), span) for r in range(5) for span in ((0, 13), (13, width - 9), (width - 9, width))]
-    out = np.zeros_like(src)
-    unpack(pack(src, halves), halves, out)
-    np.testing.assert_array_equal(out, src)
-
-
-def test_rows_of_every_length_write_no_byte_too_many(engine):
-    src = np.arange(1, 2001, dtype=np.uint16).view(np.uint8)
-    src[src == 0] = 1
-    out = np.zeros((1, 2048), np.uint8)
-    for length in engine.pick([*range(1, 70), *range(500, 840)], [*range(1, 40), *range(500, 530)]):
-        start = length % 67
-        box = [((0, 1), (start, start + length))]
-        unpack(src[length : 2 * length], box, out)
-        assert out[0, start : start + length].tobytes() == src[length : 2 * length].tobytes()
-        out[0, start : start + length] = 0
-        assert not out.any(), (start, length)
-
-
 @engines.many
 @given(shapes_and_boxes(max_boxes=3))
 def test_unpack_undoes_pack_and_leaves_the_rest_alone_or_refuses_overlaps(case):

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from support import fsdp_kit as kit
 from support import mode
-from support.fsdp_kit import STRATEGIES, UNITS, filler, fits
+from support.fsdp_kit import STRATEGIES, UNITS, fits
 
 from lowshard import comm as lc
 from lowshard.fsdp import FSDP, SGD, AdamW, Param, Precision, ShardingStrategy, Slot
@@ -63,33 +63,18 @@ def test_any_depth_delay_and_number_of_communicators_gives_the_same_bits(
             "communicators": int(rng.integers(1, 3)),
             "check": str(rng.choice(["off", "digest", "poison"])),
         }
-        waits = rng.random((8, 50)) * 0.003
+        waits = iter((rng.random(10_000) * 0.003).tolist())
+
+        class Slow(kit.Model):
+            def run(self, *args: Any, waits: Any = waits) -> float:
+                time.sleep(next(waits))
+                return super().run(*args)
 
         def train(
-            c: lc.Communicator, name: str = name, options: Any = options, waits: Any = waits, case: int = case
+            c: lc.Communicator, name: str = name, options: Any = options, model: Any = Slow
         ) -> kit.Trained:
-            mine = iter(np.resize(waits[c.rank], 10_000))
-            opened = kit.Model.run
-
-            def slow(self: kit.Model, *args: Any) -> float:
-                time.sleep(next(mine))
-                return opened(self, *args)
-
-            run = type("Slow", (kit.Model,), {"run": slow})
-            result = kit.Trained()
-            with FSDP(UNITS, c, STRATEGIES[name], **options) as engine:
-                engine.fill(filler)
-                rule, each = kit.optimizer(), 8 // c.size
-                for step in range(STEPS):
-                    for k in range(each):
-                        with engine.step(last=k == each - 1):
-                            run(engine).run(*kit.batch(step, c.rank * each + k))
-                    engine.join()
-                    result.norms.append(engine.clip(kit.CLIP))
-                    engine.update(rule)
-                    engine.broadcast_updated_params()
-                engine.save(tmp_path / f"m{case}")
-            return result
+            path = tmp_path / f"m{case}"  # noqa: B023
+            return kit.train(c, STRATEGIES[name], range(STEPS), path=path, model=model, **options)
 
         found = lc.run_loopback(world, train, 30)
         kit.check_file(tmp_path / f"m{case}", plain[0])

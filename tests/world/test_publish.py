@@ -298,40 +298,6 @@ def test_pull_without_waiting(tmp_path: Path) -> None:
         assert subscriber.pull(5) == 8
 
 
-@pytest.mark.time_limit(60)
-def test_ranks_that_pull_in_the_background_and_not_take_the_same(tmp_path: Path) -> None:
-    address, layout = (
-        f"unix:{tmp_path}/p",
-        ls.Layout(ls.DeviceMesh((2,), ("x",)), (10,), "float32", (ls.Sharded(0),)),
-    )
-    source = np.arange(10, dtype=np.float32)
-
-    def subscribe(comm: Any) -> None:
-        with Subscriber({"w": layout}, {"w": np.zeros(5, np.float32)}, comm, address=address) as subscriber:
-            if comm.rank == 0:
-                work = subscriber.pull(10, wait=False)
-                sums = np.zeros(1)
-                comm.all_reduce(np.ones(1), sums)  # the caller's communicator is free meanwhile
-                assert sums[0] == 2
-                assert work.wait(10) == 1
-            else:
-                comm.all_reduce(np.ones(1), np.zeros(1))
-                assert subscriber.pull(10) == 1
-            assert (subscriber.weights["w"] == source[5 * comm.rank : 5 * comm.rank + 5]).all()
-            work = subscriber.pull(0.1, wait=False)
-            if comm.rank == 1:
-                with pytest.raises(TimedOut):
-                    work.wait(10)
-            with pytest.raises(TimedOut):
-                subscriber.pull(0.1)
-            subscriber.pull(0.1, wait=False)  # and nobody asks: closing tells of it
-
-    with Publisher({"w": _one((10,))}, {"w": source}, address=address) as publisher:
-        publisher.publish(1)
-        with pytest.raises(TimedOut, match="no version newer than 1"):
-            lc.run_loopback(2, subscribe, timeout_s=20)
-
-
 @contextlib.contextmanager
 def _slow(address: str, token_file: Path) -> Iterator[int]:
     """Be a member that has asked for the newest version and does not read it: give the number of its snapshot."""

@@ -241,35 +241,19 @@ def test_wrong_arguments_of_one_rank_are_raised_on_all(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("out", "error"),
     [
-        (lambda memory: {"x": memory[:4], "y": memory[2:6]}, "x and y share memory"),
-        (
-            lambda memory: {"x": np.lib.stride_tricks.as_strided(memory, (4,), (0,))},
-            "elements of x share memory",
-        ),
-        (lambda memory: {"x": memory[::2], "y": memory[1::2]}, ""),
+        (lambda memory: {"x": memory[:4], "y": memory[2:6]}, "x and y"),
+        (lambda memory: {"x": np.lib.stride_tricks.as_strided(memory, (4,), (0,))}, "elements of x"),
     ],
 )
 def test_results_that_share_memory_are_refused(
     tmp_path: Path, out: Callable[[Any], dict[str, Any]], error: str
 ) -> None:
-    layout = ls.Layout(ls.DeviceMesh((1,), ("d",)), (4,), "float32", (ls.Replicated(),))
-    arrays, given = {name: np.full(4, 7, np.float32) for name in "xy"}, out(np.zeros(8, np.float32))
-    wanted, address = dict.fromkeys(given, layout), f"unix:{tmp_path}/p"
-    if error:
-        with pytest.raises(BufferMismatchError, match=error):
-            Subscriber(wanted, given, address=address)
-        return
-    with (
-        Publisher(dict.fromkeys(arrays, layout), arrays, address=address) as publisher,
-        Subscriber(wanted, given, address=address) as subscriber,
-    ):
-        for version in (1, 2):
-            arrays["x"] += version
-            arrays["y"] += version
-            publisher.publish(version)
-            subscriber.pull(5)
-            for name, weight in subscriber.weights.items():
-                assert weight.tolist() == arrays[name].tolist()
+    layout, given = (
+        ls.Layout(ls.DeviceMesh((1,), ("d",)), (4,), "float32", (ls.Replicated(),)),
+        out(np.zeros(8, np.float32)),
+    )
+    with pytest.raises(BufferMismatchError, match=error):
+        Subscriber(dict.fromkeys(given, layout), given, address=f"unix:{tmp_path}/p")
 
 
 def test_one_memory_behind_two_names_is_for_what_one_source_feeds(tmp_path: Path) -> None:

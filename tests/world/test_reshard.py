@@ -204,25 +204,6 @@ def test_parts_of_one_source_that_are_not_the_same_need_memory_of_their_own() ->
     run_loopback(3, ranks, LIMIT_S)
 
 
-def test_an_empty_destination_shares_memory_with_nothing() -> None:
-    src = {
-        "full": TensorLayout.sharded((2, 4), "float32", {}),
-        "none": TensorLayout.sharded((4, 0, 2), "float32", {}),
-    }
-    plan = build_reshard_plan(
-        src, {n: TensorLayout.sharded(s.shape, "float32", {"dp": (2, 1)}) for n, s in src.items()}
-    )
-
-    def work(comm: Any) -> None:
-        memory = np.ones(64, np.float32)
-        full, none = memory[2:10].reshape(2, 4), np.ndarray((4, 0, 2), np.float32, memory, 0, (8, 8, 4))
-        out = {"full": np.zeros((2, 4), np.float32), "none": none}
-        execute_reshard_plan(plan, {"full": full, "none": none}, out, comm)
-        assert (out["full"] == 1).all()
-
-    run_loopback(2, work, LIMIT_S)
-
-
 def test_plans_and_worlds_that_differ_raise_on_all_ranks() -> None:
     other = build_reshard_plan(*({"v": TensorLayout.sharded((2,), "float32", {})},) * 2)
     errors = on_all(2, lambda c: Reshard(other if c.rank else pair(), *arrays(c), c))
