@@ -189,21 +189,6 @@ def test_one_memory_behind_two_names_is_refused_unless_one_source_feeds_both(mak
     run_loopback(2, ranks, LIMIT_S)
 
 
-def test_parts_of_one_source_that_are_not_the_same_need_memory_of_their_own() -> None:
-    def rows(*ranks: int) -> Layout:
-        return Layout(DeviceMesh((len(ranks),), ("x",), ranks=ranks), (8, 4), "float32", (Sharded(0),))
-
-    plan = build_reshard_plan({EMBEDDING: rows(0)}, {EMBEDDING: rows(1, 2), OUTPUT: rows(2, 1)})
-
-    def ranks(comm: Communicator) -> None:
-        src = {EMBEDDING: np.ones((8, 4), np.float32)} if comm.rank == 0 else {}
-        dst = dict.fromkeys((EMBEDDING, OUTPUT), np.zeros((4, 4), np.float32)) if comm.rank else {}
-        with pytest.raises(BufferMismatchError, match=f"{EMBEDDING} and {OUTPUT} share memory"):
-            execute_reshard_plan(plan, src, dst, comm)
-
-    run_loopback(3, ranks, LIMIT_S)
-
-
 def test_plans_and_worlds_that_differ_raise_on_all_ranks() -> None:
     other = build_reshard_plan(*({"v": TensorLayout.sharded((2,), "float32", {})},) * 2)
     errors = on_all(2, lambda c: Reshard(other if c.rank else pair(), *arrays(c), c))
