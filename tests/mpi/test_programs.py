@@ -14,6 +14,8 @@ pytestmark = [pytest.mark.mpi, pytest.mark.time_limit(LIMIT_S + 30)]
 
 EVERY = tuple(PROGRAMS)
 SIZES = [1, 2, 3, 4, 8] if mode.full() else [4]
+LONG = {"every_strategy_trains_as_one_process_does", "many_refits_leave_nothing_behind"}
+SHORT = EVERY if mode.full() else tuple(name for name in EVERY if name not in LONG)
 # Through MPI, through slots, and on two nodes of two ranks.
 OTHER_WAYS = {
     "mpi": (3, {"LOWSHARD_CPU_PATH": "mpi"}),
@@ -32,12 +34,12 @@ def test_programs_are_right_on_mpi_ranks(name: str, size: int) -> None:
     [
         (name, way)
         for way in mode.sample([*OTHER_WAYS], 1, "ways of programs")
-        for name, _ in cases_of_jobs([OTHER_WAYS[way][0]], names=EVERY, **OTHER_WAYS[way][1])
+        for name, _ in cases_of_jobs([OTHER_WAYS[way][0]], names=SHORT, **OTHER_WAYS[way][1])
     ],
 )
 def test_programs_are_right_by_other_ways(name: str, way: str) -> None:
     size, env = OTHER_WAYS[way]
-    check_case(name, size, "cpu", EVERY, **env)
+    check_case(name, size, "cpu", SHORT, **env)
 
 
 @pytest.mark.full_only

@@ -208,3 +208,12 @@ def test_ten_thousand_disjoint_boxes_unpack_and_one_shared_element_is_found():
     np.testing.assert_array_equal(out, src)
     boxes.append(((299, 300), (199, 200)))
     assert BoxTable(src.shape, boxes).overlap == (9999, 10000)
+
+
+def test_an_object_that_is_a_list_is_moved_as_one_element():
+    src = np.empty((), object)
+    src[()] = [1, 2]
+    assert pack(src, [()])[0] is src[()]
+    out = np.empty((), object)
+    unpack(pack(src, [()]), [()], out)
+    assert out[()] is src[()]

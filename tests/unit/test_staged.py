@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from typing import Any
 
@@ -399,3 +400,24 @@ def test_a_thread_whose_current_device_is_another_one_stages_on_the_communicator
     thread = InThread(work)
     thread._thread.join(10.0)
     assert thread.result() == 0, "the thread's own device is put back"
+
+
+def test_started_messages_wait_for_one_rank_only() -> None:
+    def check(comm: Communicator) -> None:
+        ahead, behind = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+        send, recv = np.full(300, float(comm.rank)), np.zeros(300)
+        came = comm.start.recv(recv, behind)
+        total = np.ones(3)
+        comm.all_reduce(total, total)  # the message is not in turn with it
+        sent = comm.start.send(send, ahead)
+        came.wait(timeout_s=20.0)
+        sent.wait(timeout_s=20.0)
+        assert came.done()
+        same(recv, np.full(300, float(behind)))
+        same(total, np.full(3, 3.0))
+
+    run_staged(3, check, slot_bytes=256)
+    for thread in threading.enumerate():
+        if thread.name in ("lowshard send", "lowshard recv"):
+            thread.join(5.0)
+            assert not thread.is_alive()

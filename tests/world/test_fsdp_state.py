@@ -280,3 +280,51 @@ def test_state_that_no_load_would_read_is_not_written(tmp_path: Path, value: Any
 
     lc.run_loopback(1, save, 10)
     assert not (tmp_path / "m").exists()
+
+
+def test_a_rule_that_keeps_nothing_where_it_has_no_piece_is_saved(tmp_path: Path) -> None:
+    def rule(slot: Slot) -> None:
+        for piece in slot.pieces:
+            slot.state["m"][piece.shard_lo : piece.shard_hi] = 2.0
+
+    def train(comm: lc.Communicator) -> None:
+        with FSDP({"u": [Param("w", (5,))]}, comm) as engine:
+            engine.fill(lambda name, box: 0.0)
+            step(engine)
+            engine.join()
+            engine.update(rule)
+            engine.save(tmp_path / "m")
+            (slot,) = engine.slots()
+            if slot.pieces:
+                del slot.state["m"]
+            with pytest.raises(errors.CheckpointError, match="state 'm'"):
+                engine.save(tmp_path / "m")
+
+    lc.run_loopback(2, train, 10)
+
+
+def test_a_rule_that_failed_on_all_ranks_counts_no_update() -> None:
+    """Parameters that the rule had changed before are broadcast before they are used."""
+
+    def rule(slot: Slot) -> None:
+        if slot.unit == "b":
+            raise ZeroDivisionError("in a rule")
+        slot.param = slot.param - slot.grad
+
+    def train(comm: lc.Communicator) -> list[float]:
+        units = {"a": [Param("w", (64,))], "b": [Param("w", (64,))]}
+        with FSDP(units, comm, ShardingStrategy.ShardGradOp) as engine:
+            engine.fill(lambda name, box: 0.0)
+            step(engine)
+            engine.join()
+            with pytest.raises(ZeroDivisionError):
+                engine.update(rule)
+            engine.reset()
+            assert [slot.step for slot in engine.slots()] == [1, 0]
+            with pytest.raises(errors.StaleParams):
+                engine.open("a")
+            engine.reset()
+            engine.broadcast_updated_params()
+            return np.unique(engine.full("a.w")).tolist()  # type: ignore[no-any-return]
+
+    assert lc.run_loopback(2, train, 10) == [[-1.0]] * 2

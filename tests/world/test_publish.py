@@ -460,6 +460,9 @@ def test_wrong_arguments_are_errors_of_lowshard_on_both_sides(tmp_path: Path, ch
         with pytest.raises(LowshardError):
             kind(layouts, arrays, **given)
     assert not (tmp_path / "p").exists()
+    array.flags.writeable = False
+    with pytest.raises(BufferMismatchError, match="read-only"):
+        Subscriber({"w": _one((10,))}, {"w": array}, address=f"unix:{tmp_path}/p")
 
 
 def test_wrong_versions_and_times(tmp_path: Path) -> None:

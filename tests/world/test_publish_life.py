@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import signal
 import subprocess
 import sys
 import threading
@@ -28,6 +29,7 @@ from lowshard.errors import (
 )
 from lowshard.reshard import Publisher, Subscriber
 from lowshard.reshard import publisher as publisher_module
+from lowshard.reshard.version_server import VersionServer
 
 ONE = ls.Layout(ls.DeviceMesh((1,), ("x",)), (1000,), "float32", (ls.Replicated(),))
 HALVES = ls.Layout(ls.DeviceMesh((2,), ("x",)), (1000,), "float32", (ls.Sharded(0),))
@@ -179,6 +181,37 @@ def test_close_waits_for_members_longer_than_ranks_wait_for_each_other(tmp_path:
     lc.run_loopback(2, job, timeout_s=2)
     server.join(20)
     assert pulled == [1, 2]
+
+
+# ---- a publisher that is left while it works
+
+
+def test_ctrl_c_amid_close_lets_go_of_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    array, real = np.zeros(1000, np.float32), VersionServer.close
+    publisher = _publisher(f"unix:{tmp_path}/p", array)
+    publisher.publish(1)
+    monkeypatch.setattr(VersionServer, "close", lambda self: (real(self), signal.raise_signal(signal.SIGINT)))
+    with pytest.raises(KeyboardInterrupt):
+        publisher.close()
+    monkeypatch.undo()
+    with pytest.raises(CommError, match="closed"):
+        publisher.publish(2)
+    _publisher(publisher.address, array).close()  # the address is free
+
+
+def test_a_block_that_is_left_while_a_version_is_copied_gives_the_memory_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publisher = _publisher(f"unix:{tmp_path}/p", np.zeros(1000, np.float32))
+    begun, left, fill = threading.Event(), threading.Event(), publisher._store.fill
+    monkeypatch.setattr(publisher._store, "fill", lambda *given: (begun.set(), left.wait(10), fill(*given)))
+    work = publisher.publish(1, wait=False)
+    assert begun.wait(10)
+    publisher.__exit__(RuntimeError, RuntimeError("mine"), None)
+    left.set()
+    with pytest.raises(CommError, match="closed while it published"):
+        work.wait()  # type: ignore[union-attr]
+    assert publisher._store.kept == 0
 
 
 # ---- memory

@@ -30,7 +30,7 @@ from lowshard import comm as lc
 from lowshard import dtypes as dt
 from lowshard.box import Split
 from lowshard.cost import ClusterProfile
-from lowshard.errors import BufferMismatchError, MeshError, MismatchError, PlanError
+from lowshard.errors import BufferMismatchError, DTypeError, MeshError, MismatchError, PlanError
 from lowshard.placement import mean_weight, parse_placement
 from lowshard.redistribute_plan import RedistributePlan
 from lowshard.transfer import exchange_runner
@@ -384,11 +384,18 @@ SRC = Layout(MESH, (6,), "float32", (Sharded(0),))
 DST = Layout(MESH, (6,), "float32", (Replicated(),))
 
 
-def test_out_must_not_overlap_local() -> None:
+def test_results_and_means_that_cannot_be_are_refused() -> None:
+    flags = Layout(MESH, (3,), "bool", (Partial("avg"),))
+    means = plan_redistribute(flags, flags.with_placements((Replicated(),)))
+
     def run(comm: lc.Communicator) -> None:
-        memory = np.zeros(8, np.float32)
+        memory, moves = np.zeros(12, np.float32), plan_redistribute(SRC, DST)
         with pytest.raises(BufferMismatchError, match="overlaps"):
-            execute(plan_redistribute(SRC, DST), memory[2:5], comm, memory[:6])
+            execute(moves, memory[2:5], comm, memory[:6])
+        with pytest.raises(BufferMismatchError, match="rank 1: out is C-contiguous"):
+            execute(moves, memory[:3].copy(), comm, memory[::2] if comm.rank else memory[:6])
+        with pytest.raises(DTypeError, match="no mean"):
+            execute(means, np.ones(3, bool), comm)
 
     lc.run_loopback(2, run)
 

@@ -14,12 +14,13 @@ from support.reshard_cases import (
 )
 
 from lowshard import dtypes
-from lowshard.comm import run_loopback
-from lowshard.errors import MismatchError, PlanError, VerificationError
+from lowshard.comm import run_loopback, share_text
+from lowshard.errors import LowshardError, MismatchError, PlanError, VerificationError
 from lowshard.kernels import MXFP8Tensor, quantize_mxfp8
 from lowshard.reshard import (
     MXFP8ReshardTransform,
     Refit,
+    Reshard,
     ReshardTransform,
     TensorLayout,
     build_reshard_plan,
@@ -190,6 +191,22 @@ def test_an_unusable_version_is_the_same_error_on_every_rank_and_the_next_push_w
         assert refit.version == version + 1
 
     run_loopback(4, work, LIMIT_S)
+
+
+@pytest.mark.parametrize("made", [Refit, Reshard])
+def test_what_one_rank_gives_wrong_is_an_error_on_all(made: Any) -> None:
+    """More of what users pass by mistake: tests/world/test_wrong_collectives.py."""
+    layouts = {"w": TensorLayout.sharded((4,), "float32", {"tp": (2, 1)}, {0: "tp"})}
+    plan = build_reshard_plan(layouts, {"w": TensorLayout.sharded((4,), "float32", {"dp": (2, 1)})})
+
+    def work(comm: Any) -> None:
+        for wrong in ({"dst": {"w": None}}, {"transform": _NoSend()}, {"chunks": 3}):
+            given = {"src": {"w": np.ones(2, np.float32)}, "dst": {"w": np.zeros(4, np.float32)}}
+            with pytest.raises(LowshardError) as caught:
+                made(plan=plan, comm=comm, **{"transform": None, **given, **(wrong if comm.rank else {})})
+            assert len(set(share_text(comm, type(caught.value).__name__))) == 1
+
+    run_loopback(2, work, LIMIT_S)
 
 
 @pytest.mark.parametrize("buffering", ["double", "in_place"])

@@ -285,9 +285,9 @@ def test_an_error_of_a_transform_is_raised_on_all_ranks_and_the_next_run_works()
     run_loopback(2, work, LIMIT_S)
 
 
-@pytest.mark.parametrize("way", ["slots", "messages"])
+@pytest.mark.parametrize("way", ["slots", "messages", "a second set"])
 @pytest.mark.parametrize("short", [0, 1])
-def test_a_rank_without_memory_for_buckets_is_said_on_all_ranks(way: Any, short: int) -> None:
+def test_a_rank_without_memory_is_said_on_all_ranks(way: Any, short: int) -> None:
     plan = pair()
 
     def make(comm: Any) -> None:
@@ -298,7 +298,7 @@ def test_a_rank_without_memory_for_buckets_is_said_on_all_ranks(way: Any, short:
 
             comm.empty = empty
         src, dst = {"w": np.ones((2, 4), np.float32)}, {"w": np.zeros((4, 2), np.float32)}
-        Reshard(plan, src, dst, comm, way=way)
+        Refit(plan, comm, src, dst) if way == "a second set" else Reshard(plan, src, dst, comm, way=way)
 
     errors = on_all(2, make)
     assert all(isinstance(e, CommError) and f"rank {short}: there is no memory for" in str(e) for e in errors)

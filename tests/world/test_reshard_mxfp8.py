@@ -178,6 +178,10 @@ def test_codes_of_another_dtype_are_not_cut_down_to_bytes() -> None:
         came = [np.full((4, 64), 77).astype(codes), np.full((4, 2), 77).astype(scales)]
         with pytest.raises(BufferMismatchError, match="are uint8"):
             how.finalize_recv("w", (slice(None), slice(None)), came)
+    with pytest.raises(BufferMismatchError, match="int32"):
+        MXFP8ReshardTransform({"w"}, {"w": buffer}).finalize_recv(
+            "w", (slice(None), slice(None)), [np.ones((4, 64), np.int32)]
+        )
     assert not buffer.data.any()
     assert not buffer.scale.any()
 
