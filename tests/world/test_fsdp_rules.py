@@ -590,10 +590,13 @@ def test_a_tied_unit_that_could_never_be_opened_is_refused_at_once() -> None:
             assert set(engine.open("h")) == {"x", "y"}
             engine.close("h")
         mixed = [Param("v", (3,)), Param("w", (3,), tie="a.w")]  # tied itself; the next is tied to it
-        with FSDP({**units, "h": mixed, "t": [Param("z", (3,), tie="h.v")]}, comm) as engine:
+        with FSDP(
+            {**units, "h": mixed, "t": [Param("z", (3,), tie="h.v"), Param("own", (2,))]}, comm
+        ) as engine:
             engine.fill(lambda name, box: 1.0)
-            assert set(engine.open("t")) == {"z"}
+            assert set(engine.open("t", "backward")) == set(engine.grads("t")) == {"z", "own"}
             engine.close("t")
+            assert engine.full("t.z").tolist() == [1.0] * 3
 
     lc.run_loopback(2, make, 10)
 

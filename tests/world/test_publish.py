@@ -296,6 +296,9 @@ def test_pull_without_waiting(tmp_path: Path) -> None:
             subscriber.pull(5)  # tells of the one before, which nobody has heard of
         publisher.publish(8)
         assert subscriber.pull(5) == 8
+        subscriber.pull(0.05, wait=False)  # nobody asks: closing tells of it
+        with pytest.raises(TimedOut):
+            subscriber.close()
 
 
 @contextlib.contextmanager
@@ -510,6 +513,7 @@ def test_a_snapshot_is_known_by_its_mark(tmp_path: Path) -> None:
     store.fill({}, 1, ())
     found = store.find(1)
     assert found is not None
+    assert not found.is_at(os.getpid(), 1 << 20)
     assert Memory.of_process(os.getpid(), found.fd, found.size_bytes, b"a" * 16).number == 1
     for size_bytes, mark in ((found.size_bytes, b"b" * 16), (found.size_bytes + 1, b"a" * 16)):
         with pytest.raises(OSError, match=r"belongs to another|another size"):

@@ -29,7 +29,7 @@ from lowshard.errors import (
 )
 from lowshard.reshard import Publisher, Subscriber
 from lowshard.reshard import publisher as publisher_module
-from lowshard.reshard.version_server import VersionServer
+from lowshard.reshard.version_server import Newest
 
 ONE = ls.Layout(ls.DeviceMesh((1,), ("x",)), (1000,), "float32", (ls.Replicated(),))
 HALVES = ls.Layout(ls.DeviceMesh((2,), ("x",)), (1000,), "float32", (ls.Sharded(0),))
@@ -187,10 +187,11 @@ def test_close_waits_for_members_longer_than_ranks_wait_for_each_other(tmp_path:
 
 
 def test_ctrl_c_amid_close_lets_go_of_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    array, real = np.zeros(1000, np.float32), VersionServer.close
+    array = np.zeros(1000, np.float32)
     publisher = _publisher(f"unix:{tmp_path}/p", array)
     publisher.publish(1)
-    monkeypatch.setattr(VersionServer, "close", lambda self: (real(self), signal.raise_signal(signal.SIGINT)))
+    interrupted = lambda *given: signal.raise_signal(signal.SIGINT)  # noqa: E731
+    monkeypatch.setattr(Newest, "wait_until_all_have_it", interrupted)
     with pytest.raises(KeyboardInterrupt):
         publisher.close()
     monkeypatch.undo()

@@ -200,7 +200,12 @@ def test_what_one_rank_gives_wrong_is_an_error_on_all(made: Any) -> None:
     plan = build_reshard_plan(layouts, {"w": TensorLayout.sharded((4,), "float32", {"dp": (2, 1)})})
 
     def work(comm: Any) -> None:
-        for wrong in ({"dst": {"w": None}}, {"transform": _NoSend()}, {"chunks": 3}):
+        for wrong in (
+            {"dst": {"w": None}},
+            {"dst": {"w": [0.0] * 4}},
+            {"transform": _NoSend()},
+            {"chunks": 3},
+        ):
             given = {"src": {"w": np.ones(2, np.float32)}, "dst": {"w": np.zeros(4, np.float32)}}
             with pytest.raises(LowshardError) as caught:
                 made(plan=plan, comm=comm, **{"transform": None, **given, **(wrong if comm.rank else {})})
