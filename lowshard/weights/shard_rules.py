@@ -175,27 +175,25 @@ class ExpertRange(Rule):
         return "experts"
 
 
-@dataclass(frozen=True)
-class Marker(Rule):
-    """Marks a module, and says nothing of one weight."""
-
-    def pieces(self, shape: Shape, index: int, num_devices: int) -> list[Box]:
-        """Raise MarkerError."""
-        raise MarkerError(
-            f"{self.name} marks a module, it cuts no single weight: call shard_module(weights, {{'MODULE': "
-            f"ShardingStrategy.{self.name}(n)}}), or give this weight a strategy such as rowwise"
-        )
+def _mark(rule: Rule, shape: Shape, index: int, num_devices: int) -> list[Box]:
+    """Raise MarkerError."""
+    raise MarkerError(
+        f"{rule.name} marks a module, it cuts no single weight: call shard_module(weights, {{'MODULE': "
+        f"ShardingStrategy.{rule.name}(n)}}), or give this weight a strategy such as rowwise"
+    )
 
 
 @dataclass(frozen=True)
-class TensorParallel(Marker):
+class TensorParallel(Rule):
     """Marks a module each of whose weights is sharded as its name says."""
 
     name = "tensor_parallel"
+    pieces = _mark
 
 
 @dataclass(frozen=True)
-class ExpertParallel(Marker):
+class ExpertParallel(Rule):
     """Marks a module whose experts are distributed whole."""
 
     name = "expert_parallel"
+    pieces = _mark

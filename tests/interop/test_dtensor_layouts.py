@@ -211,31 +211,6 @@ def test_random_layouts_go_to_dtensors_and_back(batch: int) -> None:
     assert kept > count * 0.4
 
 
-@pytest.mark.parametrize(
-    ("order", "wanted"),
-    [
-        (("dp", "tp"), (dt.Shard(0), dt.Shard(0))),
-        (("tp", "dp"), (_StridedShard(0, split_factor=4), dt.Shard(0))),
-    ],
-)
-def test_two_mesh_dims_on_one_tensor_dim_in_both_orders(order: tuple[str, str], wanted: Any) -> None:
-    layout = Layout.from_spec(DeviceMesh((2, 4), ("dp", "tp")), (16, 3), "float16", (order, None), "ceil")
-    dims, placed = lt.placements(layout)
-    assert (dims.names, dims.sizes, placed) == (("dp", "tp"), (2, 4), wanted)
-    assert str(
-        lt.layout(
-            made(
-                (16, 3),
-                TorchMesh(
-                    "cpu", torch.arange(8).reshape(2, 4), mesh_dim_names=("dp", "tp"), _init_backend=False
-                ),
-                list(placed),
-                torch.float16,
-            )
-        )
-    ) == str(layout)
-
-
 def test_an_order_that_torch_keeps_beside_the_placements_is_read() -> None:
     mesh = torch_mesh((2, 3))
     whole = torch.arange(7)
@@ -258,27 +233,11 @@ def test_a_mesh_without_names_gets_some() -> None:
     assert layout.mesh == DeviceMesh((2, 2), ("dim0", "dim1"))
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "float64",
-        "float32",
-        "float16",
-        "bfloat16",
-        "float8_e4m3fn",
-        "float8_e5m2",
-        "float8_e8m0fnu",
-        "int8",
-        "int16",
-        "int32",
-        "int64",
-        "uint8",
-        "uint16",
-        "uint32",
-        "uint64",
-        "bool",
-    ],
-)
+DTYPES = """float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2 float8_e8m0fnu bool
+    int8 int16 int32 int64 uint8 uint16 uint32 uint64"""
+
+
+@pytest.mark.parametrize("name", DTYPES.split())
 def test_every_dtype_goes_both_ways(name: str) -> None:
     mesh = torch_mesh((8,))
     given = made((19, 2), mesh, [dt.Shard(0)], getattr(torch, name))

@@ -2,7 +2,8 @@
 
 Usage: run_cases.py DEVICE [NAME ...], where DEVICE is "cpu", "windows" for the same with several nodes' small payloads
 going by way of windows too, in small pieces, "cuda", or "nccl" or "staged" for GPU arrays by that transport and no
-other; without names, all cases. With LOWSHARD_TESTS_BARRED in the environment no rank may read another's memory;
+other; without names, all cases of the communicator contract; names may be of support.program_cases too.
+With LOWSHARD_TESTS_BARRED in the environment no rank may read another's memory;
 LOWSHARD_TESTS_CORES is how many cores the machine is said to have. LOWSHARD_TESTS_PIPES=whole has private memory handed
 on through pipes wherever it may be, and =broken through pipes that take nothing.
 Results travel by mpi4py's own gather, so that a broken collective of ours cannot hide them.
@@ -70,6 +71,8 @@ def make(device: str) -> lc.Communicator:
 
 def main(device: str, names: list[str]) -> None:
     world = MPI.COMM_WORLD
+    if not set(names) <= CASES.keys():
+        import support.program_cases  # noqa: F401
     warnings.simplefilter("error")
     # A communicator of its own for each case: what one leaves behind does not reach the next. Those of NCCL take
     # seconds to make, more where ranks share a GPU: they serve until a case has spoilt one.

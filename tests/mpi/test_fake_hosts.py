@@ -309,29 +309,3 @@ def test_a_keeper_that_is_cut_off_ends_its_rank_itself(nothing_left: None, tmp_p
         assert link.failures() == []  # this end has not noticed yet
         for connection, _, _ in link.streams():
             connection.close()
-
-
-COMMUNICATING = """
-import os, signal, time
-import numpy as np
-from mpi4py import MPI
-import lowshard.comm as lc
-
-comm = lc.from_mpi(MPI.COMM_WORLD, device="cpu")
-total = np.zeros(3)
-comm.all_reduce(np.full(3, comm.rank + 1.0), total)
-assert total.tolist() == [10.0] * 3
-if comm.rank == 3:
-    os.kill(os.getpid(), signal.SIGSTOP)
-comm.barrier()
-"""
-
-
-@pytest.mark.full_only  # compiles for half a minute
-def test_survivors_of_a_frozen_rank_say_where_they_were_and_are_not_the_cause(launcher: Launcher) -> None:
-    env = {**ENVIRONMENT, "LOWSHARD_HEARTBEAT_S": str(BEAT_S)}
-    with fake_hosts(2) as hosts:
-        done = launcher.run("-n", "4", *options(hosts), launcher.script(COMMUNICATING), **env)
-    assert done.code == 70, done.err
-    assert "PeerFailed: rank 3 has been silent" in done.err
-    assert "rank 3 failed first: has been stopped (SIGSTOP)" in done.err.strip().splitlines()[-1]

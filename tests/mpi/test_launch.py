@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.mpi, pytest.mark.time_limit(60)]
 
 # The program of most tests: rank 1 fails as told, at the moment told, while the others wait for it.
 FAILING = """
-import os, signal, sys, threading, time
+import os, signal, sys, time
 from pathlib import Path
 
 how, when, stamp = sys.argv[1:]
@@ -37,14 +37,9 @@ def fail():
     Path(stamp).write_text(str(time.time()))
     if how == "raise":
         raise ValueError("boom")
-    if how == "raise in a thread":
-        threading.Thread(target=lambda: int("no number")).start()
-        time.sleep(60)
     if how == "mismatch":
         from lowshard.errors import MismatchError
         raise MismatchError("ranks differ")
-    if how == "exit":
-        sys.exit(3)
     if how == "_exit":
         os._exit(4)
     os.kill(os.getpid(), getattr(signal, how))
@@ -135,21 +130,14 @@ def test_an_exception_in_one_rank_ends_the_job_and_is_told_last(launcher: Launch
     assert "not reached" not in done.out
 
 
-WAYS_TO_FAIL = [
-    ("raise in a thread", 1, "ValueError: invalid literal for int() with base 10: 'no number'"),
+WAYS_TO_FAIL = [  # beside those of test_fault_matrix.py and test_causes.py
     ("mismatch", 72, "lowshard.errors.MismatchError: ranks differ"),
-    ("exit", 3, "sys.exit(3)"),
     ("_exit", 4, "ended with exit code 4"),
-    ("SIGKILL", 70, "killed by signal 9 (SIGKILL)"),
-    ("SIGSEGV", 70, "killed by signal 11 (SIGSEGV)"),
     ("SIGTERM", 70, "killed by signal 15 (SIGTERM)"),
 ]
 
 
-@pytest.mark.parametrize(
-    ("how", "code", "told"),
-    [*mode.sample(WAYS_TO_FAIL[:4], 1, "exits"), *mode.sample(WAYS_TO_FAIL[4:], 1, "signals")],
-)
+@pytest.mark.parametrize(("how", "code", "told"), mode.sample(WAYS_TO_FAIL, 2, "exits"))
 def test_each_way_to_fail_has_its_exit_code_and_names_the_rank(
     launcher: Launcher, how: str, code: int, told: str
 ) -> None:
@@ -158,36 +146,6 @@ def test_each_way_to_fail_has_its_exit_code_and_names_the_rank(
     assert done.code == code, done.err
     assert done.ended_s - float(stamp.read_text()) < ENDS_WITHIN_S
     assert f"rank 1 failed first: {told}" in done.err.strip().splitlines()[-1]
-    assert ("[1] Fatal Python error: Segmentation fault" in done.err) == (how == "SIGSEGV")
-
-
-@pytest.mark.parametrize("how", mode.sample(["SIGKILL", "_exit"], 1, "dies before init"))
-def test_a_rank_that_dies_before_init_ends_the_job(launcher: Launcher, how: str) -> None:
-    stamp = launcher.folder / "stamp"
-    done = launcher.run("-n", "3", launcher.script(FAILING), how, "before init", str(stamp))
-    assert done.code == (70 if how == "SIGKILL" else 4), done.err
-    assert "rank 1 failed first" in done.err
-    assert done.ended_s - float(stamp.read_text()) < ENDS_WITHIN_S
-
-
-def test_a_survivors_peer_failed_does_not_mask_the_death(launcher: Launcher) -> None:
-    script = launcher.script(
-        "import os, signal, sys, time\n"
-        "from pathlib import Path\n"
-        "from mpi4py import MPI\n"
-        "from lowshard.errors import PeerFailed\n"
-        "gone = Path(sys.argv[1])\n"
-        "MPI.COMM_WORLD.Barrier()\n"
-        "if MPI.COMM_WORLD.rank == 1:\n"
-        "    gone.write_text('')\n"
-        "    os.kill(os.getpid(), signal.SIGKILL)\n"
-        "while not gone.exists():\n"
-        "    time.sleep(0.001)\n"
-        "raise PeerFailed('rank 1 is gone')\n"
-    )
-    done = launcher.run("-n", "3", script, str(launcher.folder / "gone"))
-    assert done.code == 70, done.err
-    assert "rank 1 failed first: killed by signal 9" in done.err.splitlines()[-1]
 
 
 def test_the_time_limit_ends_the_job_and_shows_every_stack(launcher: Launcher) -> None:
@@ -250,16 +208,6 @@ def test_a_reader_that_goes_away_ends_the_job(launcher: Launcher) -> None:
 
 
 SPAM = "import time\nfor _ in range(50000):\n    print('x' * 100)\ntime.sleep(60)\n"
-
-
-@pytest.mark.full_only
-def test_a_reader_that_is_slow_gets_all_that_was_printed(launcher: Launcher) -> None:
-    started = launcher.start("run", "-n", "1", launcher.script(SPAM.replace("sleep(60)", "sleep(0)")))
-    assert started.stdout is not None
-    os.set_blocking(started.stdout.fileno(), True)
-    time.sleep(2.0)
-    assert launcher.finish(started).out == f"[0] {'x' * 100}\n" * 50000
-    assert started.returncode == 0
 
 
 def test_output_that_cannot_be_written_is_told_and_ends_the_job(launcher: Launcher) -> None:

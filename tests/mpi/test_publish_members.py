@@ -135,44 +135,66 @@ def world(folder: Path, address: str, hosts: Mapping[str, FakeHost] | None = Non
             made.kill(name)
 
 
+def happen(all_: World, act: str, name: str, ranks: Mapping[str, int]) -> None:
+    """Let something happen to a member, or to the publisher: the others go on meanwhile, and then all do."""
+    names, others = list(ranks), [other for other in ranks if other != name]
+    least = all_.published()
+    if act == "cut":
+        cut(all_.hosts[name])
+        time.sleep(0.5)  # what was on its way has come
+        held = all_.newest(name)
+        all_.wait_for(others, least + 100)
+        assert all_.newest(name) == held
+        mend(all_.hosts[name])
+    elif act == "kill":
+        all_.kill(name)
+        all_.wait_for(others, least)
+        all_.subscriber(name, ranks[name])
+    elif act == "stop":
+        process = all_.running[name]
+        os.killpg(process.pid, signal.SIGSTOP)
+        try:
+            all_.wait_for(others, least)
+        finally:
+            os.killpg(process.pid, signal.SIGCONT)
+    else:
+        all_.kill("publisher")
+        all_.publisher(2)
+        least = all_.first - 1
+    all_.wait_for(names, least)
+
+
+def begin(all_: World, ranks: Mapping[str, int]) -> None:
+    all_.publisher(2)
+    for name, count in ranks.items():
+        all_.subscriber(name, count)
+    all_.wait_for(list(ranks), 0)
+
+
+def end(all_: World, ranks: Mapping[str, int]) -> None:
+    all_.end(list(ranks))
+    assert not [
+        line
+        for name, count in ranks.items()
+        for rank in range(count)
+        for line in all_.lines(name, rank)
+        if "WRONG" in line
+    ]
+
+
 @pytest.mark.parametrize("kind", mode.sample(["unix", "tcp", "streams"], 1, "members come and go"))
 def test_members_come_and_go_and_each_holds_one_whole_version(
     tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """They map the publisher's memory, or read it over connections; one quantises what comes."""
     monkeypatch.setenv("LOWSHARD_CROSS_MEMORY", "off" if kind == "streams" else "auto")
-    address = address_of(kind, tmp_path)
     ranks = {"job": 2, "alone": 1, "other": 1, "mxfp8": 1}
-    names = list(ranks)
-    with world(tmp_path, address) as all_:
-        all_.publisher(2)
-        for name in names:
-            all_.subscriber(name, ranks[name])
-        all_.wait_for(names, 0)
+    with world(tmp_path, address_of(kind, tmp_path)) as all_:
+        begin(all_, ranks)
         for _ in range(20 if mode.full() else 1):
-            name, act = str(rng.choice(names)), str(rng.choice(["kill", "stop", "publisher"]))
             time.sleep(float(rng.random()) * 0.2)
-            least = all_.published()
-            if act == "kill":
-                all_.kill(name)
-                all_.wait_for([other for other in names if other != name], least)
-                all_.subscriber(name, ranks[name])
-            elif act == "stop":
-                process = all_.running[name]
-                os.killpg(process.pid, signal.SIGSTOP)
-                try:
-                    all_.wait_for([other for other in names if other != name], least)
-                finally:
-                    os.killpg(process.pid, signal.SIGCONT)
-            else:
-                all_.kill("publisher")
-                all_.publisher(2)
-                least = all_.first - 1
-            all_.wait_for(names, least)
-        all_.end(names)
-    assert not [
-        line for name in names for rank in (0, 1) for line in all_.lines(name, rank) if "WRONG" in line
-    ]
+            happen(all_, str(rng.choice(["kill", "stop", "publisher"])), str(rng.choice(list(ranks))), ranks)
+        end(all_, ranks)
     assert not (tmp_path / "p").exists()
 
 
@@ -182,51 +204,18 @@ def test_members_on_three_hosts_are_killed_stopped_and_cut_off(
     tmp_path: Path, rng: np.random.Generator
 ) -> None:
     """A publisher of two ranks, a subscriber of two and one alone, each on a host; 200 versions and more."""
-    ranks = {"job": 2, "mxfp8": 1}
-    names = list(ranks)
+    ranks, seen = {"job": 2, "mxfp8": 1}, 0
     with fake_hosts(3) as hosts:
-        places = dict(zip(("publisher", *names), hosts, strict=True))
+        places = dict(zip(("publisher", *ranks), hosts, strict=True))
         address = f"tcp://{hosts[0].address}:{20000 + os.getpid() % 20000}"
         with world(tmp_path, address, places) as all_:
-            all_.publisher(2)
-            for name in names:
-                all_.subscriber(name, ranks[name])
-            all_.wait_for(names, 0)
-            seen = 0
+            begin(all_, ranks)
             for turn in range(8):
-                name = str(rng.choice(names))
                 act = ("cut", "kill", "stop", "publisher")[turn % 4]
-                other = [one for one in names if one != name]
-                least = all_.published()
-                if act == "cut":
-                    cut(places[name])
-                    time.sleep(0.5)  # what was on its way has come
-                    held = all_.newest(name)
-                    all_.wait_for(other, least + 100)
-                    assert all_.newest(name) == held
-                    mend(places[name])
-                elif act == "kill":
-                    all_.kill(name)
-                    all_.wait_for(other, least)
-                    all_.subscriber(name, ranks[name])
-                elif act == "stop":
-                    process = all_.running[name]
-                    os.killpg(process.pid, signal.SIGSTOP)
-                    try:
-                        all_.wait_for(other, least)
-                    finally:
-                        os.killpg(process.pid, signal.SIGCONT)
-                else:
-                    seen += all_.published() - all_.first
-                    all_.kill("publisher")
-                    all_.publisher(2)
-                    least = all_.first - 1
-                all_.wait_for(names, least)
-            all_.wait_for(names, all_.first + max(0, 200 - seen))
-            all_.end(names)
-    assert not [
-        line for name in names for rank in (0, 1) for line in all_.lines(name, rank) if "WRONG" in line
-    ]
+                seen += (all_.published() - all_.first) * (act == "publisher")
+                happen(all_, act, str(rng.choice(list(ranks))), ranks)
+            all_.wait_for(list(ranks), all_.first + max(0, 200 - seen))
+            end(all_, ranks)
 
 
 def test_a_member_that_is_killed_holds_nobody_up(tmp_path: Path) -> None:

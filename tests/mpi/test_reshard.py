@@ -1,4 +1,4 @@
-"""Resharding on real ranks: random plans, 200 refits that leave nothing behind, and ranks that are killed."""
+"""Refits in which a rank is killed: the others are left with whole versions, and with one."""
 
 from __future__ import annotations
 
@@ -16,51 +16,12 @@ from typing import Any
 import pytest
 from support import mode
 from support.launching import Launcher, wait_until
-from support.starting import start_ranks
 
 from lowshard.launch.leftover import stray_files
 
 pytestmark = pytest.mark.mpi
 
 HERE = Path(__file__).parent
-# What may grow for another reason than a leak: the allocator's pools, what is compiled or imported late.
-ALLOWED = {"rss_kib": 8 << 10, "files": 0, "mappings": 16, "threads": 0}
-
-
-@pytest.mark.time_limit(120)
-@pytest.mark.parametrize("ranks", [2, 3, 4, 8] if mode.full() else [4])
-def test_random_reshards_are_right_over_mpi_and_many_refits_leave_nothing_behind(ranks: int) -> None:
-    count, times = (400, 200) if mode.full() else (15, 60)
-    args = [str(count), str(mode.seed() % 2**31), str(times)]
-    found = json.loads(start_ranks(HERE / "run_reshard.py", ranks, args, 110).ok().stdout)
-    assert found["right"] == count
-    assert len(found["grown"]) == ranks
-    for rank, ways in enumerate(found["grown"]):
-        assert ways
-        for way, grown in ways.items():
-            too_much = {name: n for name, n in grown.items() if n > ALLOWED[name]}
-            assert not too_much, f"rank {rank}, {way}: {grown}"
-
-
-@pytest.mark.time_limit(120)
-@pytest.mark.parametrize(
-    "env",
-    mode.sample([{"LOWSHARD_CPU_PATH": "mpi"}, {"LOWSHARD_CROSS_MEMORY": "off"}], 1, "reshard paths"),
-    ids=str,
-)
-def test_random_reshards_are_right_by_other_paths(env: dict[str, str]) -> None:
-    count = 300 if mode.full() else 10
-    start_ranks(HERE / "run_reshard.py", 4, [str(count), str(mode.seed() % 2**31), "3"], 110, env=env).ok()
-
-
-@pytest.mark.time_limit(60)
-def test_a_rank_that_is_late_to_decide_finds_the_decision_and_writes_to_nothing_else() -> None:
-    assert start_ranks(HERE / "run_vote_late.py", 3, [], 50).ok().stdout == "all decided alike\n"
-
-
-# ---- ranks that are killed
-
-
 PLACES = ("before the vote", "between vote and switch")
 HOWS = ("slots", "messages", "shown", "private")
 """How bytes move in a job; see run_refit_fault.py."""

@@ -1,4 +1,4 @@
-"""The one table of cases of the communicator contract, and how one of them is run.
+"""The one table of cases of the communicator contract.
 
 The table runs on threads (tests/world), on MPI ranks (tests/mpi), over a stand-in for NCCL (tests/unit) and,
 where there are GPUs, on NCCL (tests/gpu).
@@ -13,16 +13,13 @@ from support import (
     group_cases,
     memory_cases,
     message_cases,
-    mode,
     move_cases,
     reduction_cases,
     repeat_cases,
     shared_cases,
     start_cases,
 )
-from support.comm_kit import CASES, Way, cases_for
-
-from lowshard.comm import Communicator
+from support.comm_kit import CASES, Way, cases_for, run_case
 
 __all__ = [
     "CASES",
@@ -41,11 +38,3 @@ __all__ = [
     "shared_cases",
     "start_cases",
 ]
-
-
-def run_case(name: str, comm: Communicator) -> None:
-    """Run one case on this rank.
-
-    Collective: all ranks of the communicator call this. The generator is the same on all ranks.
-    """
-    CASES[name](comm, mode.rng(name))

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
+from support import mode
 
 from lowshard import dtypes
 from lowshard.comm import Communicator
@@ -22,6 +23,9 @@ Array = Any
 Case = Callable[[Communicator, np.random.Generator], None]
 
 CASES: dict[str, Case] = {}
+"""The communicator contract; see support.comm_cases."""
+PROGRAMS: dict[str, Case] = {}
+"""What programs do with a communicator; see support.program_cases."""
 
 GUARD_ELEMS = 4
 
@@ -55,20 +59,28 @@ Need = Callable[[Way], bool]
 _NEEDS: dict[str, tuple[Need, ...]] = {}
 
 
-def case(*needs: Need) -> Callable[[Case], Case]:
-    """Enter a function into the table under its own name, for the ways that give all it needs."""
+def case(*needs: Need, table: dict[str, Case] = CASES) -> Callable[[Case], Case]:
+    """Enter a function into a table under its own name, for the ways that give all it needs."""
 
     def enter(function: Case) -> Case:
-        assert function.__name__ not in CASES
-        CASES[function.__name__], _NEEDS[function.__name__] = function, needs
+        assert function.__name__ not in _NEEDS
+        table[function.__name__], _NEEDS[function.__name__] = function, needs
         return function
 
     return enter
 
 
 def cases_for(way: Way, names: Iterable[str] | None = None) -> list[str]:
-    """Return those of the cases, by default of all, that mean something on a way."""
+    """Return those of the cases, by default of all of the contract, that mean something on a way."""
     return [name for name in (CASES if names is None else names) if all(need(way) for need in _NEEDS[name])]
+
+
+def run_case(name: str, comm: Communicator) -> None:
+    """Run one case on this rank.
+
+    Collective: all ranks of the communicator call this. The generator is the same on all ranks.
+    """
+    (CASES | PROGRAMS)[name](comm, mode.rng(name))
 
 
 def others(way: Way) -> bool:

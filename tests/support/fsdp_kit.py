@@ -153,7 +153,8 @@ class Trained:
 
 def train(
     comm: lc.Communicator, strategy: ShardingStrategy, steps: Iterable[int] = range(3), micro_batches: int = 8,
-    path: Path | None = None, load: Path | None = None, between: Callable[[FSDP], None] | None = None, **options: Any,
+    path: Path | None = None, load: Path | None = None, between: Callable[[FSDP], None] | None = None,
+    model: type[Model] = Model, **options: Any,
 ) -> Trained:  # fmt: skip
     """Train; the micro-batches are dealt to ranks in contiguous blocks (with accumulate="reduce" by turns)."""
     result = Trained()
@@ -165,7 +166,7 @@ def train(
         rule = optimizer()
         each = micro_batches // comm.size
         for step in steps:
-            run_step(engine, comm, step, each)
+            run_step(engine, comm, step, each, model)
             engine.join()
             result.norms.append(engine.clip(CLIP))
             engine.update(rule)
@@ -178,15 +179,15 @@ def train(
     return result
 
 
-def run_step(engine: FSDP, comm: lc.Communicator, step: int, each: int) -> None:
-    model = Model(engine)
+def run_step(engine: FSDP, comm: lc.Communicator, step: int, each: int, model: type[Model] = Model) -> None:
+    made = model(engine)
     by_turns = engine._grads._reduces_each
     for k in range(each):
         with engine.step(last=k == each - 1):
             grid, micro = engine.grid, comm.rank * each + k
             if by_turns:  # sums over a shard group come first, those over micro-batches next, replicas last
                 micro = (grid.replica_rank * each + k) * grid.shards + grid.shard_rank
-            model.run(*batch(step, micro))
+            made.run(*batch(step, micro))
 
 
 # ---- plain NumPy

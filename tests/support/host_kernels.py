@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -44,6 +45,11 @@ def engine_that_runs(way: str) -> HostCudaEngine:
         "large grid": lambda: host_cuda_engine(multiprocessors=10**6),
         "flushing": lambda: host_cuda_engine(flush=True),
     }[way]()
+
+
+needs_compiler = pytest.mark.skipif(
+    shutil.which("g++") is None, reason="g++, which builds the kernels, is not on PATH"
+)
 
 
 @contextmanager

@@ -1,24 +1,26 @@
-"""Calls that are wrong, or lie oddly, after right ones were made: on threads and on MPI ranks alike."""
+"""Cases of programs: calls that are wrong, or lie oddly, after right ones were made."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
+from support.comm_kit import PROGRAMS, case, others
 
 from lowshard import DeviceMesh, Layout, Sharded, execute, plan_redistribute
 from lowshard import comm as lc
 from lowshard.comm import Communicator
 from lowshard.errors import BufferMismatchError, CommError
 
+Rng = np.random.Generator
 ELEMS = 20_000
 """Of a part: past what goes through slots in one piece."""
 
 
-def known_scatter(comm: Communicator) -> None:
+@case(table=PROGRAMS)
+def known_scatter(comm: Communicator, rng: Rng) -> None:
     """A root's buffer is measured each time, though the result is as before."""
     recv, root = np.zeros(4, np.float32), comm.rank == 0
     whole = np.arange(4 * comm.size, dtype=np.float32)
@@ -31,7 +33,8 @@ def known_scatter(comm: Communicator) -> None:
             comm.scatter(None, recv)
 
 
-def known_empty(comm: Communicator) -> None:
+@case(table=PROGRAMS)
+def known_empty(comm: Communicator, rng: Rng) -> None:
     """An empty result is still one."""
     empty = np.empty(0, np.float32)
     for _ in range(2):
@@ -42,7 +45,8 @@ def known_empty(comm: Communicator) -> None:
                 call(empty, None)
 
 
-def known_true(comm: Communicator) -> None:
+@case(others, table=PROGRAMS)
+def known_true(comm: Communicator, rng: Rng) -> None:
     """True is no rank, also where 1 was one."""
     buf = np.zeros(4, np.float32)
     comm.broadcast(buf, 1)
@@ -50,7 +54,8 @@ def known_true(comm: Communicator) -> None:
         comm.broadcast(buf, True)
 
 
-def closed(comm: Communicator) -> None:
+@case(table=PROGRAMS)
+def closed(comm: Communicator, rng: Rng) -> None:
     """A closed communicator is refused before its memory, which may be another one's by now, is touched."""
     mesh = DeviceMesh((comm.size,), ("x",))
     layouts = [Layout(mesh, (4 * comm.size, 6 * comm.size), "float32", (Sharded(d),)) for d in (0, 1)]
@@ -81,7 +86,8 @@ def closed(comm: Communicator) -> None:
     live.close()
 
 
-def strict_errors(comm: Communicator) -> None:
+@case(table=PROGRAMS)
+def strict_errors(comm: Communicator, rng: Rng) -> None:
     """NumPy's errors and warnings, which the user may have made exceptions, take no rank out of a reduction."""
     values = np.ones(ELEMS, np.float32)
     values[-1] = 3e38
@@ -98,7 +104,8 @@ def strict_errors(comm: Communicator) -> None:
             comm.all_reduce(values, found, op="avg", order=order)
 
 
-def overlapping(comm: Communicator) -> None:
+@case(table=PROGRAMS)
+def overlapping(comm: Communicator, rng: Rng) -> None:
     """What is sent may overlap the result in any way."""
     n, size, me = ELEMS, comm.size, comm.rank
     for _ in range(5):
@@ -121,7 +128,8 @@ def overlapping(comm: Communicator) -> None:
                 assert (room[at : at + n] == me).all(), at
 
 
-def amid_an_element(comm: Communicator) -> None:
+@case(table=PROGRAMS)
+def amid_an_element(comm: Communicator, rng: Rng) -> None:
     """Buffers may begin at any byte."""
     for dtype in (np.int64, np.float32, np.float16):
         for elems in (5, ELEMS):
@@ -142,7 +150,8 @@ def amid_an_element(comm: Communicator) -> None:
                 assert not part.any()
 
 
-def short_integers(comm: Communicator) -> None:
+@case(table=PROGRAMS)
+def short_integers(comm: Communicator, rng: Rng) -> None:
     """Sums wrap, and NaN stays, at any length and order."""
     for elems in (5, ELEMS):
         for order in ("fast", "tree"):
@@ -159,7 +168,8 @@ def short_integers(comm: Communicator) -> None:
                 assert np.isnan(least).all(), (op, order)
 
 
-def explained(comm: Communicator) -> None:
+@case(others, table=PROGRAMS)
+def explained(comm: Communicator, rng: Rng) -> None:
     """Each pair of ranks, once, on every rank."""
     said: dict[str, Any] = comm.explain(json=True)
     assert (said["transport"], said["rank"], said["size"]) == (comm.transport, comm.rank, comm.size)
@@ -172,19 +182,3 @@ def explained(comm: Communicator) -> None:
     assert said["pairs"][0]["way"] in text
     with pytest.raises(CommError, match="json is True or False"):
         comm.explain(json="yes")  # type: ignore[call-overload]
-
-
-ODD_CALLS: dict[str, Callable[[Communicator], None]] = {
-    one.__name__: one
-    for one in (
-        known_scatter,
-        known_empty,
-        known_true,
-        closed,
-        strict_errors,
-        overlapping,
-        amid_an_element,
-        short_integers,
-        explained,
-    )
-}

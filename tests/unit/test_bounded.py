@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-import threading
 import tracemalloc
 import weakref
 from collections.abc import Iterator
@@ -163,22 +162,6 @@ def test_the_newest_is_kept_up_to_the_bound_and_a_value_is_weighed_once_it_has_g
     assert 50 not in kept  # larger than all there is room for
     kept.clear()
     assert (len(kept), kept.used_bytes) == (0, 0)
-
-
-def test_threads_may_put_at_once() -> None:
-    kept = BoundedCache[int, int](None, 100, lambda key, value: 1)
-
-    def work(first: int) -> None:
-        for key in range(first, first + 5000):
-            kept.put(key % 700, key)
-
-    threads = [threading.Thread(target=work, args=(1000 * i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(kept) <= 101
-    assert kept.used_bytes == len(kept._sizes) <= 100
 
 
 def test_a_function_forgets_beyond_its_bound_and_is_right_all_the_while() -> None:

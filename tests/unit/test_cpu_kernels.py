@@ -574,30 +574,3 @@ def test_rows_fetched_into_the_caches_are_right(rows, run, src_step, dst_step, p
     table = lower(extents, zero - low, zero, np.array([[src_step, 1]]), np.array([[dst_step, 1]]), 1, 1)
     cpu_engine.NumbaEngine().rows_copier(source, target, table, False, fetching=True)()
     assert np.array_equal(target, right)
-
-
-@pytest.mark.parametrize("past", [0, 1, 16, 31, 32, 48])
-@pytest.mark.parametrize(
-    ("rows", "cols", "wide", "gap"),
-    [(1, 1 << 16, 1 << 16, 0), (70, 512, 2048, 32), (65, 32, 576, 7), (3, 2048, 2048, 5)],
-)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_codes_written_past_the_caches_are_the_same_wherever_they_begin(rows, cols, wide, gap, past, dtype):
-    rng = np.random.default_rng(rows + cols + past)
-    values = rng.normal(0, 1, (rows, wide)).astype(FLOATS[dtype])
-    values[0, 5] = np.nan  # a rare block
-    source = values[:, :cols]
-    codes = aligned(rows * (cols + gap), past)
-    data = np.lib.stride_tricks.as_strided(codes, (rows, cols), (cols + gap, 1))
-    runs = lower(
-        np.array([[rows, cols]]), np.zeros(1, np.int64), np.zeros(1, np.int64),
-        np.array([source.strides]), np.array([data.strides]), source.itemsize, 1,
-    )  # fmt: skip
-    right = quantize_mxfp8(np.ascontiguousarray(source))
-    untouched = codes.copy()
-    scale = np.zeros((rows * (cols + gap)) // 32 + 1, np.uint8)
-    cpu_engine.NumbaEngine().quantize(source, codes, scale, runs, "e4m3", "rceil", 0, streaming=True)
-    assert np.array_equal(data, right.data)
-    between = np.lib.stride_tricks.as_strided(codes[cols:], (rows - 1, gap), (cols + gap, 1))
-    kept = np.lib.stride_tricks.as_strided(untouched[cols:], (rows - 1, gap), (cols + gap, 1))
-    assert np.array_equal(between, kept)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 import warnings
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 from support import mode
 from support.cuda_host import HostCudaEngine, host_cuda_engine
+from support.host_kernels import needs_compiler
 
 from lowshard import dtypes
 from lowshard.comm import reduction
@@ -21,9 +21,7 @@ from lowshard.errors import CommError
 from lowshard.kernels.cuda.cuda_engine import MOST_FOLDED
 from lowshard.kernels.cuda.cuda_module import program_of, source
 
-pytestmark = pytest.mark.skipif(
-    shutil.which("g++") is None, reason="g++, which builds the kernels, is not on PATH"
-)
+pytestmark = needs_compiler
 
 DTYPES = [row.name for row in dtypes.all_dtypes() if row.kind in ("float", "int", "uint")]
 OPS = ("sum", "avg", "min", "max", "prod")

@@ -6,7 +6,6 @@ is one instruction, where all lanes take the same way.
 
 from __future__ import annotations
 
-import shutil
 from collections import defaultdict
 from collections.abc import Callable
 from itertools import product
@@ -16,6 +15,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from support.cuda_host import Access, HostCudaEngine, host_cuda_engine
+from support.host_kernels import needs_compiler
 
 from lowshard.kernels import (
     MXFP8Tensor,
@@ -28,9 +28,7 @@ from lowshard.kernels import (
 )
 from lowshard.kernels import engine as engine_module
 
-pytestmark = pytest.mark.skipif(
-    shutil.which("g++") is None, reason="g++, which builds the kernels, is not on PATH"
-)
+pytestmark = needs_compiler
 
 SECTOR_BYTES = 32
 LANES = 32

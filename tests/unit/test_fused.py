@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given
@@ -15,12 +14,10 @@ from support.mxfp8_twin import (
     assert_holds,
     exact,
     moderate_blocks,
-    random_fp32_blocks,
     slow_quantize,
 )
 from support.places import packed_place, places
 
-from lowshard.errors import BufferMismatchError, DependencyError, DTypeError, KernelError, LowshardError
 from lowshard.kernels import (
     BoxTable,
     MXFP8Tensor,
@@ -28,7 +25,6 @@ from lowshard.kernels import (
     pack,
     pack_quantize,
     quantize_mxfp8,
-    unpack,
     unpack_dequantize,
 )
 
@@ -188,26 +184,6 @@ def test_every_way_through_gives_the_same_bytes_and_heeds_every_option(dtype, wa
     np.testing.assert_array_equal(back.astype(DTYPES[dtype]).view(BITS[dtype]), wanted.view(BITS[dtype]))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("elem", ["e4m3", "e5m2"])
-def test_a_weight_cut_at_multiples_of_32_keeps_the_blocks_of_the_whole_and_comes_back(engine, dtype, elem):
-    rows, cols = engine.pick((300, 512), (60, 256))
-    with np.errstate(over="ignore", invalid="ignore"):
-        weight = random_fp32_blocks(1, rows * cols // 32).astype(DTYPES[dtype]).reshape(rows, cols)
-    boxes = [((r, min(r + 7, rows)), (c, c + 64)) for r in range(0, rows, 7) for c in range(0, cols, 64)]
-    table = BoxTable(weight.shape, boxes)
-    whole = quantize_mxfp8(weight, elem)
-    q = pack_quantize(weight, table, elem)
-    np.testing.assert_array_equal(q.data, pack(whole.data, table))
-    scale_boxes = [((r0, r1), (c0 // 32, c1 // 32)) for (r0, r1), (c0, c1) in boxes]
-    np.testing.assert_array_equal(q.scale, pack(whole.scale, scale_boxes))
-    back = np.full_like(weight, 7)
-    unpack_dequantize(q, table, back)
-    np.testing.assert_array_equal(back.view(BITS[dtype]), dequantize_mxfp8(whole, dtype).view(BITS[dtype]))
-    in_two = unpack(dequantize_mxfp8(q, dtype), table, np.full_like(weight, 7))
-    np.testing.assert_array_equal(back.view(BITS[dtype]), in_two.view(BITS[dtype]))
-
-
 def test_the_default_output_is_one_buffer_codes_then_scales():
     x = values_of((6, 96), "float32")
     table = BoxTable(x.shape, [((0, 5), (3, 35)), ((5, 6), (0, 96))])
@@ -247,8 +223,6 @@ def test_no_boxes_and_empty_boxes_are_no_work():
 SRC = np.zeros((4, 64), np.float32)
 BOXES = [((0, 2), (0, 64)), ((3, 4), (32, 64))]
 TABLE = BoxTable((4, 64), BOXES)
-ARENA = np.zeros(4 * 64 * 4, np.uint8)
-ARENA_SRC = ARENA.view(np.float32).reshape(4, 64)
 
 
 def q_of(elems, elem="e4m3"):
@@ -258,77 +232,6 @@ def q_of(elems, elem="e4m3"):
 def read_only(array):
     array.flags.writeable = False
     return array
-
-
-class OnGpu:
-    @property
-    def __cuda_array_interface__(self):
-        raise AssertionError("it must not be asked")
-
-
-NARROW = [((0, 1), (0, 32)), ((1, 2), (10, 50))]
-CROSSING = [((0, 2), (0, 32)), ((1, 3), (31, 63))]
-OVERLAP = "unpack_dequantize writes every element at most once, but box 0 .* and box 1 .* overlap"
-
-
-@pytest.mark.parametrize(
-    ("call", "error", "text"),
-    [
-        (lambda: pack_quantize(SRC, NARROW), KernelError,
-         r"multiple of 32 elements wide in the last dim, .* got \(10, 50\) in box 1; split at multiples of 32"),
-        (lambda: pack_quantize(SRC, BoxTable((4, 64), NARROW)), KernelError, r"\(10, 50\) in box 1"),
-        (lambda: pack_quantize(np.zeros((), np.float32), [()]), KernelError, "at least one dim .* got a 0-d array"),
-        (lambda: pack_quantize(SRC[:, :32], TABLE), BufferMismatchError,
-         r"built for shape \[4, 64\], got src \[4, 32\]"),
-        (lambda: pack_quantize(SRC, [((0, 5), (0, 32))]), KernelError, r"stop <= 4 in dim 0, got \(0, 5\)"),
-        (lambda: pack_quantize(SRC.astype(np.float64), TABLE), DTypeError, r"got float64.*src.astype"),
-        (lambda: pack_quantize(SRC.tolist(), TABLE), KernelError, "src must be a NumPy or CuPy array"),
-        (lambda: pack_quantize(OnGpu(), TABLE), DependencyError, "seen through CuPy, which is not"),
-        (lambda: pack_quantize(SRC, TABLE, "e3m4"), KernelError, "e5m2"),
-        (lambda: pack_quantize(SRC, TABLE, mode="round"), KernelError, "one of rceil"),
-        (lambda: pack_quantize(SRC, TABLE, min_scale_byte=255), KernelError, "0 to 254"),
-        (lambda: pack_quantize(SRC, TABLE, out=SRC), KernelError, "out must be an MXFP8Tensor"),
-        (lambda: pack_quantize(SRC, TABLE, "e5m2", out=q_of(160)), BufferMismatchError, 'out is for "e4m3"'),
-        (lambda: pack_quantize(SRC, TABLE, out=q_of(128)), BufferMismatchError,
-         r"out.data must be uint8 \[160\], got uint8 \[128\]"),
-        (lambda: pack_quantize(SRC, TABLE, out=MXFP8Tensor(np.zeros((5, 32), np.uint8), np.zeros((5, 1), np.uint8))),
-         BufferMismatchError, r"out.data must be uint8 \[160\], got uint8 \[5, 32\]"),
-        (lambda: pack_quantize(SRC, TABLE, out=MXFP8Tensor(read_only(np.zeros(160, np.uint8)), np.zeros(5, np.uint8))),
-         BufferMismatchError, "out.data is written to, but"),
-        (lambda: pack_quantize(ARENA_SRC, TABLE, out=MXFP8Tensor.over(ARENA, (160,))), BufferMismatchError,
-         "out.data must not share memory with src"),
-        (lambda: unpack_dequantize(q_of(160), TABLE, OnGpu()), DependencyError, "seen through CuPy, which is not"),
-        (lambda: unpack_dequantize(q_of(160).data, TABLE, SRC.copy()), KernelError,
-         "takes an MXFP8Tensor, got ndarray"),
-        (lambda: unpack_dequantize(q_of(160), TABLE, None), KernelError, "out must be a NumPy or CuPy array"),
-        (lambda: unpack_dequantize(q_of(160), TABLE, np.zeros((4, 64))), DTypeError,
-         "unpack_dequantize writes bfloat16, float16, float32, got out of float64"),
-        (lambda: unpack_dequantize(q_of(160), TABLE, SRC[:, :32].copy()), BufferMismatchError, "built for shape"),
-        (lambda: unpack_dequantize(q_of(128), TABLE, SRC.copy()), BufferMismatchError,
-         r"q.data must be uint8 \[160\], got uint8 \[128\]"),
-        (lambda: unpack_dequantize(q_of(160), TABLE, read_only(SRC.copy())), BufferMismatchError,
-         "out is written to, but"),
-        (lambda: unpack_dequantize(MXFP8Tensor.over(ARENA, (160,)), TABLE, ARENA_SRC), BufferMismatchError,
-         "out must not share memory with q.data"),
-        (lambda: unpack_dequantize(MXFP8Tensor(np.zeros(160, np.uint8), ARENA[5:10]), TABLE, ARENA_SRC),
-         BufferMismatchError, "out must not share memory with q.scale"),
-        (lambda: unpack_dequantize(q_of(128), CROSSING, SRC.copy()), KernelError, OVERLAP),
-        (lambda: unpack_dequantize(q_of(64), NARROW, SRC.copy()), KernelError, r"\(10, 50\) in box 1"),
-        (lambda: unpack_dequantize(q_of(32), [()], np.zeros((), np.float32)), KernelError, "got a 0-d array"),
-    ],
-)  # fmt: skip
-def test_wrong_calls_raise_the_named_error_with_the_rule_in_its_text(call, error, text):
-    with pytest.raises(error, match=text) as caught:
-        call()
-    assert isinstance(caught.value, LowshardError)
-
-
-def test_an_overlap_is_refused_before_anything_is_written():
-    out = np.zeros((4, 64), ml_dtypes.bfloat16)
-    q = MXFP8Tensor(np.full(128, 0x38, np.uint8), np.full(4, 127, np.uint8))
-    with pytest.raises(KernelError, match=OVERLAP):
-        unpack_dequantize(q, CROSSING, out)
-    assert not out.any()
 
 
 def test_a_read_only_q_is_read():

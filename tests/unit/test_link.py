@@ -283,34 +283,6 @@ def test_a_keeper_sees_the_end_of_the_launcher(link: Link) -> None:
     uplink.close()
 
 
-def test_closing_waits_for_last_words_but_not_for_ever(link: Link) -> None:
-    talker, mute = sign_in(link, 0), sign_in(link, 1)
-    record = FailureRecord(0, 1.0, "exit", 3, "sys.exit(3)")
-
-    def speak() -> None:
-        time.sleep(0.2)
-        talker.send(failure=asdict(record))
-        talker.send(ended=True, status=3)
-
-    thread = threading.Thread(target=speak)
-    thread.start()
-    start_s = time.monotonic()
-    link.close(0.5)
-    assert 0.3 < time.monotonic() - start_s < 3.0
-    thread.join()
-    assert link.failures() == [record]
-    talker.close()
-    mute.close()
-
-
-def test_the_clock_of_another_machine_is_set_right(link: Link) -> None:
-    far = sign_in(link, 1)
-    far.send(host="far", pid=7, boot="other", time_s=time.time() - 1000.0)
-    far.send(failure=asdict(FailureRecord(1, time.time() - 1000.0, "exit", 3, "")))
-    wait_for(link.failures)
-    assert abs(link.failures()[0].time_s - time.time()) < 1.0
-
-
 def test_a_broken_link_says_so_and_still_tells_what_it_has_heard_and_closes(link: Link) -> None:
     record = FailureRecord(1, time.time(), "exit", 3, "")
     sign_in(link, 1).send(failure=asdict(record))

@@ -86,34 +86,6 @@ def test_a_started_call_that_is_not_done_in_a_given_time_goes_on_until_the_deadl
     assert handle.ended == "abort"
 
 
-def test_errors_of_a_started_call_are_raised_by_wait() -> None:
-    comm, handle, host = alone()
-    wrong = comm.start.all_reduce(np.zeros(3), np.zeros(4))
-    assert wrong.done()
-    for _ in range(2):
-        refused(wrong.wait, BufferMismatchError, "as many elements")
-    handle.next_error, handle.error_in = host.nccl.NcclError(2), "broadcast"
-    refused(comm.start.broadcast(np.zeros(3)).wait, CommError, "NCCL failed in broadcast")
-    comm.close()  # all were told
-    refused(comm.start.barrier().wait, CommError, "closed")
-
-
-def test_close_raises_an_error_of_a_started_call_that_nobody_waited_for() -> None:
-    comm, _, _ = alone()
-    comm.start.all_reduce(np.zeros(3), np.zeros(4))
-    refused(comm.close, BufferMismatchError, "as many elements")
-    comm.close()
-
-
-def test_results_of_started_calls_come_from_wait() -> None:
-    def check(comm: Communicator) -> None:
-        work = comm.start.all_gather(np.array([[comm.rank, 7.0]]), shared=True)
-        same(work.wait(), np.array([[0.0, 7.0], [1.0, 7.0]]))
-        assert comm.start.barrier().wait() is None
-
-    run_stand_in(2, check)
-
-
 def test_buffers_of_a_started_call_live_until_it_is_over() -> None:
     comm, _, host = alone()
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-import lowshard
 from lowshard import comm as lc
 from lowshard.errors import CommError
 
@@ -323,35 +320,6 @@ def test_a_lent_block_comes_back_when_all_have_let_go() -> None:
         assert again.offset == block.offset
         flags = (ctypes.c_int64 * 2).from_address(again.address)
         assert list(flags) == [0, 0], "nobody has let go of it yet"
-
-
-def test_a_forked_child_lets_go_of_nothing_of_its_parent() -> None:
-    script = """
-import os
-import numpy as np
-from lowshard.comm.node.node_memory import NodeMemory, head_bytes, shared_array
-
-memory = NodeMemory(0, lambda mine: [mine])
-private = memory.arena.array(1000, np.dtype(np.int64))
-private[:] = 1
-block = memory.lend(8000, 1)
-shared = shared_array(block.address + head_bytes(1), block.address, 0, 1000, np.dtype(np.int64))
-shared[:] = 2
-child = os.fork()
-if child == 0:
-    del private, shared
-    os._exit(0)
-assert os.waitpid(child, 0)[1] == 0
-others = [memory.lend(8000, 1) for _ in range(3)]
-assert block.offset not in [other.offset for other in others], "what the parent still uses was given out again"
-assert memory.arena.array(1000, np.dtype(np.int64)).ctypes.data != private.ctypes.data
-assert (shared == 2).all() and (private == 1).all()
-print("well")
-"""
-    env = {**os.environ, "PYTHONPATH": str(Path(lowshard.__file__).resolve().parents[1])}
-    command = [sys.executable, "-c", script]
-    ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
-    assert ended.stdout == "well\n", ended.stderr
 
 
 def test_nothing_is_left_behind_in_the_file_system(make: Maker) -> None:

@@ -154,22 +154,6 @@ def test_what_came_meanwhile_stays(folder: Path) -> None:
     assert sorted(_tree(folder)) == ["rank-0", "rank-0/mine", "token"]
 
 
-def test_a_folder_that_was_made_anew_is_the_second_publishers(folder: Path) -> None:
-    first = FolderLock(folder)
-    old_door = folder_listener(folder, b"x" * 32)
-    shutil.rmtree(folder)  # as who cleans /tmp
-    second = FolderLock(folder)
-    listener = folder_listener(folder, b"x" * 32)
-    write_token(folder / "token", b"x" * 32)
-    old_door.close()
-    first.release()
-    assert sorted(os.listdir(folder)) == ["door", "lock", "token"]
-    listener.close()
-    assert sorted(os.listdir(folder)) == ["lock", "token"]
-    second.release()
-    assert not folder.exists()
-
-
 def test_a_file_in_the_place_of_the_folder_stays(folder: Path) -> None:
     lock, listener = FolderLock(folder), folder_listener(folder, b"x" * 32)
     shutil.rmtree(folder)
@@ -177,31 +161,6 @@ def test_a_file_in_the_place_of_the_folder_stays(folder: Path) -> None:
     listener.close()
     lock.release()
     assert folder.read_text() == "mine"
-
-
-@pytest.mark.parametrize("step", ["mkdir", "stat", "open"])
-def test_who_closes_at_this_moment_does_no_harm(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, step: str
-) -> None:
-    """The folder goes away ahead of a step of taking it, ten times in a row."""
-    owner: Any = os if step == "open" else Path
-    real, left = getattr(owner, step), [10]
-
-    def lose(path: Path, *args: Any, **kwargs: Any) -> Any:
-        if left[0] and path in (folder, folder / "lock"):
-            left[0] -= 1
-            if step == "mkdir":
-                raise FileExistsError(17, "File exists", str(path))  # it was there, and is not any more
-            with contextlib.suppress(FileNotFoundError):
-                os.rmdir(folder)
-        return real(path, *args, **kwargs)
-
-    monkeypatch.setattr(owner, step, lose)
-    lock = FolderLock(folder)
-    monkeypatch.undo()
-    assert left == [0]
-    assert os.listdir(folder) == ["lock"]
-    lock.release()
 
 
 def test_a_token_is_removed_by_who_wrote_it(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from itertools import pairwise, product
 from typing import Any
 
@@ -14,7 +15,7 @@ from support.reshard_cases import random_case, random_cut
 
 from lowshard import DeviceMesh, Layout, Partial, Replicated, Sharded
 from lowshard.box import split_interval
-from lowshard.errors import LayoutError, MeshError, PlanError
+from lowshard.errors import LayoutError, LowshardError, MeshError, PlanError
 from lowshard.reshard import (
     DimSharding,
     Grid,
@@ -88,22 +89,6 @@ def test_megatrons_stride_deals_chunks_in_turn() -> None:
     assert [(s.start, s.stop) for s in cut.segments(1)] == [(4, 8), (12, 16)]
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"blocks": (3, 4)},
-        {"points": (0, 5)},
-        {"points": (0, 8), "blocks": (3, 5)},
-        {"parts": 0},
-        {"points": (0, 6, 5, 8), "parts": 3},
-        {"split": "even"},
-    ],
-)
-def test_a_cut_that_cannot_be_is_refused(wrong: dict) -> None:
-    with pytest.raises(LayoutError):
-        DimSharding(8, **wrong)
-
-
 def test_a_grid_gives_each_rank_one_seat(rng: np.random.Generator) -> None:
     grid = Grid((((2, 12), (3, 1)), ((2, 3),)), ((2, 6),), 5)
     seats = {}
@@ -115,13 +100,6 @@ def test_a_grid_gives_each_rank_one_seat(rng: np.random.Generator) -> None:
     assert grid.span == (min(seats), max(seats) + 1)
     for rank in range(40):
         assert grid.position(rank) == seats.get(rank)
-
-
-def test_seats_that_cannot_be_are_refused() -> None:
-    with pytest.raises(MeshError, match="one rank to two places"):
-        Grid((((4, 1),),), ((2, 2),))
-    with pytest.raises(MeshError, match="every rank one cell"):
-        Roster(((0, 1), (1,)))
 
 
 # ---- written-out cases
@@ -261,31 +239,6 @@ def test_every_block_and_chunk_is_dealt_by_itself() -> None:
     assert refused > 3
 
 
-def test_chunks_are_equal() -> None:
-    with pytest.raises(LayoutError, match="13 does not divide by 2"):
-        DimSharding(13, 4, chunks=2)
-    with pytest.raises(PlanError, match=r"has shape \[4, 2\], rank 2 holds \[3, 2\]"):
-        build_reshard_plan(
-            tp((0, 1), (6, 2), partition_stride=2), tp((2, 3, 4, 5), (3, 2), partition_stride=2)
-        )
-
-
-def test_records_that_contradict_the_blocks_of_the_other_side_are_refused() -> None:
-    src = tp((0, 1), (6,), partition_sizes=(3, 3))
-    with pytest.raises(
-        PlanError, match=r"gives rank 2 of the destination shape \[4\], but its record says \[3\]"
-    ):
-        build_reshard_plan(src, tp((2, 3, 4, 5), (3,)))
-    with pytest.raises(PlanError, match=r"gives rank 2 of the source shape \[4\], but its record says \[3\]"):
-        build_reshard_plan(tp((2, 3, 4, 5), (3,)), src)
-    with pytest.raises(PlanError, match=r"dim 0 is \[6, 6\] at the source and \[8, 4\] at the destination"):
-        build_reshard_plan(src, tp((2, 3, 4, 5), (3,), partition_sizes=(2, 1)))
-    with pytest.raises(PlanError, match="all ranks deal a tensor alike"):
-        build_reshard_plan(
-            [*parts((0, 1), (6, 6))[:1], *parts((0, 1), (6, 6), partition_stride=2)[1:]], tp((2,), (12,))
-        )
-
-
 def test_a_layout_that_is_given_stays_as_it_is() -> None:
     src = tp((0, 1), (6,), partition_sizes=(3, 3))
     wanted = TensorLayout.sharded((12,), "float32", {"tp": (4, 1)}, {0: "tp"}, offset=2)
@@ -380,48 +333,71 @@ def test_names_are_resolved(args: tuple, resolved: str, expert: int | None) -> N
     assert found == (resolved, expert)
 
 
-def test_an_expert_that_a_rank_does_not_have_is_an_error() -> None:
-    with pytest.raises(PlanError, match="has no local expert 2"):
-        resolve_name("fc1.weight2", expert_ranks=(0, 1), rank=1, num_experts=5)
-
-
 # ---- errors
 
 
-def test_axes_of_a_dim_and_its_cut_come_together() -> None:
-    def made(dims: dict[int, Any], by: dict[int, Any]) -> TensorLayout:
-        return TensorLayout.sharded((8, 6), "float32", {"tp": (2, 1), "dp": (2, 2)}, dims, by=by)
-
-    with pytest.raises(LayoutError, match=r"for dim 1 it has none; an even one is dims={1: 'tp'}"):
-        made({}, {1: "tp"})  # was taken for copies
-    with pytest.raises(LayoutError, match="for dim 0 it has none"):
-        made({0: "dp"}, {0: "tp"})
-    with pytest.raises(LayoutError, match=r"name the axes that shard it: by={0: ...}"):
-        made({0: DimSharding(8, 2)}, {})
+BLOCKS = tp((0, 1), (6,), partition_sizes=(3, 3))
+QUARTERS = {"tp": (2, 1), "dp": (2, 2)}
+HALVES = Tiling.from_pieces((4,), "float32", [[((0, 2),)], [((0, 2),)]])
+ONE = {"w": Layout(DeviceMesh((1,), ("x",)), (4,), "float32", [Replicated()])}
+EXPERTS = {"is_ep": True, "expert_dim": 1, "expert_parallel_group_ranks": (0, 2)}
 
 
-def test_sides_that_are_not_one_tensor_are_refused() -> None:
-    with pytest.raises(PlanError, match=r"source has shape \[128\] and the destination \[100\]"):
-        build_reshard_plan(tp((0, 1), (64,)), tp((2,), (100,)))
-    with pytest.raises(PlanError, match="dtype float32, the destination bfloat16"):
-        build_reshard_plan(tp((0,), (4,)), [record(1, shape=(4,), dtype="bfloat16")])
-    with pytest.raises(PlanError, match="add up to a rank's extent"):
-        build_reshard_plan(tp((0, 1), (5,), partition_sizes=(2, 2)), tp((2,), (10,)))
-    with pytest.raises(PlanError, match="hold the same part"):
-        build_reshard_plan([record(0, shape=(4,)), record(1, shape=(5,))], tp((2,), (4,)))
-    with pytest.raises(PlanError, match="parts are on no rank"):
-        build_reshard_plan(
-            [
-                record(0, shape=(1, 2), is_tp=True, tensor_parallel_group_ranks=(0, 1), is_ep=True, expert_dim=1,
-                       expert_parallel_group_ranks=(0, 2))
-            ],
-            tp((3,), (2, 4)),
-        )  # fmt: skip
-    with pytest.raises(PlanError, match="two destination pools"):
-        build_reshard_plan(
-            {"w": Layout(DeviceMesh((1,), ("x",)), (4,), "float32", [Replicated()])},
-            [{"w": TensorLayout.sharded((4,), "float32", {"x": (2, 1)})}] * 2,
-        )
+def cut_by(dims: dict[int, Any], by: dict[int, Any]) -> TensorLayout:
+    return TensorLayout.sharded((8, 6), "float32", QUARTERS, dims, by=by)
+
+
+REFUSED: dict[str, list[tuple[Callable[[], object], type[LowshardError], str]]] = {
+    "cuts": [
+        (lambda: DimSharding(8, blocks=(3, 4)), LayoutError, "blocks"),
+        (lambda: DimSharding(8, points=(0, 5)), LayoutError, "points"),
+        (lambda: DimSharding(8, points=(0, 8), blocks=(3, 5)), LayoutError, "without chunks"),
+        (lambda: DimSharding(8, parts=0), LayoutError, "part"),
+        (lambda: DimSharding(8, points=(0, 6, 5, 8), parts=3), LayoutError, "points"),
+        (lambda: DimSharding(8, split="even"), LayoutError, "split"),  # type: ignore[arg-type]
+        (lambda: DimSharding(13, 4, chunks=2), LayoutError, "does not divide"),
+        (lambda: Grid((((4, 1),),), ((2, 2),)), MeshError, "two positions"),
+        (lambda: Roster(((0, 1), (1,))), MeshError, "one cell"),
+    ],
+    "axes of a dim and its cut": [
+        (lambda: cut_by({}, {1: "tp"}), LayoutError, "dim 1"),  # was taken for copies
+        (lambda: cut_by({0: "dp"}, {0: "tp"}), LayoutError, "dim 0"),
+        (lambda: cut_by({0: DimSharding(8, 2)}, {}), LayoutError, "by="),
+    ],
+    "records against the blocks of the other side": [
+        (lambda: build_reshard_plan(
+            tp((0, 1), (6, 2), partition_stride=2), tp((2, 3, 4, 5), (3, 2), partition_stride=2)),
+         PlanError, "rank 2 holds"),
+        (lambda: build_reshard_plan(BLOCKS, tp((2, 3, 4, 5), (3,))), PlanError, "destination"),
+        (lambda: build_reshard_plan(tp((2, 3, 4, 5), (3,)), BLOCKS), PlanError, "source"),
+        (lambda: build_reshard_plan(BLOCKS, tp((2, 3, 4, 5), (3,), partition_sizes=(2, 1))), PlanError, "dim 0"),
+        (lambda: build_reshard_plan(
+            [*parts((0, 1), (6, 6))[:1], *parts((0, 1), (6, 6), partition_stride=2)[1:]], tp((2,), (12,))),
+         PlanError, "alike"),
+    ],
+    "sides that are not one tensor": [
+        (lambda: build_reshard_plan(tp((0, 1), (64,)), tp((2,), (100,))), PlanError, "128"),
+        (lambda: build_reshard_plan(tp((0,), (4,)), [record(1, shape=(4,), dtype="bfloat16")]), PlanError, "bfloat16"),
+        (lambda: build_reshard_plan(tp((0, 1), (5,), partition_sizes=(2, 2)), tp((2,), (10,))), PlanError, "add up"),
+        (lambda: build_reshard_plan([record(0, shape=(4,)), record(1, shape=(5,))], tp((2,), (4,))), PlanError, "same"),
+        (lambda: build_reshard_plan(
+            [record(0, shape=(1, 2), is_tp=True, tensor_parallel_group_ranks=(0, 1), **EXPERTS)], tp((3,), (2, 4))),
+         PlanError, "on no rank"),
+        (lambda: build_reshard_plan(ONE, [{"w": TensorLayout.sharded((4,), "float32", {"x": (2, 1)})}] * 2),
+         PlanError, "two destination pools"),
+        (lambda: resolve_name("fc1.weight2", expert_ranks=(0, 1), rank=1, num_experts=5), PlanError, "expert 2"),
+        (lambda: build_reshard_plan({"w": HALVES}, {"w": Tiling.whole((4,), "float32")}).for_rank(0),
+         PlanError, "2 elements fewer"),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_is_refused(what: str) -> None:
+    for call, error, word in REFUSED[what]:
+        with pytest.raises(error, match=word):
+            call()
 
 
 @pytest.mark.parametrize("wrong", [None, 3, "w", [None], [[3]], {"w": None}, {"w": "R"}, [{"w": 3}], ["w"]])
@@ -444,13 +420,6 @@ def test_a_plan_that_is_read_covers_every_destination_and_names_it_once() -> Non
     data["entries"][0]["dst_names"] = {"0": "w"}
     with pytest.raises(PlanError, match="w: rank 0 gets two tensors of this name"):
         ReshardPlan.from_json(data)
-
-
-def test_sources_that_do_not_cover_are_refused() -> None:
-    part = Tiling.from_pieces((4,), "float32", [[((0, 2),)], [((0, 2),)]])
-    plan = build_reshard_plan({"w": part}, {"w": Tiling.whole((4,), "float32")})
-    with pytest.raises(PlanError, match="2 elements fewer than rank 0 needs"):
-        plan.for_rank(0)
 
 
 # ---- properties
@@ -481,13 +450,6 @@ def test_plans_are_whole_paired_and_balanced(rng: np.random.Generator) -> None:
 def test_one_tensor_held_by_four_is_given_to_eight_by_all_four() -> None:
     src = {"w": TensorLayout.sharded((64,), "float32", {"dp": (4, 1)})}
     dst = {"w": TensorLayout.sharded((64,), "float32", {"dp": (8, 1)}, offset=4)}
-    plan = build_reshard_plan(src, dst)
-    assert [plan.sent_bytes(r) for r in range(4)] == [512] * 4
-
-
-def test_few_destinations_are_fed_by_all_source_replicas() -> None:
-    src = {f"w{i}": TensorLayout.sharded((64,), "float32", {"dp": (4, 1)}) for i in range(8)}
-    dst = {f"w{i}": TensorLayout.sharded((64,), "float32", {"dp": (1, 1)}, offset=4) for i in range(8)}
     plan = build_reshard_plan(src, dst)
     assert [plan.sent_bytes(r) for r in range(4)] == [512] * 4
 

@@ -147,48 +147,6 @@ def test_limits_and_gaps_are_those_of_all_runs_written_out(case):
     )
 
 
-@st.composite
-def nearly_gapless_tables(draw):
-    """Boxes of equal shape of which one side is one stretch, but for one number in some cases."""
-    count, dims, items = (
-        draw(st.integers(1, 4)),
-        draw(st.integers(0, 3)),
-        draw(st.sampled_from([(1, 1), (4, 2)])),
-    )
-    side, rows = draw(st.integers(0, 1)), []
-    offset = draw(st.integers(-40, 40))
-    for _ in range(count):
-        run = draw(st.integers(1, 5))
-        level, column = run * items[side], [0, 0, run]
-        for _ in range(dims):
-            steps = [draw(st.integers(-30, 30))] * 2
-            n, steps[side] = draw(st.integers(1, 3)), level
-            column += [n, *steps]
-            level *= n
-        column[side] = offset
-        rows.append(column)
-        offset += level
-    table = np.array(rows, np.int64).T.copy()
-    if draw(st.booleans()):
-        place = [draw(st.integers(0, n - 1)) for n in table.shape]
-        table[tuple(place)] += draw(st.sampled_from([-1, 1]))
-        for row in (RUN, *range(FIRST_DIM, len(table), 3)):
-            table[row] = np.maximum(table[row], 1)  # a table has no empty boxes
-    return RunTable(table, *items)
-
-
-@engines.many
-@given(nearly_gapless_tables())
-def test_one_number_off_is_seen_as_a_gap_where_it_makes_one(table):
-    runs = list(runs_of(table))
-    assert table.src_is_gapless == fills_one_stretch(
-        [(src, run * table.src_itemsize) for src, _, run in runs]
-    )
-    assert table.dst_is_gapless == fills_one_stretch(
-        [(dst, run * table.dst_itemsize) for _, dst, run in runs]
-    )
-
-
 @given(st.lists(st.integers(1, 7), max_size=8), st.sampled_from([(1, 1), (2, 1), (4, 4), (5, 5)]))
 def test_two_contiguous_arrays_are_one_run(shape, items):
     strides = [tuple(item * prod(shape[i + 1 :]) for i in range(len(shape))) for item in items]
@@ -254,21 +212,6 @@ def test_a_table_is_read_only_and_compared_by_identity():
     twin = RunTable(table.columns, 4, 4)
     assert twin != table
     assert twin.derived is not table.derived
-
-
-@pytest.mark.parametrize(
-    ("offset", "stride", "src", "dst"),
-    [(0, 4096, 64, 64), (16, 4096, 16, 64), (0, 4096 + 8, 8, 64), (0, 1 << 20, 64, 64), (-32, 64, 32, 64)],
-)
-def test_divisors_by_hand(offset, stride, src, dst):
-    table = lower(
-        np.array([[3, 64]]), np.array([offset]), np.array([128]), np.array([[stride, 1]]), np.array([[64, 1]]), 1, 1
-    )  # fmt: skip
-    if stride == 64:  # folded to one run of 192
-        assert table.run_divisor_elems == 192
-    else:
-        assert table.run_divisor_elems == 64
-    assert (table.src_divisor_bytes, table.dst_divisor_bytes) == (src, dst)
 
 
 def test_the_run_divisor_is_that_of_all_boxes_together():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from math import prod
 
@@ -103,20 +102,6 @@ def test_more_outer_dims_than_a_run_table_has_are_packed_and_unpacked():
     np.testing.assert_array_equal(pack(out, boxes), packed)
 
 
-def test_references_to_objects_are_counted():
-    item = object()
-    src = np.array([[item, None], [None, item]], object)
-    before = sys.getrefcount(item)
-    packed = pack(src.T, [((0, 2), (0, 1)), ((1, 2), (0, 2))])
-    assert packed.tolist() == [item, None, None, item]
-    assert sys.getrefcount(item) == before + 2
-    out = np.empty((2, 4), object)[:, ::2]
-    unpack(packed[:2], [((0, 1), (0, 2))], out)
-    assert out.tolist() == [[item, None], [None, None]]
-    mixed = np.array([(1, item)], [("a", "i4"), ("b", object)])
-    assert pack(mixed, [((0, 1),)])[0]["b"] is item
-
-
 @pytest.mark.parametrize("extents", [(0,), (3, 0), (0, 4, 5)])
 def test_arrays_and_boxes_of_no_elements_move_nothing(extents):
     src = np.zeros(extents, np.float32)
@@ -130,45 +115,6 @@ def test_arrays_and_boxes_of_no_elements_move_nothing(extents):
     out = np.zeros_like(full)
     unpack(packed, [((1, 1), (0, 3)), ((0, 2), (2, 3)), ((0, 2), (3, 3))], out)
     assert out.tolist() == [[0, 0, 2], [0, 0, 5]]
-
-
-def test_elements_of_no_bytes_are_moved_as_well_as_they_can_be():
-    src = np.zeros((2, 3), np.dtype((np.void, 0)))
-    packed = pack(src, [((0, 2), (1, 2))])
-    assert (packed.shape, packed.dtype) == ((2,), src.dtype)
-    assert unpack(packed, [((0, 2), (1, 2))], src) is src
-
-
-def test_rows_of_many_sizes_travel_whole(engine):
-    rng = np.random.default_rng(3)
-    width = engine.pick(70_000, 5_000)
-    src = rng.integers(0, 256, (5, width), dtype=np.uint8)
-    starts = (0, 1, 7, 8, 16, 31, 64)
-    boxes = [
-        ((r, r + 1), (s, s + n))
-        for r in range(5)
-        for s in starts
-        for n in (1, 3, 16, 17, 64, 255, width - 64)
-    ]
-    packed = pack(src, boxes)
-    np.testing.assert_array_equal(packed, np.concatenate([src[r[0], c[0] : c[1]] for r, c in boxes]))
-    halves = [((r, r + 1), span) for r in range(5) for span in ((0, 13), (13, width - 9), (width - 9, width))]
-    out = np.zeros_like(src)
-    unpack(pack(src, halves), halves, out)
-    np.testing.assert_array_equal(out, src)
-
-
-def test_rows_of_every_length_write_no_byte_too_many(engine):
-    src = np.arange(1, 2001, dtype=np.uint16).view(np.uint8)
-    src[src == 0] = 1
-    out = np.zeros((1, 2048), np.uint8)
-    for length in engine.pick([*range(1, 70), *range(500, 840)], [*range(1, 40), *range(500, 530)]):
-        start = length % 67
-        box = [((0, 1), (start, start + length))]
-        unpack(src[length : 2 * length], box, out)
-        assert out[0, start : start + length].tobytes() == src[length : 2 * length].tobytes()
-        out[0, start : start + length] = 0
-        assert not out.any(), (start, length)
 
 
 @engines.many
@@ -208,15 +154,6 @@ def test_any_dtype_travels_bit_for_bit(dtype):
 def test_nan_payloads_are_moved_as_bits():
     bits = np.array([0x7F800001, 0xFFC12345, 0x80000000, 1], np.uint32)
     assert pack(bits.view(np.float32), [((0, 4),)]).view(np.uint32).tolist() == bits.tolist()
-
-
-def test_an_object_that_is_a_list_is_moved_as_one_element():
-    src = np.empty((), object)
-    src[()] = [1, 2]
-    assert pack(src, [()])[0] is src[()]
-    out = np.empty((), object)
-    unpack(pack(src, [()]), [()], out)
-    assert out[()] is src[()]
 
 
 def test_a_zero_dim_array_is_one_element():
@@ -271,3 +208,12 @@ def test_ten_thousand_disjoint_boxes_unpack_and_one_shared_element_is_found():
     np.testing.assert_array_equal(out, src)
     boxes.append(((299, 300), (199, 200)))
     assert BoxTable(src.shape, boxes).overlap == (9999, 10000)
+
+
+def test_an_object_that_is_a_list_is_moved_as_one_element():
+    src = np.empty((), object)
+    src[()] = [1, 2]
+    assert pack(src, [()])[0] is src[()]
+    out = np.empty((), object)
+    unpack(pack(src, [()]), [()], out)
+    assert out[()] is src[()]

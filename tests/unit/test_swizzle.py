@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from support import engines
 from support.places import places
 
-from lowshard.errors import BufferMismatchError, DependencyError, DTypeError, KernelError, LowshardError
 from lowshard.kernels import swizzle_scales, unswizzle_scales
 
 engine = engines.fixture(("plain", "numba", "cuda on host"))
@@ -75,47 +74,3 @@ def test_swizzled_bytes_of_any_shape_and_strides_are_read_row_major():
     wide[:, 1] = swizzled
     for same in (swizzled.reshape(4, 2, 256), np.asfortranarray(swizzled.reshape(8, 256)), wide[:, 1]):
         np.testing.assert_array_equal(unswizzle_scales(same, np.int64(200), 7), scale)
-
-
-SCALE = np.zeros((4, 4), np.uint8)
-TILE = np.zeros(512, np.uint8)
-
-
-def read_only(array):
-    array.flags.writeable = False
-    return array
-
-
-class OnGpu:
-    @property
-    def __cuda_array_interface__(self):
-        raise AssertionError("it must not be asked")
-
-
-@pytest.mark.parametrize(
-    ("call", "error", "text"),
-    [
-        (lambda: swizzle_scales(np.zeros(4, np.uint8)), KernelError, r"2-D array.*got \[4\]"),
-        (lambda: swizzle_scales(np.zeros((4, 4), np.int8)), DTypeError, "expected uint8, got int8"),
-        (lambda: swizzle_scales(OnGpu()), DependencyError, "seen through CuPy, which is not"),
-        (lambda: swizzle_scales([[1, 2]]), KernelError, "scale must be a NumPy or CuPy array"),
-        (lambda: swizzle_scales(SCALE, out=np.zeros(511, np.uint8)), BufferMismatchError,
-         r"uint8 \[512\], got uint8 \[511\]"),
-        (lambda: swizzle_scales(SCALE, out=np.zeros(512, np.int8)), BufferMismatchError, "got int8"),
-        (lambda: swizzle_scales(SCALE, out=np.zeros(1024, np.uint8)[::2]), BufferMismatchError, "contiguous"),
-        (lambda: swizzle_scales(SCALE, out=read_only(np.zeros(512, np.uint8))), BufferMismatchError, "read-only"),
-        (lambda: swizzle_scales(TILE[:16].reshape(4, 4), out=TILE), BufferMismatchError, "share memory with scale"),
-        (lambda: unswizzle_scales(TILE, 129, 4), BufferMismatchError, "2 tiles of 512.*expected 1024 bytes, got 512"),
-        (lambda: unswizzle_scales(TILE, -1, 4), KernelError, "rows must be"),
-        (lambda: unswizzle_scales(TILE, 1, 4.0), KernelError, "cols must be"),
-        (lambda: unswizzle_scales(TILE[:0], 1 << 70, 0), KernelError, "the shape of scales"),
-        (lambda: unswizzle_scales(TILE.view(np.int8), 4, 4), DTypeError, "swizzled holds E8M0 bytes"),
-        (lambda: unswizzle_scales(TILE, 4, 4, out=np.zeros((4, 5), np.uint8)), BufferMismatchError, r"\[4, 4\], got"),
-        (lambda: unswizzle_scales(TILE, 4, 4, out=TILE[:16].reshape(4, 4)), BufferMismatchError,
-         "share memory with swizzled"),
-    ],
-)  # fmt: skip
-def test_wrong_calls_raise_the_named_error_with_the_rule_in_its_text(call, error, text):
-    with pytest.raises(error, match=text) as caught:
-        call()
-    assert isinstance(caught.value, LowshardError)

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import ctypes
-import gc
 import io
-import random
 import re
 import runpy
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from support import mode
 
 from lowshard.comm import heartbeat, heartbeat_memory
 from lowshard.comm.call import (
@@ -78,69 +73,6 @@ def test_the_line_is_the_main_threads_in_the_program_not_in_the_library(tmp_path
     assert re.fullmatch(r"test_watch_activity\.py:\d+", user_line())
 
 
-@pytest.mark.parametrize("name", ["tränen.py", "\U0001f4a7 x.py", '"q".py', "字.py"])
-def test_a_program_may_have_any_name(tmp_path: Path, name: str) -> None:
-    script = tmp_path / name
-    script.write_text("from lowshard.comm.call import user_line\nfound = user_line()\n")
-    assert runpy.run_path(str(script))["found"] == f"{name}:2"
-
-
-def test_the_line_is_right_though_garbage_is_collected_while_the_thread_is_looked_at() -> None:
-    """Finalisers let the thread run on: a frame object would be made of whatever its stack holds then."""
-    run: dict[str, Any] = {}
-    source = [
-        f"def f{i}(steps, pick):\n {','.join(f'v{j}' for j in range(i))}, = [object()] * {i}\n"
-        " return pick()(steps - 1, pick) if steps else 0\n"
-        for i in range(1, 25)
-    ]
-    exec(compile("".join(source), "program.py", "exec"), run)
-    functions = [run[f"f{i}"] for i in range(1, 25)]
-    errors: list[BaseException] = []
-    over = threading.Event()
-    end_s = time.monotonic() + (20 if mode.full() else 1)
-    thresholds = gc.get_threshold()
-
-    def watch() -> None:
-        try:
-            number = 0
-            while time.monotonic() < end_s:
-                gc.disable()
-                _Lingers()
-                kept = [_Object() for _ in range(number % 10)]
-                gc.enable()
-                assert user_line().partition(":")[0] in ("program.py", "test_watch_activity.py")
-                number += 1
-                del kept
-        except BaseException as error:
-            errors.append(error)
-        over.set()
-
-    gc.set_threshold(12, 1000, 1000)
-    thread = threading.Thread(target=watch)
-    try:
-        thread.start()
-        while not over.is_set():
-            random.choice(functions)(random.randrange(12), lambda: random.choice(functions))
-    finally:
-        gc.set_threshold(*thresholds)
-        thread.join()
-    assert not errors
-
-
-class _Object:
-    """Counts as one more for the collector."""
-
-
-class _Lingers:
-    """Garbage that gives others the interpreter when it is collected."""
-
-    def __init__(self) -> None:
-        self.own = self
-
-    def __del__(self) -> None:
-        time.sleep(0)
-
-
 def test_the_ring_keeps_the_last_64_calls(activity: Activity) -> None:
     for sequence in range(70):
         activity.enter(BARRIER, sequence)
@@ -181,25 +113,6 @@ def test_numbers_stand_for_calls_until_they_are_forgotten_and_out_of_the_ring(ac
     activity.forget([])
     assert set(activity._named) == {numbers[2]}
     assert all(line.startswith("barrier#") for line in activity.ring())
-
-
-def test_the_ring_can_be_read_while_another_thread_adds_to_it(activity: Activity) -> None:
-    over = threading.Event()
-
-    def add() -> None:
-        while not over.is_set():
-            activity.enter(BARRIER, 1)
-            activity.leave()
-
-    thread = threading.Thread(target=add)
-    thread.start()
-    try:
-        for _ in range(300):
-            assert len(activity.ring()) <= 64
-            activity.where()
-    finally:
-        over.set()
-        thread.join()
 
 
 def natively(data: bytes) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import _thread
-import os
 import subprocess
 import sys
 import threading
@@ -16,11 +15,10 @@ from support import mode
 from support.comm_cases import Way, cases_for, run_case
 from support.comm_kit import carried, operands, same
 
-from lowshard import DeviceMesh, Layout, Replicated, Sharded, redistribute
 from lowshard import comm as lc
 from lowshard.comm import Communicator
 from lowshard.comm.reduction import fold, identity
-from lowshard.errors import BufferMismatchError, CommError, MismatchError, PeerFailed, TimedOut
+from lowshard.errors import BufferMismatchError, CommError, PeerFailed, TimedOut
 from lowshard.fsdp import FSDP, Param
 
 
@@ -68,48 +66,21 @@ def test_marks_and_ways_of_mpi4py_are_refused_with_what_to_pass() -> None:
 
     def pass_them(comm: Communicator) -> None:
         mine, out, raw = np.zeros(2), np.zeros(2), np.zeros(0, np.uint8)
-        for mark in (MPI.IN_PLACE, MPI.BOTTOM):  # they read as no bytes: nothing would have been moved
-            for call in (
-                lambda mark=mark: comm.all_reduce(mark, raw),
-                lambda mark=mark: comm.gather(mark, raw),
-                lambda mark=mark: comm.broadcast(mark),
-                lambda mark=mark: comm.start.all_reduce(raw, mark).wait(),
-            ):
-                with pytest.raises(
-                    BufferMismatchError, match=r"mark of mpi4py .*one array is both send and recv"
-                ):
-                    call()
-        for pair in ([mine, MPI.DOUBLE], (mine, 2, MPI.DOUBLE)):
-            with pytest.raises(BufferMismatchError, match=r"got (list|tuple); pass the array alone"):
-                comm.all_reduce(pair, out)
-        for peer in (MPI.ANY_SOURCE, MPI.PROC_NULL):
-            with pytest.raises(
-                CommError, match=r"another rank .*there is no MPI.ANY_SOURCE or MPI.PROC_NULL"
-            ):
-                comm.recv(mine, peer)
+        calls: list[tuple[Callable[[], object], str]] = [
+            (
+                lambda: comm.all_reduce(MPI.IN_PLACE, raw),
+                "one array",
+            ),  # it reads as no bytes: nothing would move
+            (lambda: comm.broadcast(MPI.BOTTOM), "one array"),
+            (lambda: comm.start.all_reduce(raw, MPI.IN_PLACE).wait(), "one array"),
+            (lambda: comm.all_reduce([mine, MPI.DOUBLE], out), "pass the array"),
+            (lambda: comm.recv(mine, MPI.ANY_SOURCE), "MPI.ANY_SOURCE"),
+        ]
+        for call, word in calls:
+            with pytest.raises((BufferMismatchError, CommError), match=word):
+                call()
 
     lc.run_loopback(2, pass_them, timeout_s=30.0)
-
-
-@pytest.mark.parametrize("number", [1, 2.5, np.float32(1), [1.0, 2.0], (1, 2)])
-def test_numbers_and_lists_are_refused_with_what_to_pass(number: object) -> None:
-    (comm,) = lc.loopback(1)
-    with pytest.raises(
-        BufferMismatchError, match=r"; make numpy.array\(send\) before the call and pass that$"
-    ):
-        comm.all_reduce(number, np.zeros(2))
-    with pytest.raises(
-        BufferMismatchError, match=r"make numpy.array\(recv\) .*pass that: it has the result$"
-    ):
-        comm.all_reduce(np.zeros(2), number)
-
-
-def test_results_come_back_in_rank_order() -> None:
-    def late_first(comm: Communicator) -> int:
-        time.sleep(0.01 * (3 - comm.rank))
-        return comm.rank * 10
-
-    assert lc.run_loopback(4, late_first) == [0, 10, 20, 30]
 
 
 def test_the_first_cause_is_raised_and_not_what_followed_from_it() -> None:
@@ -151,23 +122,6 @@ def test_ctrl_c_ends_the_waits_of_all_ranks() -> None:
     assert ends == ["run_loopback was left by KeyboardInterrupt"] * 2
 
 
-def test_a_failure_ends_waits_in_groups_and_for_messages_too() -> None:
-    def fails(comm: Communicator) -> None:
-        group = comm.split(comm.rank % 2)
-        assert group is not None
-        if comm.rank == 3:
-            raise KeyError("gone")
-        if comm.rank == 0:
-            comm.recv(np.zeros(1), 3)
-        else:
-            group.barrier()
-
-    start = time.monotonic()
-    with pytest.raises(KeyError, match="gone"):
-        lc.run_loopback(4, fails, timeout_s=30.0)
-    assert time.monotonic() - start < 10.0
-
-
 @pytest.mark.parametrize("where", ["collective", "group", "message"])
 def test_a_rank_whose_program_has_ended_is_missed_long_before_the_deadline(where: str) -> None:
     def one_leaves(comm: Communicator) -> None:
@@ -189,34 +143,6 @@ def test_a_rank_whose_program_has_ended_is_missed_long_before_the_deadline(where
     assert time.monotonic() - start < 10.0
 
 
-def test_a_rank_is_not_missed_while_a_thread_that_it_left_goes_on() -> None:
-    came: list[int] = []
-
-    def late(comm: Communicator) -> None:
-        time.sleep(1.7)
-        comm.barrier()
-        came.append(comm.rank)
-
-    def leave(comm: Communicator) -> None:
-        if comm.rank == 1:
-            threading.Thread(target=late, args=(comm,)).start()
-        else:
-            comm.barrier()
-
-    lc.run_loopback(2, leave, timeout_s=20.0)
-    while not came:
-        time.sleep(0.01)
-
-
-def test_communicators_may_be_kept_when_all_programs_have_ended() -> None:
-    comms = lc.run_loopback(2, lambda comm: comm)
-    time.sleep(1.1)
-    late = threading.Timer(0.5, comms[1].barrier)
-    late.start()
-    comms[0].barrier()
-    late.join()
-
-
 @pytest.mark.parametrize("where", ["collective", "group", "message"])
 def test_a_rank_that_does_not_come_is_named_when_the_time_is_over(where: str) -> None:
     def one_stays_away(comm: Communicator) -> None:
@@ -234,43 +160,6 @@ def test_a_rank_that_does_not_come_is_named_when_the_time_is_over(where: str) ->
     with pytest.raises(TimedOut, match=r"\[1\]|rank 1") as caught:
         lc.run_loopback(3, one_stays_away, timeout_s=0.4)
     assert caught.value.ranks == (1,)
-
-
-def test_different_lengths_are_refused_and_say_who_gave_what() -> None:
-    def disagree(comm: Communicator) -> None:
-        buf = np.zeros(4 if comm.rank == 1 else 5)
-        comm.broadcast(buf, root=0)
-
-    with pytest.raises(
-        MismatchError, match=r"ranks 0, 2 asked for broadcast float64\[5\] .*; rank 1 .*float64\[4\]"
-    ):
-        lc.run_loopback(3, disagree, timeout_s=20.0)
-
-
-def test_a_message_of_another_dtype_is_refused() -> None:
-    def disagree(comm: Communicator) -> None:
-        if comm.rank == 0:
-            comm.send(np.zeros(3, np.float32), 1)
-        else:
-            comm.recv(np.zeros(3, np.int32), 0)
-
-    with pytest.raises(BufferMismatchError, match=r"float32.*int32"):
-        lc.run_loopback(2, disagree, timeout_s=20.0)
-
-
-def test_a_sent_buffer_may_be_reused_at_once() -> None:
-    def reuse(comm: Communicator) -> None:
-        buf = np.arange(5)
-        if comm.rank == 0:
-            comm.send(buf, 1)
-            buf[:] = -1
-            comm.barrier()
-        else:
-            comm.barrier()
-            comm.recv(buf, 0)
-            same(buf, np.arange(5))
-
-    lc.run_loopback(2, reuse)
 
 
 def test_communicators_serve_threads_that_the_caller_made() -> None:
@@ -316,52 +205,6 @@ def test_no_thread_is_left_where_ranks_end_or_close_their_communicators() -> Non
     for comm in comms:
         comm.close()
     assert set(threading.enumerate()) <= before
-
-
-def test_a_forked_child_makes_no_call_in_the_place_of_its_parent() -> None:
-    mesh = DeviceMesh((2,), ("x",))
-    src = Layout(mesh, (4,), "float64", (Sharded(0),))
-    dst = Layout(mesh, (4,), "float64", (Replicated(),))
-
-    def job(comm: Communicator) -> str:
-        part, whole = np.full(2, comm.rank + 1.0), np.zeros(4)
-        group = comm.split(0)
-        assert group is not None
-        for _ in range(3):  # so that the call is known
-            comm.all_gather(part, whole)
-        said = b""
-        if comm.rank == 0:
-            read_end, write_end = os.pipe()
-            child = os.fork()
-            if not child:
-                calls: list[Callable[[], object]] = [
-                    lambda: comm.all_gather(part, whole),
-                    lambda: comm.send(part, 1),
-                    lambda: comm.start.all_reduce(part, part).wait(5.0),
-                    lambda: comm.split(0),
-                    lambda: group.barrier(),
-                    lambda: redistribute(part, src, dst, comm),
-                ]
-                try:
-                    for call in calls:
-                        with pytest.raises(CommError, match="the process which forked this one"):
-                            call()
-                    comm.close()
-                    assert lc.run_loopback(2, lambda own: own.rank, timeout_s=10.0) == [0, 1]
-                except BaseException as error:
-                    os.write(write_end, repr(error).encode())
-                finally:
-                    os._exit(0)
-            os.close(write_end)
-            with open(read_end, "rb") as answers:
-                said = answers.read()
-            os.waitpid(child, 0)
-        comm.all_gather(part, whole)
-        group.barrier()
-        assert list(redistribute(part, src, dst, comm)) == list(whole) == [1, 1, 2, 2]
-        return said.decode()
-
-    assert lc.run_loopback(2, job, timeout_s=30.0) == ["", ""]
 
 
 @pytest.mark.parametrize("op", ["sum", "min", "max", "prod"])

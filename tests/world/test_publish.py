@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import itertools
 import os
 import socket
@@ -27,7 +26,6 @@ from lowshard.comm.door import enter
 from lowshard.errors import (
     BufferMismatchError,
     CommError,
-    LayoutError,
     LowshardError,
     MismatchError,
     PeerFailed,
@@ -306,40 +304,9 @@ def test_pull_without_waiting(tmp_path: Path) -> None:
             subscriber.pull(5)  # tells of the one before, which nobody has heard of
         publisher.publish(8)
         assert subscriber.pull(5) == 8
-
-
-@pytest.mark.time_limit(60)
-def test_ranks_that_pull_in_the_background_and_not_take_the_same(tmp_path: Path) -> None:
-    address, layout = (
-        f"unix:{tmp_path}/p",
-        ls.Layout(ls.DeviceMesh((2,), ("x",)), (10,), "float32", (ls.Sharded(0),)),
-    )
-    source = np.arange(10, dtype=np.float32)
-
-    def subscribe(comm: Any) -> None:
-        with Subscriber({"w": layout}, {"w": np.zeros(5, np.float32)}, comm, address=address) as subscriber:
-            if comm.rank == 0:
-                work = subscriber.pull(10, wait=False)
-                sums = np.zeros(1)
-                comm.all_reduce(np.ones(1), sums)  # the caller's communicator is free meanwhile
-                assert sums[0] == 2
-                assert work.wait(10) == 1
-            else:
-                comm.all_reduce(np.ones(1), np.zeros(1))
-                assert subscriber.pull(10) == 1
-            assert (subscriber.weights["w"] == source[5 * comm.rank : 5 * comm.rank + 5]).all()
-            work = subscriber.pull(0.1, wait=False)
-            if comm.rank == 1:
-                with pytest.raises(TimedOut):
-                    work.wait(10)
-            with pytest.raises(TimedOut):
-                subscriber.pull(0.1)
-            subscriber.pull(0.1, wait=False)  # and nobody asks: closing tells of it
-
-    with Publisher({"w": _one((10,))}, {"w": source}, address=address) as publisher:
-        publisher.publish(1)
-        with pytest.raises(TimedOut, match="no version newer than 1"):
-            lc.run_loopback(2, subscribe, timeout_s=20)
+        subscriber.pull(0.05, wait=False)  # nobody asks: closing tells of it
+        with pytest.raises(TimedOut):
+            subscriber.close()
 
 
 @contextlib.contextmanager
@@ -351,48 +318,6 @@ def _slow(address: str, token_file: Path) -> Iterator[int]:
         mark = line.receive_message(read_table, time.monotonic() + 5).publisher_id
         line.send_message({"ask": "want", "publisher_id": mark})
         yield line.receive_message(read_answer, time.monotonic() + 5).number
-
-
-def test_a_snapshot_under_the_descriptor_of_another_is_not_taken_for_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A snapshot that a slow member needed is given back, and the next slow one needs one: under the same number."""
-    make = os.memfd_create
-
-    def high(*args: Any) -> int:
-        fd = make(*args)
-        try:
-            return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 500)
-        finally:
-            os.close(fd)
-
-    monkeypatch.setattr(os, "memfd_create", high)
-    address, array = f"unix:{tmp_path}/p", np.zeros(1000, np.float32)
-    with (
-        _publisher(address, array) as publisher,
-        _subscriber(address, np.zeros(1000, np.float32)) as subscriber,
-    ):
-        versions, used = iter(range(1, 100)), []
-
-        def take(count: int) -> None:
-            for version in itertools.islice(versions, count):
-                array[...] = version
-                publisher.publish(version)
-                assert subscriber.pull(10) == version
-                assert (subscriber.weights["w"] == version).all()
-
-        take(3)
-        for _ in range(2):
-            with _slow(address, tmp_path / "p" / "token"):
-                take(4)
-                used.append(sorted(one.fd for one in publisher._store._snapshots))
-            while len(publisher.members()) > 1:
-                time.sleep(0.01)
-            take(4)
-            assert publisher._store.kept == 2
-        assert used[0] == used[1] == [500, 501, 502]
-        [peer] = subscriber._source._peers  # type: ignore[union-attr]
-        assert len(peer._mapped) <= 3
 
 
 def test_snapshots_are_bounded_and_one_that_is_read_is_not_written_to(tmp_path: Path) -> None:
@@ -438,38 +363,6 @@ def test_a_snapshot_that_was_taken_back_while_it_was_read_is_not_switched_to(
         monkeypatch.setattr(module, "copy_bits", real)
         publisher.publish(3)
         assert subscriber.pull(10) == 3
-
-
-def test_an_error_of_one_rank_is_told_to_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The worst moment of a fetch: one rank has no memory for what the others have taken already."""
-    from lowshard.reshard import version_target as module
-
-    address, array = f"unix:{tmp_path}/p", np.ones(10, np.float32)
-    layout = ls.Layout(ls.DeviceMesh((2,), ("x",)), (10,), "float32", (ls.Sharded(0),))
-    real = module.copy_bits
-
-    def fail_once(source: Any, target: Any) -> None:
-        monkeypatch.setattr(module, "copy_bits", real)
-        raise MemoryError("none left")
-
-    with _publisher(address, array) as publisher:
-        publisher.publish(1)
-
-        def pull(comm: Any) -> None:
-            out = np.zeros(5, np.float32)
-            with Subscriber({"w": layout}, {"w": out}, comm, address=address) as subscriber:
-                assert subscriber.pull(10) == 1
-                comm.barrier()
-                if comm.rank == 0:
-                    publisher.publish(2)
-                    monkeypatch.setattr(module, "copy_bits", fail_once)
-                comm.barrier()
-                with pytest.raises(CommError, match="was not taken: MemoryError"):
-                    subscriber.pull(10)
-                assert (subscriber.version, float(subscriber.weights["w"][0])) == (1, 1.0)
-                assert subscriber.pull(10) == 2
-
-        lc.run_loopback(2, pull)
 
 
 def test_who_lies_or_goes_amid_a_frame_harms_nobody(tmp_path: Path) -> None:
@@ -578,6 +471,9 @@ def test_wrong_arguments_are_errors_of_lowshard_on_both_sides(tmp_path: Path, ch
         with pytest.raises(LowshardError):
             kind(layouts, arrays, **given)
     assert not (tmp_path / "p").exists()
+    array.flags.writeable = False
+    with pytest.raises(BufferMismatchError, match="read-only"):
+        Subscriber({"w": _one((10,))}, {"w": array}, address=f"unix:{tmp_path}/p")
 
 
 def test_wrong_versions_and_times(tmp_path: Path) -> None:
@@ -620,20 +516,12 @@ def test_ranks_that_disagree_hear_of_it(tmp_path: Path) -> None:
     lc.run_loopback(2, apart)
 
 
-def test_read_only_destinations_are_refused(tmp_path: Path) -> None:
-    array = np.zeros(10, np.float32)
-    array.flags.writeable = False
-    with pytest.raises(BufferMismatchError, match="read-only"):
-        Subscriber({"w": _one((10,))}, {"w": array}, address=f"unix:{tmp_path}/p")
-    with pytest.raises(LayoutError):
-        Subscriber({"w": 3}, {"w": array}, address=f"unix:{tmp_path}/p")  # type: ignore[dict-item]
-
-
 def test_a_snapshot_is_known_by_its_mark(tmp_path: Path) -> None:
     store = VersionStore({}, 0, b"a" * 16, DeviceCopies((), 1.0))
     store.fill({}, 1, ())
     found = store.find(1)
     assert found is not None
+    assert not found.is_at(os.getpid(), 1 << 20)
     assert Memory.of_process(os.getpid(), found.fd, found.size_bytes, b"a" * 16).number == 1
     for size_bytes, mark in ((found.size_bytes, b"b" * 16), (found.size_bytes + 1, b"a" * 16)):
         with pytest.raises(OSError, match=r"belongs to another|another size"):

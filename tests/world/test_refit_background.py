@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lowshard.comm import run_loopback, share_text
+from lowshard.comm import run_loopback
 from lowshard.errors import LowshardError, MismatchError, PeerFailed, PlanError, TimedOut, VerificationError
 from lowshard.reshard import Refit, TensorLayout, build_reshard_plan
 from lowshard.reshard.refit import _sample
@@ -318,16 +318,5 @@ def test_a_block_that_ends_by_an_exception_does_not_wait_for_what_is_under_way()
             works.append(begin(refit, mine, 1))
         works[0].wait(LIMIT_S)  # it goes on, and ends
         check(refit, 1)
-
-    run_loopback(4, work, LIMIT_S)
-
-
-def test_the_same_error_on_all_ranks_word_for_word() -> None:
-    def work(comm: Any) -> None:
-        refit, mine = refit_of(comm)
-        with pytest.raises(PlanError) as caught:
-            (refit.push("x", wait=False) if comm.rank == 0 else begin(refit, mine, 1)).wait(LIMIT_S)  # type: ignore[arg-type]
-        assert len(set(share_text(comm, str(caught.value)))) == 1
-        refit.close()
 
     run_loopback(4, work, LIMIT_S)

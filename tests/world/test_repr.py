@@ -1,12 +1,17 @@
-"""What stands in a traceback or a debugger for the long-lived objects."""
+"""What stands in a traceback or a debugger for the long-lived objects, and where one is copied to another process."""
 
 from __future__ import annotations
 
+import copy
+import pickle
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from lowshard import comm as lc
+from lowshard.errors import CommError
 from lowshard.fsdp import FSDP, Param, ShardingStrategy
 from lowshard.pool import BufferPool
 from lowshard.reshard import Publisher, Refit, Reshard, Subscriber, TensorLayout, build_reshard_plan
@@ -56,3 +61,29 @@ def test_a_model_and_a_pool_say_what_they_hold() -> None:
         assert repr(pool) == "<BufferPool: 1,048,576 bytes idle, at most 1,048,576>"
 
     lc.run_loopback(1, work, 10)
+
+
+def test_a_communicator_of_one_rank_has_nobody_to_reach() -> None:
+    (comm,) = lc.loopback(1)
+    with comm:
+        assert comm.explain(json=True)["pairs"] == []
+        assert "no other rank" in comm.explain()
+
+
+@pytest.mark.parametrize("to_another", [pickle.dumps, copy.deepcopy])
+def test_what_belongs_to_a_process_says_so_where_it_is_copied(
+    to_another: Callable[[object], object], tmp_path: Path
+) -> None:
+    one = {"w": TensorLayout.sharded((4,), "float32", {"x": (1, 1)})}
+    given, address = {"w": np.zeros(4, np.float32)}, f"unix:{tmp_path}/p"
+    (comm,) = lc.loopback(1)
+    plan, out = build_reshard_plan(one, one), {"w": np.zeros(4, np.float32)}
+    with (
+        comm,
+        Publisher(one, given, address=address) as publisher,
+        Subscriber(one, given, address=address) as taker,
+        Refit(plan, comm, given, out) as refit,
+    ):
+        for thing in (comm, BufferPool(comm), refit, publisher, taker):
+            with pytest.raises(CommError, match="make one in each process"):
+                to_another(thing)

@@ -137,30 +137,21 @@ def test_columns_within_a_block_are_refused_as_asked() -> None:
     assert all(isinstance(e, MismatchError) and "no multiples of 32" in str(e) for e in errors)
 
 
-@pytest.mark.parametrize(
-    ("data", "scale", "text"),
-    [
-        (np.zeros((4, 40), np.uint8), np.zeros((4, 1), np.uint8), "K a multiple of 32"),
-        (np.zeros((4, 64), np.float32), np.zeros((4, 2), np.uint8), "uint8"),
-        (np.zeros((4, 64), np.uint8), np.zeros((4, 3), np.uint8), r"\[4, 2\], or \[512\]"),
-        (np.zeros(64, np.uint8), np.zeros(2, np.uint8), "rows, K"),
-    ],
-)
-def test_buffers_that_do_not_fit_are_refused(data: Any, scale: Any, text: str) -> None:
-    with pytest.raises(KernelError, match=text):
-        MXFP8ReshardTransform({"w"}, {"w": SimpleNamespace(data=data, scale=scale)})
-
-
-def test_the_buffers_by_name_also_say_which_tensors_are_quantised() -> None:
-    buffers = {"w": held(4, 64, False, "e4m3")}
+def test_buffers_that_do_not_fit_are_refused() -> None:
+    codes, scales = np.zeros((4, 64), np.uint8), np.zeros((4, 2), np.uint8)
+    wrong: list[tuple[Any, ...]] = [
+        ("multiple of 32", codes[:, :40], scales[:, :1]),
+        ("uint8", codes.astype(np.float32), scales),
+        ("4, 2", codes, np.zeros((4, 3), np.uint8)),
+        ("rows, K", codes[0], scales[0]),
+        *(("elem", codes, scales, elem) for elem in ("fp8", ["e4m3"], None)),
+    ]
+    for word, data, scale, *elem in wrong:
+        given = SimpleNamespace(data=data, scale=scale, **({"elem": elem[0]} if elem else {}))
+        with pytest.raises(KernelError, match=word):
+            MXFP8ReshardTransform({"w"}, {"w": given})
+    buffers = {"w": held(4, 64, False, "e4m3")}  # whose names may stand for those of the tensors
     assert MXFP8ReshardTransform(buffers, buffers).convertible_params == {"w"}
-
-
-@pytest.mark.parametrize("elem", ["fp8", ["e4m3"], None])
-def test_buffers_of_another_element_type_are_refused(elem: Any) -> None:
-    data, scale = np.zeros((4, 64), np.uint8), np.zeros((4, 2), np.uint8)
-    with pytest.raises(KernelError, match="elem of a persistent buffer"):
-        MXFP8ReshardTransform({"w"}, {"w": SimpleNamespace(data=data, scale=scale, elem=elem)})
 
 
 def test_slices_with_steps_and_ends_that_are_no_integers_are_refused() -> None:
@@ -187,6 +178,10 @@ def test_codes_of_another_dtype_are_not_cut_down_to_bytes() -> None:
         came = [np.full((4, 64), 77).astype(codes), np.full((4, 2), 77).astype(scales)]
         with pytest.raises(BufferMismatchError, match="are uint8"):
             how.finalize_recv("w", (slice(None), slice(None)), came)
+    with pytest.raises(BufferMismatchError, match="int32"):
+        MXFP8ReshardTransform({"w"}, {"w": buffer}).finalize_recv(
+            "w", (slice(None), slice(None)), [np.ones((4, 64), np.int32)]
+        )
     assert not buffer.data.any()
     assert not buffer.scale.any()
 

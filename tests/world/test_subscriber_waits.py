@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import os
-import resource
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -240,33 +236,6 @@ def test_a_block_that_ends_by_an_error_ends_the_pull_in_the_background(tmp_path:
         begun = time.monotonic()
         publisher.close(20)
         assert time.monotonic() - begun < 10
-
-
-def test_a_snapshot_that_cannot_be_mapped_closes_its_own_descriptor_alone(tmp_path: Path) -> None:
-    """Python's files get the numbers that were given back."""
-    script = tmp_path / "small.py"
-    script.write_text(
-        "import gc, resource, numpy as np, lowshard as ls\n"
-        "from lowshard.reshard import Publisher\n"
-        "n = 1 << 28\n"
-        "layout = ls.Layout(ls.DeviceMesh((1,), ('x',)), (n,), 'uint8', (ls.Replicated(),))\n"
-        f"p = Publisher({{'w': layout}}, {{'w': np.zeros(n, np.uint8)}}, address='unix:{tmp_path}/p')\n"
-        "size = int(open('/proc/self/statm').read().split()[0]) * 4096\n"
-        "resource.setrlimit(resource.RLIMIT_AS, (size + (1 << 27), resource.RLIM_INFINITY))\n"
-        "try:\n"
-        "    p.publish(1)\n"
-        "except ls.LowshardError as error:\n"
-        "    print(type(error).__name__)\n"
-        f"mine = open('{tmp_path}/mine', 'w')\n"
-        "gc.collect()\n"
-        "mine.write('whole')\n"
-        "mine.close()\n"
-    )
-    assert resource.getrlimit(resource.RLIMIT_AS)
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120)
-    assert done.stdout.split() == ["CommError"], done.stderr
-    assert (tmp_path / "mine").read_text() == "whole"
-    gc.collect()
 
 
 def test_a_tcp_connection_that_says_nothing_is_asked_for_a_sign_of_life() -> None:

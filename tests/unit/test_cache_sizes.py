@@ -1,22 +1,14 @@
-"""Ranks of one machine that are told different sizes of its last cache take one way together all the same."""
+"""The size of the last cache, by which ranks of a node choose their way, is read of the system."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from support.starting import start_ranks
 
 from lowshard.comm.node.node_memory import cached_result_bytes
 
 MIB = 1 << 20
-
-
-@pytest.mark.mpi
-@pytest.mark.time_limit(100)
-def test_ranks_with_different_caches_give_one_result() -> None:
-    script = Path(__file__).with_name("run_cache_sizes.py")
-    assert start_ranks(script, 4, [], 90).ok().stdout == "right\n" * 4
 
 
 @pytest.mark.parametrize(

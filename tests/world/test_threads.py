@@ -2,39 +2,15 @@
 
 from __future__ import annotations
 
-import threading
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from support import mode
-from support.starting import start_ranks
-from support.thread_cases import check_threads, in_thread
+from support.thread_cases import in_thread
 
 from lowshard import BufferPool, DeviceMesh, Layout, Partial, Replicated, execute, plan_redistribute
 from lowshard.comm import Communicator, run_loopback
 from lowshard.errors import CommError
-
-SCRIPT = Path(__file__).parent / "run_threads.py"
-
-
-@pytest.mark.mpi
-@pytest.mark.time_limit(100)
-@pytest.mark.parametrize(
-    "env",
-    mode.sample([{}, {"LOWSHARD_CPU_PATH": "mpi"}, {"LOWSHARD_NODE_SIZE": "2"}], 1, "threads of ranks"),
-    ids=str,
-)
-@pytest.mark.full_only
-def test_two_threads_at_once_are_an_error_on_mpi_ranks(env: dict[str, str]) -> None:
-    assert start_ranks(SCRIPT, 4 if env else 3, [], 90, env=env).ok().stdout == "right\n"
-
-
-@pytest.mark.time_limit(60)
-def test_two_threads_at_once_are_an_error_on_loopback() -> None:
-    meeting = threading.Barrier(3)
-    run_loopback(3, lambda comm: check_threads(comm, meeting.wait), 50)
 
 
 class _CallsMeanwhile(BufferPool):
