@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lowshard import cli, plain_console
-from lowshard.bench.json_argument import bandwidth_of, counts_of, file_of, natural_of, size_of, target_of
+from lowshard.bench.bench_argument import file, list_of, natural, positive, size
 from lowshard.command_line import count_of, folder_of, made_target_of, seconds_of, write_whole
 from lowshard.plain_console import busy, print_table, transfer
 
@@ -25,19 +25,18 @@ NO_NUMBERS = ("", " ", "x", "nan", "inf", "-inf", "1e400", "-1", "é")
     ("flag", "right", "wrong"),
     [
         (count_of, {"1": 1, "1000000000": 10**9}, ("0", "1.0", "٣", "²", "1000000001", "9" * 5000)),
-        (natural_of, {"0": 0, "07": 7}, ("1.0", "1e3", "٣", "9" * 5000)),
-        (counts_of, {"2": (2,), "4, 2,4": (4, 2)}, ("2,", ",", "0,1")),
+        (natural, {"0": 0, "07": 7}, ("1.0", "1e3", "٣", "9" * 5000)),
+        (list_of(count_of), {"2": (2,), "4, 2,4": (4, 2)}, ("2,", ",", "0,1")),
         (seconds_of, {"0.5": 0.5, "1e3": 1000.0}, ("0", "0.0")),
-        (bandwidth_of, {"0": 0.0, "1.5": 1.5}, ()),
-        (size_of, {"1": 1, "1.5K": 1536, "9007199254740993": 2**53 + 1}, ("0", "1.3", "9" * 400, "1048577T")),
+        (positive, {"1.5": 1.5}, ("0",)),
+        (size, {"1": 1, "1.5K": 1536}, ("0", "1.3", "9" * 400, "1048577T")),
     ],
 )
 def test_numbers(flag: Callable[[str], object], right: dict[str, object], wrong: tuple[str, ...]) -> None:
     assert {text: flag(text) for text in right} == right
     for text in (*NO_NUMBERS, *wrong):
-        with pytest.raises(ArgumentTypeError, match="got ") as said:
+        with pytest.raises(ArgumentTypeError, match="got "):
             flag(text)
-        assert len(str(said.value)) < 300
 
 
 def test_files_and_folders_are_asked_for_before_the_work(
@@ -46,17 +45,13 @@ def test_files_and_folders_are_asked_for_before_the_work(
     monkeypatch.chdir(tmp_path)
     Path("there").write_text("kept")
     Path("folder").mkdir()
-    for target, at in ((target_of, "folder/new"), (made_target_of, "a/new")):
-        assert [target(text) for text in ("-", "there", at, "/dev/null")] == ["-", "there", at, "/dev/null"]
+    targets = ["-", "there", "a/new", "/dev/null"]
+    assert [made_target_of(text) for text in targets] == targets
     assert [folder_of(text) for text in (".", "folder", "a/b")] == [Path("."), Path("folder"), Path("a/b")]
     assert sorted(os.listdir()) == ["folder", "there"]
     assert Path("there").read_text() == "kept"
     for flag, text, told in (
-        (file_of, "~/x.json", "a shell expands ~"),
-        (file_of, "", "expected a file"),
-        (file_of, "folder", "the folder 'folder'"),
-        (file_of, "there/x", "is a file"),
-        (file_of, "a/new", "make it first"),
+        *((file, text, "expected a file") for text in ("~/x.json", "", "folder", "there/x", "a/new")),
         (folder_of, "~/x", "a shell expands ~"),
         (folder_of, "/proc/x", "no file can be made"),
     ):

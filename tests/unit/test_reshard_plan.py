@@ -356,7 +356,7 @@ REFUSED: dict[str, list[tuple[Callable[[], object], type[LowshardError], str]]] 
         (lambda: DimSharding(8, points=(0, 6, 5, 8), parts=3), LayoutError, "points"),
         (lambda: DimSharding(8, split="even"), LayoutError, "split"),  # type: ignore[arg-type]
         (lambda: DimSharding(13, 4, chunks=2), LayoutError, "does not divide"),
-        (lambda: Grid((((4, 1),),), ((2, 2),)), MeshError, "two positions"),
+        (lambda: Grid((((4, 1),),), ((2, 2),)), MeshError, "two places"),
         (lambda: Roster(((0, 1), (1,))), MeshError, "one cell"),
     ],
     "axes of a dim and its cut": [
