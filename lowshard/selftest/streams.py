@@ -8,10 +8,10 @@ import numpy as np
 
 from lowshard import comm as lc
 from lowshard.comm import Communicator
+from lowshard.selftest.arrays import ordinary
+from lowshard.selftest.collective_cases import CollectiveCalls
 from lowshard.selftest.comparisons import Tally
-from lowshard.selftest.plain_fold import plain_fold
-from lowshard.selftest.random_arrays import ordinary
-from lowshard.selftest.step_setting import Setting
+from lowshard.selftest.steps import Setting
 
 _ELEMS = 100_003
 _TURNS = 10
@@ -30,33 +30,25 @@ def run(setting: Setting, tally: Tally) -> None:
 
 
 def _started(comm: Communicator) -> Tally:
-    """Start several calls at once; their results are there after `wait`, in the order they were started in."""
+    """Start every call, with one that is not started among them, and look at the results once all are over."""
     tally = Tally()
-    given = [
-        [ordinary((_ELEMS,), "float32", "streams", turn, rank) for rank in range(comm.size)]
-        for turn in range(_TURNS)
+    calls = [
+        call
+        for elems in (1, 1003, _ELEMS)
+        for made in [CollectiveCalls(comm, "float32", elems, in_place=elems == 1003)]
+        for call in (*made.moves(range(comm.size)), *made.reductions("sum", "tree"))
     ]
-    totals = [np.zeros(_ELEMS, np.float32) for _ in given]
-    wholes = [np.zeros(_ELEMS * comm.size, np.float32) for _ in given]
     works = []
-    for terms, total, whole in zip(given, totals, wholes, strict=True):
-        works.append(comm.start.all_reduce(terms[comm.rank], total, order="tree"))
-        works.append(comm.start.all_gather(terms[comm.rank], whole))
-    for work in works:
+    for number, call in enumerate(calls):
+        if number % 7 == 6:
+            getattr(comm, call.name)(*call.args)  # after those that were started
+            call.check(tally.same)
+        else:
+            works.append((getattr(comm.start, call.name)(*call.args), call))
+    for work, call in works:
         work.wait(timeout_s=_WAIT_S)
-        tally.true("Work.done after wait", work.done(), "False")
-    for turn, terms in enumerate(given):
-        of = f"float32 [{_ELEMS}], started call {turn} on rank {comm.rank}"
-        tally.same(f"all_reduce sum tree {of}", totals[turn], plain_fold(terms, "sum", "tree"))
-        tally.same(f"all_gather {of}", wholes[turn], np.concatenate(terms))
-    # A call that is not started runs after those that were.
-    total = np.zeros(_ELEMS, np.float32)
-    work = comm.start.all_reduce(given[0][comm.rank], total, order="tree")
-    whole = np.zeros(_ELEMS * comm.size, np.float32)
-    comm.all_gather(given[1][comm.rank], whole)
-    tally.same(f"all_gather after a started all_reduce on rank {comm.rank}", whole, np.concatenate(given[1]))
-    work.wait(timeout_s=_WAIT_S)
-    tally.same(f"all_reduce started before an all_gather on rank {comm.rank}", total, totals[0])
+        tally.true(f"Work.done after wait, {call.what}", work.done(), "False")
+        call.check(tally.same)
     return tally
 
 

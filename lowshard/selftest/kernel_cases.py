@@ -1,0 +1,263 @@
+"""The step `kernels`: every kernel against its plain twin, byte for byte, on values that show mistakes.
+
+The tests run the same cases through the compiled kernels, through the CUDA sources on the host, and on GPUs.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from lowshard import kernels
+from lowshard.box import Box, slices_of
+from lowshard.kernels import MXFP8Tensor, SwizzledMXFP8, engine
+from lowshard.kernels.change_search import Room
+from lowshard.kernels.change_text import values_of
+from lowshard.kernels.changes import ChangeBoxes
+from lowshard.kernels.plain import PlainEngine
+from lowshard.kernels.reference import Elem, Mode
+from lowshard.selftest.arrays import array_module, bits, hard, hard_blocks, ordinary, put, rng, settle
+from lowshard.selftest.comparisons import Tally
+from lowshard.selftest.steps import Setting
+
+FLOATS = ("bfloat16", "float16", "float32")
+ELEMS: tuple[Elem, ...] = ("e4m3", "e5m2")
+MODES: tuple[Mode, ...] = ("rceil", "floor", "even", "ceil")
+_SHAPES = ((67, 352), (1, 32), (3, 4096))
+"""[rows, cols]: many rows of an odd number of blocks, one block, and a few long rows."""
+_VIEWS = {
+    "": (),
+    " every second row from column 32": (slice(None, None, 2), slice(32, None)),
+    " rows backwards": (slice(None, None, -1), slice(0, 320)),
+}
+"""How an array lies in memory: what of another one it is; whole blocks."""
+_BOXES = (((3, 64), (32, 320)), ((0, 3), (0, 32)), ((66, 67), (0, 352)))
+"""Of [67, 352], whole blocks along the columns, disjoint."""
+_FLAT_ELEMS = (1, 31, 4099)
+
+Put = Callable[[np.ndarray], Any]
+
+
+@dataclass(frozen=True)
+class KernelCase:
+    """A call of a kernel on new arrays, `call(*args)`, which returns what it has written.
+
+    view: what of the first array it takes. expected: what comes out; by default what the plain engine makes of the
+    same call. any_nan: a NaN is as good as any other.
+    """
+
+    what: str
+    call: Callable[..., Any]
+    args: tuple[Any, ...]
+    view: tuple[slice, ...] = ()
+    expected: tuple[np.ndarray, ...] | None = None
+    any_nan: bool = False
+
+    def arrays(self, to_device: Put) -> tuple[Any, ...]:
+        """Make the call on arrays of a device, and return all that comes out."""
+        first, *rest = (_placed(arg, to_device) for arg in self.args)
+        result = self.call(first[self.view] if self.view else first, *rest)
+        if isinstance(result, (MXFP8Tensor, SwizzledMXFP8)):
+            return result.data, result.scale
+        return result if isinstance(result, tuple) else (result,)
+
+    def check(self, to_device: Put, tally: Tally) -> None:
+        """Compare what comes out on a device with what is expected."""
+        expected = self.expected
+        if expected is None:
+            with through(PlainEngine()):
+                expected = self.arrays(partial(put, np))
+        names = ("",) if len(expected) == 1 else (", codes", ", scales", ", third")
+        for name, found, wanted in zip(names, self.arrays(to_device), expected, strict=False):
+            tally.same(f"{self.what}{name}", found, wanted, any_nan=self.any_nan)
+
+
+@contextmanager
+def through(chosen: engine.HostEngine | engine.Engine) -> Iterator[None]:
+    """Run the public calls on NumPy arrays through an engine."""
+    usual = engine.host_engine
+    engine.host_engine = lambda: chosen  # type: ignore[assignment, return-value]  # engine_for looks it up
+    try:
+        yield
+    finally:
+        engine.host_engine = usual
+
+
+def _placed(value: Any, to_device: Put) -> Any:
+    """Return arguments with new arrays on a device."""
+    if isinstance(value, np.ndarray):
+        return to_device(value)
+    if isinstance(value, MXFP8Tensor):
+        return MXFP8Tensor(to_device(value.data), to_device(value.scale), value.elem)
+    return (
+        type(value)(_placed(one, to_device) for one in value) if isinstance(value, (tuple, list)) else value
+    )
+
+
+def quantise() -> Iterator[KernelCase]:
+    """Quantise in every mode, element type and dtype, arrays that lie in any way, with any lowest scale."""
+    for dtype, shape, elem in product(FLOATS, _SHAPES, ELEMS):
+        x, of = (hard_blocks(shape, dtype, "quantize"),), f"{dtype} {list(shape)}"
+        for mode in MODES:
+            call = partial(kernels.quantize_mxfp8, elem=elem, mode=mode)
+            yield KernelCase(f"quantize_mxfp8 elem={elem} mode={mode} {of}", call, x)
+        for (way, view), lowest in product(_VIEWS.items(), (0, 1, 127, 254)):
+            if shape[0] > 1:
+                call = partial(kernels.quantize_mxfp8, elem=elem, min_scale_byte=lowest)
+                yield KernelCase(
+                    f"quantize_mxfp8 elem={elem} min_scale_byte={lowest} {of}{way}", call, x, view
+                )
+
+
+def dequantise() -> Iterator[KernelCase]:
+    """Dequantise every code under every scale: side by side, and without NaN."""
+    code = np.tile(np.arange(256, dtype=np.uint8), (256, 1))
+    scale = np.repeat(np.arange(256, dtype=np.uint8)[:, None], 8, axis=1)
+    for elem, dtype in product(ELEMS, FLOATS):
+        numbers = np.where((code & 0x7F) >= (0x7F if elem == "e4m3" else 0x7D), np.uint8(0x80), code)
+        for name, data in (("code", code), ("number", numbers)):
+            call, q = partial(kernels.dequantize_mxfp8, dtype=dtype), MXFP8Tensor(data, scale, elem)
+            yield KernelCase(
+                f"dequantize_mxfp8 elem={elem} {dtype}, every {name} under every scale", call, (q,)
+            )
+
+
+def boxes() -> Iterator[KernelCase]:
+    """Pack boxes of elements of every width, and unpack them; quantise and dequantise on the way."""
+    of, back = f"{len(_BOXES)} boxes of [67, 352]", (slice(None, None, -1),)
+    for dtype in ("uint8", "bfloat16", "float32", "float64"):
+        x = hard((67, 352), dtype, "pack")
+        yield KernelCase(f"pack {dtype} {of}", partial(kernels.pack, table=_BOXES), (x,))
+        yield KernelCase(f"pack {dtype} {of} rows backwards", partial(kernels.pack, table=_BOXES), (x,), back)
+        call = partial(_into_boxes, kernels.unpack)
+        yield KernelCase(f"unpack {dtype} {of}", call, (_cut(x, _BOXES), np.zeros_like(x)))
+    for dtype, elem in product(FLOATS, ELEMS):
+        x = hard_blocks((67, 352), dtype, "pack_quantize")
+        for mode in MODES:
+            call = partial(kernels.pack_quantize, table=_BOXES, elem=elem, mode=mode)
+            yield KernelCase(f"pack_quantize elem={elem} mode={mode} {dtype} {of}", call, (x,))
+        with through(PlainEngine()):
+            q = kernels.pack_quantize(x, _BOXES, elem)
+        call = partial(_into_boxes, kernels.unpack_dequantize)
+        yield KernelCase(f"unpack_dequantize elem={elem} {dtype} {of}", call, (q, np.zeros_like(x)))
+
+
+def _into_boxes(unpack: Callable[..., Any], packed: Any, out: Any) -> Any:
+    return unpack(packed, _BOXES, out)
+
+
+def _cut(x: np.ndarray, spans: Sequence[Box]) -> np.ndarray:
+    return np.concatenate([x[slices_of(box)].reshape(-1) for box in spans])
+
+
+def casts() -> Iterator[KernelCase]:
+    """Convert between each two floats."""
+    for src, dst, (way, view) in product(FLOATS, FLOATS, _VIEWS.items()):
+        x = hard((67, 353), src, "cast", dst)
+        yield KernelCase(f"cast {src} to {dst} [67, 353]{way}", partial(kernels.cast, dtype=dst), (x,), view)
+
+
+def sums() -> Iterator[KernelCase]:
+    """Sum one to twelve arrays of one dtype or of several; which NaN comes out is not said."""
+    for dst, count, elems, accumulate in product(FLOATS, (1, 2, 3, 8, 9, 12), _FLAT_ELEMS, (False, True)):
+        for src in sorted({dst, "bfloat16", "mixed"}):
+            of = [FLOATS[i % 3] if src == "mixed" else src for i in range(count)]
+            sources = [hard((elems,), dtype, "sum", count, i) for i, dtype in enumerate(of)]
+            what = f"sum_into {dst} of {count} {src} [{elems}]{' accumulate' if accumulate else ''}"
+            args = hard((elems,), dst, "sum to", count), sources, accumulate
+            yield KernelCase(what, kernels.sum_into, args, any_nan=True)
+
+
+def tiles() -> Iterator[KernelCase]:
+    """Lay scales out as 128x4 tiles, and back; quantise into them."""
+    for rows, cols in ((1, 1), (128, 4), (129, 5), (300, 33)):
+        scale, of = rng("tiles", rows, cols).integers(0, 256, (rows, cols), np.uint8), f"[{rows}, {cols}]"
+        with through(PlainEngine()):
+            swizzled = kernels.swizzle_scales(scale)
+        yield KernelCase(f"swizzle_scales {of}", kernels.swizzle_scales, (scale,))
+        yield KernelCase(f"unswizzle_scales {of}", kernels.unswizzle_scales, (swizzled, rows, cols))
+        for dtype, elem in product(FLOATS, ELEMS):
+            x = hard_blocks((rows, 32 * cols), dtype, "tiles")
+            call = partial(kernels.quantize_mxfp8, elem=elem, scale_layout="128x4")
+            yield KernelCase(
+                f"quantize_mxfp8 elem={elem} {dtype} [{rows}, {32 * cols}] into tiles", call, (x,)
+            )
+
+
+def optimizers() -> Iterator[KernelCase]:
+    """Run three steps of AdamW and SGD, on ordinary values and on subnormal ones."""
+
+    def adamw(p: Any, first: Any, second: Any, *grads: Any) -> tuple[Any, ...]:
+        for step, grad in enumerate(grads, 1):
+            kernels.adamw_step(
+                p, grad, first, second, lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, step=step
+            )
+        return p, first, second
+
+    def sgd(p: Any, buffer: Any, *grads: Any) -> tuple[Any, ...]:
+        for step, grad in enumerate(grads):
+            kernels.sgd_step(p, grad, buffer, lr=1e-2, momentum=0.9, weight_decay=0.1, first=not step)
+        return p, buffer
+
+    for elems, size in product(_FLAT_ELEMS, (1.0, 1e-38)):
+        arrays = [ordinary((elems,), "float32", "step", i) * np.float32(size) for i in range(6)]
+        of = f"float32 [{elems}] of values about {size:g}, 3 steps"
+        yield KernelCase(f"adamw_step {of}", adamw, (*arrays[:2], np.abs(arrays[2]), *arrays[3:]))
+        yield KernelCase(f"sgd_step {of}", sgd, tuple(arrays[1:]))
+
+
+def changes() -> Iterator[KernelCase]:
+    """Find what differs between two arrays, and write it into a third."""
+
+    def call(new: Any, old: Any, out: Any, made: ChangeBoxes) -> tuple[Any, ...]:
+        found = made.find(new, old, Room(), False)
+        made.write(out, found)
+        return made.places(found, made.unit_bytes), values_of(found, made.unit_bytes), out
+
+    for dtype, block in (("uint8", 1), ("bfloat16", 1), ("float32", 1), ("float64", 1), ("bfloat16", 32)):
+        old, random = hard((67, 352), dtype, "changes"), rng("changes", dtype, block)
+        for share in (0.0, 0.01, 0.9):
+            new, wanted, made = old.copy(), old.copy(), ChangeBoxes(_BOXES[:2], old.itemsize, block)
+            bits(new)[random.random(new.shape) < share] ^= 1
+            for box in _BOXES[:2]:
+                wanted[slices_of(box)] = new[slices_of(box)]
+            before, after = (
+                _cut(x, _BOXES[:2]).view(np.uint8).reshape(-1, made.unit_bytes) for x in (old, new)
+            )
+            places = np.flatnonzero((before != after).any(axis=1))
+            expected, what = (
+                (places, after[places], wanted),
+                f"changes of {dtype} by {block}, {share:g} of all",
+            )
+            yield KernelCase(what, call, (new, old, old, made), expected=expected)
+
+
+FAMILIES = (quantise, dequantise, boxes, casts, sums, tiles, optimizers, changes)
+
+
+def run(setting: Setting, tally: Tally) -> None:
+    """Run every kernel and compare."""
+    xp = array_module(setting.device)
+    if setting.device == "cuda":
+        where = "CUDA C++ compiled by NVRTC"
+    elif engine.host_engine().name == "numba":
+        where = "Numba compiled for this processor"
+    else:
+        where = "plain NumPy: Numba was not used"
+    for family in FAMILIES:
+        print(f"{family.__name__}, {where}", flush=True)
+        try:
+            for case in family():
+                case.check(partial(put, xp), tally)
+            settle(xp)
+        except Exception as error:  # a kernel that fails does not keep the others from being tried
+            traceback.print_exc()
+            tally.fail(f"{family.__name__}: {type(error).__name__}: {error}")
+    tally.summary = f"{tally.checks} results equal their plain twins ({where})"
