@@ -10,6 +10,7 @@ import numpy as np
 
 from lowshard import dtypes
 from lowshard.errors import DependencyError
+from lowshard.foreign_array import host_of
 
 Shape = tuple[int, ...]
 
@@ -20,21 +21,26 @@ def rng(*words: object) -> np.random.Generator:
 
 
 def hard(shape: Shape, dtype: str, *words: object) -> np.ndarray:
-    """Return values that show mistakes: ordinary ones, any bit pattern, subnormals, NaN, Inf and signed zeros."""
+    """Return values that show mistakes: ordinary ones, any bit pattern, the ends of the range, subnormals, NaN, Inf."""
     row, random, count = dtypes.get(dtype), rng(dtype, *words), int(np.prod(shape))
     if row.kind == "bool":
         return random.integers(0, 2, shape).astype(bool)
     kind = np.dtype(f"u{row.itemsize_bytes}")
-    patterns = np.frombuffer(random.bytes(count * row.itemsize_bytes), kind).copy().view(row.numpy)
-    if row.kind != "float":
-        return patterns.reshape(shape)
-    smallest = np.arange(5).astype(kind).view(row.numpy)  # zero and four subnormals
-    large = np.array([np.inf, -np.inf, np.nan], np.float32).astype(row.numpy)
-    special = np.concatenate([smallest, smallest, -smallest, -smallest, large])
-    values = random.standard_normal(count).astype(np.float32).astype(row.numpy)
+    patterns = np.frombuffer(random.bytes(count * row.itemsize_bytes), kind).copy()
+    if row.kind == "scale":
+        return patterns.view(row.numpy).reshape(shape)
+    if row.kind == "float":
+        limits = np.array([np.inf, np.nan, 0, 0, 0, 0], np.float32).astype(row.numpy).view(kind)
+        special = np.concatenate([limits, limits[:1] - kind.type(1), np.arange(5).astype(kind)])  # subnormals
+        special = np.concatenate([special, special | kind.type(1 << (row.bits - 1))])
+        usual = random.standard_normal(count).astype(np.float32).astype(row.numpy).view(kind)
+    else:
+        ends = np.iinfo(row.numpy)
+        special, usual = np.array([ends.min, ends.max, 0, 1], row.numpy).view(kind), patterns
     chosen = random.random(count)
-    values = np.where(chosen < 0.2, patterns, values)
-    return np.where(chosen > 0.85, special[random.integers(0, len(special), count)], values).reshape(shape)
+    values = np.where(chosen < 0.2, patterns, usual)
+    values = np.where(chosen > 0.85, special[random.integers(0, len(special), count)], values)
+    return values.view(row.numpy).reshape(shape)
 
 
 def hard_blocks(shape: Shape, dtype: str, *words: object) -> np.ndarray:
@@ -103,6 +109,6 @@ def fill_pools(xp: ModuleType) -> None:
     """
     if xp is not np:
         held = [xp.empty(bytes_, xp.uint8) for bytes_ in (64 << 20, *[1 << 20] * 16)]
-        held.append(xp.asarray(held[1].get()))
+        held.append(xp.asarray(host_of(held[1])))
         del held
         settle(xp)

@@ -29,12 +29,12 @@ def run(setting: Setting, tally: Tally) -> None:
 def run_rank(comm: Communicator, tally: Tally) -> None:
     """Run every transition as one rank. Collective: all ranks of the communicator call this."""
     for src, dst in transitions(comm.size, _SHAPE, ("float32", "bfloat16", "int64")):
-        terms = comm.size if any(isinstance(placement, Partial) for placement in src.placements) else 1
-        make = hard if terms == 1 else ordinary
+        partial = any(isinstance(placement, Partial) for placement in src.placements)
+        make, terms = (ordinary, comm.size) if partial else (hard, 1)
         wholes = [make(_SHAPE, src.dtype, "redistribute", rank) for rank in range(terms)]
         mine = wholes[comm.rank % terms][slices_of(src.box(comm.rank))]
         out = execute(plan_redistribute(src, dst), put(comm.xp, mine), comm)
-        whole = wholes[0] if terms == 1 else plain_fold(wholes, "sum", "tree")
+        whole = plain_fold(wholes, "sum", "tree") if partial else wholes[0]
         what = f"{src} to {dst} on rank {comm.rank} of {comm.size}"
         tally.same(what, out, np.ascontiguousarray(whole[slices_of(dst.box(comm.rank))]))
     settle(comm.xp)

@@ -19,8 +19,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 from support import mode
-from support.comm_kit import lend, put, same
-from support.every_call import Preparer
+from support.comm_kit import calls_of, check, lend, put, same
 
 from lowshard import comm as lc
 from lowshard.comm.work import Worker
@@ -98,7 +97,7 @@ class Soak:
         if rng.random() < 0.2:
             self.shared(group, rng, own)
             return
-        preparer = Preparer(
+        preparer = calls_of(
             group, rng, elems=int(rng.choice(LENGTHS)), lent=own.random() < 0.4, in_place=own.random() < 0.4
         )
         name = str(rng.choice(CALLS))
@@ -117,7 +116,7 @@ class Soak:
             for work in works[::-1]:
                 work.wait()
         for call in calls:
-            call.check()
+            check(call)
 
     def shared(self, group: lc.Communicator, rng: np.random.Generator, own: np.random.Generator) -> None:
         """Make a result that is shared; each rank keeps it for as long as it likes."""

@@ -15,9 +15,9 @@ from support.host_kernels import (
     assert_as_plain,
     assert_same,
     at_offset,
+    blocks,
     engine_that_runs,
     floats,
-    random_bits,
     strided,
     through,
 )
@@ -75,7 +75,7 @@ def test_fp32_of_every_exponent_and_all_ties_are_cast(
 @any_dtype
 def test_strided_arrays_are_cast(dtype: str, any_engine: HostCudaEngine, rng: np.random.Generator) -> None:
     for target in DTYPES:
-        x = strided(rng, floats(random_bits(rng, dtype, 60), dtype).reshape(4, 3, 5, 32))
+        x = strided(rng, blocks(rng, dtype, 60).reshape(4, 3, 5, 32))
         assert_as_plain(any_engine, cast, x, target)
         assert_as_plain(any_engine, cast, x[..., ::2], target)
         assert_as_plain(any_engine, cast, x[..., :27], target)
@@ -93,10 +93,10 @@ def test_sums_of_any_number_of_sources(
         kinds = rng.choice(list(DTYPES), count if mixed else 1).tolist() * (1 if mixed else count)
         offsets = [0] * (count + 1) if rng.random() < 0.5 else rng.integers(0, 17, count + 1).tolist()
         sources = [
-            at_offset(floats(random_bits(rng, kind, -(-size // 32)).reshape(-1)[:size], kind), offset)
+            at_offset(blocks(rng, kind, -(-size // 32)).reshape(-1)[:size], offset)
             for kind, offset in zip(kinds, offsets[1:], strict=True)
         ]
-        out = floats(random_bits(rng, dtype, -(-size // 32)).reshape(-1)[:size], dtype)
+        out = blocks(rng, dtype, -(-size // 32)).reshape(-1)[:size]
 
         with through(PlainEngine()):
             expected = sum_into(at_offset(out, offsets[0]), sources, accumulate)
