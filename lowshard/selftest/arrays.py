@@ -61,7 +61,7 @@ def ordinary(shape: Shape, dtype: str, *words: object) -> np.ndarray:
     """Return finite values of a normal distribution, or small integers."""
     row, random = dtypes.get(dtype), rng("ordinary", dtype, *words)
     if row.kind == "float":
-        return random.standard_normal(shape).astype(np.float32).astype(row.numpy)
+        return random.standard_normal(shape).astype(row.numpy)
     return random.integers(0, 100, shape).astype(row.numpy)
 
 

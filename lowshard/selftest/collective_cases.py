@@ -24,9 +24,6 @@ _LENGTHS = (1, 1003, 70_000)
 _MARGIN_ELEMS = 4
 _BLANK_BYTE = 0xA5
 
-Draw = Callable[..., np.ndarray]
-"""Makes an array of a shape and dtype from words."""
-
 
 @dataclass(frozen=True)
 class CollectiveCall:
@@ -43,156 +40,155 @@ class CollectiveCall:
             same(self.what, buf, expected)
 
 
+@dataclass(frozen=True)
 class CollectiveCalls:
     """Makes calls for one rank.
 
     elems: what a rank sends, about. lent: its buffers lie in memory of `empty`. in_place: it works in place where a
-    call allows that. draw: makes the data; of reductions too, else values that fit the order.
+    call allows that. draw: makes the data from a shape, a dtype and words; by default hard values, and for reductions
+    such as fit the order.
     """
 
-    def __init__(
-        self, comm: Communicator, dtype: str, elems: int, *, lent: bool = False, in_place: bool = False,
-        draw: Draw | None = None,
-    ) -> None:  # fmt: skip
-        self.comm, self.rank, self.size = comm, comm.rank, comm.size
-        self.dtype, self.elems, self.in_place = dtype, elems, in_place
-        self._lent, self._draw = lent, draw
+    comm: Communicator
+    dtype: str
+    elems: int
+    lent: bool = False
+    in_place: bool = False
+    draw: Callable[..., np.ndarray] | None = None
 
     def moves(self, roots: Sequence[int]) -> list[CollectiveCall]:
         """Return one call of each collective that only moves, for each root."""
-        rooted = [make(root) for root in roots for make in (self.broadcast, self.gather, self.scatter)]
-        return [self.all_gather(), self.all_gather_v(), self.all_to_all(), self.all_to_all_v(), *rooted]
+        rooted = [self.make(name, root) for root in roots for name in ("broadcast", "gather", "scatter")]
+        return [*map(self.make, ("all_gather", "all_gather_v", "all_to_all", "all_to_all_v")), *rooted]
 
     def reductions(self, op: str, order: str) -> list[CollectiveCall]:
         """Return one call of each collective that reduces."""
-        return [
-            self.all_reduce(op, order), self.reduce_scatter(op, order), self.reduce(op, self.size - 1, order)
-        ]  # fmt: skip
+        names = ("all_reduce", "reduce_scatter", "reduce")
+        return [self.make(name, self.comm.size - 1, op, order) for name in names]
 
-    def all_gather(self) -> CollectiveCall:
-        """In place this rank's part lies in recv."""
-        parts = self._ranks("all_gather", self.elems)
-        return self._gathered("all_gather", parts, [self.elems * rank for rank in range(self.size)])
+    def make(self, name: str, root: int = 0, op: str = "sum", order: str = "tree") -> CollectiveCall:
+        """Return a call of a collective."""
+        made: CollectiveCall = getattr(self, f"_{name}")(root, op, order)
+        return made
 
-    def all_gather_v(self) -> CollectiveCall:
-        """Parts of different lengths, the last rank's first; in place as `all_gather`."""
-        counts = [self.elems + 3 * rank for rank in range(self.size)]
-        parts = [self._data(count, "all_gather_v", rank) for rank, count in enumerate(counts)]
-        displs = [sum(counts[rank + 1 :]) for rank in range(self.size)]
-        return self._gathered("all_gather_v", parts, displs, counts, displs)
+    def _all_gather(self, *_: Any) -> CollectiveCall:
+        parts = self._ranks(self.elems, "all_gather")
+        return self._exchange(
+            "all_gather", self._of(parts), np.concatenate(parts), at=self.elems * self.comm.rank
+        )
 
-    def _gathered(self, name: str, parts: list[np.ndarray], displs: list[int], *args: Any) -> CollectiveCall:
-        whole = np.empty(sum(map(len, parts)), parts[0].dtype)
-        for part, displ in zip(parts, displs, strict=True):
-            whole[displ : displ + len(part)] = part
-        send, recv, held = self._buffers(parts[self.rank], whole, displs[self.rank])
-        return self._call(name, (send, recv, *args), held)
+    def _all_gather_v(self, *_: Any) -> CollectiveCall:
+        # Parts of different lengths, the last rank's first.
+        counts = [self.elems + 3 * rank for rank in range(self.comm.size)]
+        displs = [sum(counts[rank + 1 :]) for rank in range(self.comm.size)]
+        parts = [self._data(count, hard, "all_gather_v", rank) for rank, count in enumerate(counts)]
+        whole = np.concatenate(parts[::-1])
+        return self._exchange("all_gather_v", self._of(parts), whole, counts, displs, at=self._of(displs))
 
-    def all_to_all(self) -> CollectiveCall:
-        """In place send and recv are one buffer."""
-        each = self.elems // self.size + 1
-        sent = [part.reshape(self.size, each) for part in self._ranks("all_to_all", self.size * each)]
-        got = np.concatenate([parts[self.rank] for parts in sent])
-        send, recv, held = self._buffers(sent[self.rank].reshape(-1), got)
-        return self._call("all_to_all", (send, recv), held)
+    def _all_to_all(self, *_: Any) -> CollectiveCall:
+        each = self.elems // self.comm.size + 1
+        sent = [part.reshape(-1, each) for part in self._ranks(self.comm.size * each, "all_to_all")]
+        return self._exchange(
+            "all_to_all", self._of(sent).reshape(-1), np.concatenate([*map(self._of, sent)])
+        )
 
-    def all_to_all_v(self) -> CollectiveCall:
-        """Different lengths, none for some pairs; never in place."""
-        ranks = range(self.size)
-        counts = [
-            [(7 * src + 13 * dst) * self.elems // 20 % (2 * self.elems) for dst in ranks] for src in ranks
-        ]
-        sent = [self._data(sum(row) + 5, "all_to_all_v", src) for src, row in enumerate(counts)]
-        displs, come = [starts(row) for row in counts], [row[self.rank] for row in counts]
-        got = [sent[src][displs[src][self.rank] :][: come[src]] for src in ranks]
-        recv, held = self._result(np.concatenate(got))
-        args = self._put(sent[self.rank]), counts[self.rank], displs[self.rank], recv, come, starts(come)
+    def _all_to_all_v(self, *_: Any) -> CollectiveCall:
+        # Different lengths, none for some pairs; never in place.
+        ranks, n = range(self.comm.size), self.elems
+        counts = [[(7 * src + 13 * dst) * n // 20 % (2 * n) for dst in ranks] for src in ranks]
+        sent = [self._data(sum(row) + 5, hard, "all_to_all_v", src) for src, row in enumerate(counts)]
+        displs, come = [starts(row) for row in counts], [*map(self._of, counts)]
+        recv, held = self._result(
+            np.concatenate([sent[src][self._of(displs[src]) :][: come[src]] for src in ranks])
+        )
+        args = self._put(self._of(sent)), self._of(counts), self._of(displs), recv, come, starts(come)
         return self._call("all_to_all_v", args, held)
 
-    def broadcast(self, root: int) -> CollectiveCall:
-        """The other ranks' buffers hold something else before."""
-        data = self._ranks("broadcast", self.elems)
-        buf, held = self._result(data[root], 0, data[self.rank])
+    def _broadcast(self, root: int, *_: Any) -> CollectiveCall:
+        data = self._ranks(self.elems, "broadcast")
+        buf, held = self._result(data[root], 0, self._of(data))
         return self._call("broadcast", (buf, root), held)
 
-    def gather(self, root: int) -> CollectiveCall:
-        """In place the root's part lies in recv."""
-        parts = self._ranks("gather", self.elems)
-        if self.rank == root:
-            send, recv, held = self._buffers(parts[root], np.concatenate(parts), self.elems * root)
-            return self._call("gather", (send, recv, root), held)
-        send = self._put(parts[self.rank])
-        return self._call("gather", (send, None, root), (send, parts[self.rank]))
+    def _gather(self, root: int, *_: Any) -> CollectiveCall:
+        parts, here = self._ranks(self.elems, "gather"), self.comm.rank == root
+        return self._exchange(
+            "gather", self._of(parts), np.concatenate(parts), root, at=self.elems * root, here=here
+        )
 
-    def scatter(self, root: int) -> CollectiveCall:
-        """In place the root's part stays in send."""
-        parts = self._ranks("scatter", self.elems)
-        recv, held = self._result(parts[self.rank])
-        if self.rank != root:
+    def _scatter(self, root: int, *_: Any) -> CollectiveCall:
+        parts = self._ranks(self.elems, "scatter")
+        recv, held = self._result(self._of(parts))
+        if self.comm.rank != root:
             return self._call("scatter", (None, recv, root), held)
         whole = self._put(np.concatenate(parts))
-        if self.in_place:
-            recv, held = whole[self.elems * root : self.elems * (root + 1)], (whole, np.concatenate(parts))
-        return self._call("scatter", (whole, recv, root), held)
+        kept = whole, np.concatenate(parts)
+        if self.in_place:  # its part stays where it is
+            return self._call("scatter", (whole, whole[self.elems * root :][: self.elems], root), kept)
+        return self._call("scatter", (whole, recv, root), held, kept)
 
-    def all_reduce(self, op: str, order: str) -> CollectiveCall:
-        """Of so many elements that they do not divide by the ranks; in place send is recv."""
-        terms = self._terms("all_reduce", self.elems // self.size * self.size + 1, order)
-        send, recv, held = self._buffers(terms[self.rank], plain_fold(terms, op, order))
-        unchanged = () if self.in_place else ((send, terms[self.rank]),)
-        return self._call("all_reduce", (send, recv, op, order), held, *unchanged)
+    def _all_reduce(self, _: int, op: str, order: str) -> CollectiveCall:
+        # Of so many elements that they do not divide by the ranks.
+        terms = self._terms(self.elems // self.comm.size * self.comm.size + 1, order, "all_reduce")
+        return self._exchange("all_reduce", self._of(terms), plain_fold(terms, op, order), op, order)
 
-    def reduce_scatter(self, op: str, order: str) -> CollectiveCall:
-        """In place recv is this rank's part of send."""
-        each = self.elems // self.size + 1
-        terms = self._terms("reduce_scatter", each * self.size, order)
-        part = slice(each * self.rank, each * (self.rank + 1))
-        expected, send = plain_fold(terms, op, order)[part], self._put(terms[self.rank])
-        if self.in_place:
+    def _reduce(self, root: int, op: str, order: str) -> CollectiveCall:
+        terms = self._terms(self.elems // self.comm.size * self.comm.size + 1, order, "reduce")
+        folded, here = plain_fold(terms, op, order), self.comm.rank == root
+        return self._exchange("reduce", self._of(terms), folded, op, root, order, here=here)
+
+    def _reduce_scatter(self, _: int, op: str, order: str) -> CollectiveCall:
+        each = self.elems // self.comm.size + 1
+        terms = self._terms(each * self.comm.size, order, "reduce_scatter")
+        part = slice(each * self.comm.rank, each * (self.comm.rank + 1))
+        expected, send = plain_fold(terms, op, order)[part], self._put(self._of(terms))
+        if self.in_place:  # recv is a part of send
             return self._call("reduce_scatter", (send, send[part], op, order), (send[part], expected))
         recv, held = self._result(expected)
-        return self._call("reduce_scatter", (send, recv, op, order), held, (send, terms[self.rank]))
-
-    def reduce(self, op: str, root: int, order: str) -> CollectiveCall:
-        """In place the root's send is its recv."""
-        terms = self._terms("reduce", self.elems // self.size * self.size + 1, order)
-        if self.rank == root:
-            send, recv, held = self._buffers(terms[root], plain_fold(terms, op, order))
-            return self._call("reduce", (send, recv, op, root, order), held)
-        send = self._put(terms[self.rank])
-        return self._call("reduce", (send, None, op, root, order), (send, terms[self.rank]))
+        return self._call("reduce_scatter", (send, recv, op, order), held, (send, self._of(terms)))
 
     # ---- data and buffers
 
+    def _exchange(
+        self, name: str, mine: np.ndarray, expected: np.ndarray, *args: Any, at: int = 0, here: bool = True
+    ) -> CollectiveCall:
+        """Return a call of send and recv, where a result is `here`; in place the one lies `at` a place of the other."""
+        if self.in_place and here:
+            recv, held = self._result(expected, at, mine)
+            return self._call(name, (recv[at : at + len(mine)], recv, *args), held)
+        send = self._put(mine)
+        if not here:
+            return self._call(name, (send, None, *args), (send, mine))
+        recv, held = self._result(expected)
+        return self._call(name, (send, recv, *args), held, (send, mine))
+
     def _call(self, name: str, args: tuple[Any, ...], *held: tuple[Any, np.ndarray]) -> CollectiveCall:
-        said = "".join(
-            f" {arg}" if isinstance(arg, str) else f" root={arg}"
-            for arg in args
-            if isinstance(arg, (str, int))
-        )
-        where = f"{'in place ' * self.in_place}on rank {self.rank} of {self.size}"
-        return CollectiveCall(name, args, f"{name}{said} {self.dtype} [{self.elems}] {where}", held)
+        said = [f"root={arg}" if isinstance(arg, int) else arg for arg in args if isinstance(arg, (str, int))]
+        where = f"{'in place ' * self.in_place}on rank {self.comm.rank} of {self.comm.size}"
+        what = " ".join([name, *said, self.dtype, f"[{self.elems}]", where])
+        return CollectiveCall(name, args, what, held)
 
-    def _data(self, elems: int, *words: object, usual: Draw = hard) -> np.ndarray:
-        return (self._draw or usual)((elems,), self.dtype, *words)
+    def _of(self, ranks: Sequence[Any]) -> Any:
+        return ranks[self.comm.rank]
 
-    def _ranks(self, name: str, elems: int) -> list[np.ndarray]:
-        return [self._data(elems, name, rank) for rank in range(self.size)]
+    def _data(self, elems: int, usual: Callable[..., np.ndarray], *words: object) -> np.ndarray:
+        return (self.draw or usual)((elems,), self.dtype, *words)
 
-    def _terms(self, name: str, elems: int, order: str) -> list[np.ndarray]:
-        """Return what ranks reduce; "fast" promises no bits, so every order of its numbers gives the same."""
-        usual = whole_numbers if order == "fast" else ordinary
-        return [self._data(elems, name, rank, usual=usual) for rank in range(self.size)]
+    def _ranks(self, elems: int, name: str, usual: Callable[..., np.ndarray] = hard) -> list[np.ndarray]:
+        return [self._data(elems, usual, name, rank) for rank in range(self.comm.size)]
+
+    def _terms(self, elems: int, order: str, name: str) -> list[np.ndarray]:
+        # "fast" promises no bits: its numbers are such that every order gives the same.
+        return self._ranks(elems, name, whole_numbers if order == "fast" else ordinary)
 
     def _put(self, data: np.ndarray) -> Any:
-        if not self._lent:
+        if not self.lent:
             return put(self.comm.xp, data)
         buf = self.comm.empty(data.shape, data.dtype)
         buf[...] = put(self.comm.xp, data)
         return buf
 
     def _result(
-        self, expected: np.ndarray, at: int = 0, before: Sequence[Any] = ()
+        self, expected: np.ndarray, at: int = 0, before: Sequence[Any] | np.ndarray = ()
     ) -> tuple[Any, tuple[Any, np.ndarray]]:
         """Return a buffer for a result, with some content before, and all memory around it with what it holds later."""
         kind, end = expected.dtype, _MARGIN_ELEMS + len(expected)
@@ -201,13 +197,6 @@ class CollectiveCalls:
         whole = self._put(held)
         held[_MARGIN_ELEMS:end] = expected
         return whole[_MARGIN_ELEMS:end], (whole, held)
-
-    def _buffers(
-        self, mine: np.ndarray, expected: np.ndarray, at: int = 0
-    ) -> tuple[Any, Any, tuple[Any, np.ndarray]]:
-        """Return what this rank sends, and what `_result` does; in place the one is a part of the other."""
-        recv, held = self._result(expected, at, mine if self.in_place else ())
-        return recv[at : at + len(mine)] if self.in_place else self._put(mine), recv, held
 
 
 def starts(counts: Sequence[int]) -> list[int]:
@@ -246,7 +235,7 @@ def run_every_collective(comm: Communicator, tally: Tally) -> None:
     assert group is not None
     with group:
         calls = CollectiveCalls(group, "float32", 1003)
-        make([calls.all_gather(), calls.all_reduce("sum", "tree")], over=group)
+        make([calls.make("all_gather"), calls.make("all_reduce")], over=group)
 
 
 def _pass_around(comm: Communicator, dtype: str, elems: int, meet: Callable[[], None], tally: Tally) -> None:

@@ -34,8 +34,8 @@ _SHAPES = ((67, 352), (1, 32), (3, 4096))
 """[rows, cols]: many rows of an odd number of blocks, one block, and a few long rows."""
 _VIEWS = {
     "": (),
-    " every second row from column 32": (slice(None, None, 2), slice(32, None)),
-    " rows backwards": (slice(None, None, -1), slice(0, 320)),
+    "every second row from column 32": (slice(None, None, 2), slice(32, None)),
+    "rows backwards": (slice(None, None, -1), slice(0, 320)),
 }
 """How an array lies in memory: what of another one it is; whole blocks."""
 _BOXES = (((3, 64), (32, 320)), ((0, 3), (0, 32)), ((66, 67), (0, 352)))
@@ -101,19 +101,24 @@ def _placed(value: Any, to_device: Put) -> Any:
     )
 
 
+def _case(
+    kernel: Callable[..., Any], *args: Any, note: str = "", view: tuple[slice, ...] = (), any_nan: bool = False,
+    **options: Any,
+) -> KernelCase:  # fmt: skip
+    """Return a call of a kernel, with its options and its first array in its name."""
+    first = args[0].data if isinstance(args[0], MXFP8Tensor) else args[0]
+    named = [f"{name}={value}" for name, value in options.items() if name != "table"]
+    words = [kernel.__name__, *named, first.dtype.name, str(list(first.shape)), note]
+    return KernelCase(" ".join(words).strip(), partial(kernel, **options), args, view, any_nan=any_nan)
+
+
 def quantise() -> Iterator[KernelCase]:
     """Quantise in every mode, element type and dtype, arrays that lie in any way, with any lowest scale."""
     for dtype, shape, elem in product(FLOATS, _SHAPES, ELEMS):
-        x, of = (hard_blocks(shape, dtype, "quantize"),), f"{dtype} {list(shape)}"
-        for mode in MODES:
-            call = partial(kernels.quantize_mxfp8, elem=elem, mode=mode)
-            yield KernelCase(f"quantize_mxfp8 elem={elem} mode={mode} {of}", call, x)
-        for (way, view), lowest in product(_VIEWS.items(), (0, 1, 127, 254)):
-            if shape[0] > 1:
-                call = partial(kernels.quantize_mxfp8, elem=elem, min_scale_byte=lowest)
-                yield KernelCase(
-                    f"quantize_mxfp8 elem={elem} min_scale_byte={lowest} {of}{way}", call, x, view
-                )
+        x = hard_blocks(shape, dtype, "quantize")
+        yield from (_case(kernels.quantize_mxfp8, x, elem=elem, mode=mode) for mode in MODES)
+        for (way, view), low in product(_VIEWS.items() if shape[0] > 1 else (), (0, 1, 127, 254)):
+            yield _case(kernels.quantize_mxfp8, x, note=way, view=view, elem=elem, min_scale_byte=low)
 
 
 def dequantise() -> Iterator[KernelCase]:
@@ -122,35 +127,24 @@ def dequantise() -> Iterator[KernelCase]:
     scale = np.repeat(np.arange(256, dtype=np.uint8)[:, None], 8, axis=1)
     for elem, dtype in product(ELEMS, FLOATS):
         numbers = np.where((code & 0x7F) >= (0x7F if elem == "e4m3" else 0x7D), np.uint8(0x80), code)
-        for name, data in (("code", code), ("number", numbers)):
-            call, q = partial(kernels.dequantize_mxfp8, dtype=dtype), MXFP8Tensor(data, scale, elem)
-            yield KernelCase(
-                f"dequantize_mxfp8 elem={elem} {dtype}, every {name} under every scale", call, (q,)
-            )
+        for note, data in (("every code", code), ("every number", numbers)):
+            q = MXFP8Tensor(data, scale, elem)
+            yield _case(kernels.dequantize_mxfp8, q, note=f"{elem}, {note} under every scale", dtype=dtype)
 
 
 def boxes() -> Iterator[KernelCase]:
     """Pack boxes of elements of every width, and unpack them; quantise and dequantise on the way."""
-    of, back = f"{len(_BOXES)} boxes of [67, 352]", (slice(None, None, -1),)
     for dtype in ("uint8", "bfloat16", "float32", "float64"):
         x = hard((67, 352), dtype, "pack")
-        yield KernelCase(f"pack {dtype} {of}", partial(kernels.pack, table=_BOXES), (x,))
-        yield KernelCase(f"pack {dtype} {of} rows backwards", partial(kernels.pack, table=_BOXES), (x,), back)
-        call = partial(_into_boxes, kernels.unpack)
-        yield KernelCase(f"unpack {dtype} {of}", call, (_cut(x, _BOXES), np.zeros_like(x)))
+        yield _case(kernels.pack, x, table=_BOXES)
+        yield _case(kernels.pack, x, note="rows backwards", view=(slice(None, None, -1),), table=_BOXES)
+        yield _case(kernels.unpack, _cut(x, _BOXES), _BOXES, np.zeros_like(x))
     for dtype, elem in product(FLOATS, ELEMS):
         x = hard_blocks((67, 352), dtype, "pack_quantize")
-        for mode in MODES:
-            call = partial(kernels.pack_quantize, table=_BOXES, elem=elem, mode=mode)
-            yield KernelCase(f"pack_quantize elem={elem} mode={mode} {dtype} {of}", call, (x,))
+        yield from (_case(kernels.pack_quantize, x, table=_BOXES, elem=elem, mode=mode) for mode in MODES)
         with through(PlainEngine()):
             q = kernels.pack_quantize(x, _BOXES, elem)
-        call = partial(_into_boxes, kernels.unpack_dequantize)
-        yield KernelCase(f"unpack_dequantize elem={elem} {dtype} {of}", call, (q, np.zeros_like(x)))
-
-
-def _into_boxes(unpack: Callable[..., Any], packed: Any, out: Any) -> Any:
-    return unpack(packed, _BOXES, out)
+        yield _case(kernels.unpack_dequantize, q, _BOXES, np.zeros_like(x), note=f"{elem} to {dtype}")
 
 
 def _cut(x: np.ndarray, spans: Sequence[Box]) -> np.ndarray:
@@ -160,8 +154,7 @@ def _cut(x: np.ndarray, spans: Sequence[Box]) -> np.ndarray:
 def casts() -> Iterator[KernelCase]:
     """Convert between each two floats."""
     for src, dst, (way, view) in product(FLOATS, FLOATS, _VIEWS.items()):
-        x = hard((67, 353), src, "cast", dst)
-        yield KernelCase(f"cast {src} to {dst} [67, 353]{way}", partial(kernels.cast, dtype=dst), (x,), view)
+        yield _case(kernels.cast, hard((67, 353), src, "cast", dst), note=way, view=view, dtype=dst)
 
 
 def sums() -> Iterator[KernelCase]:
@@ -170,25 +163,21 @@ def sums() -> Iterator[KernelCase]:
         for src in sorted({dst, "bfloat16", "mixed"}):
             of = [FLOATS[i % 3] if src == "mixed" else src for i in range(count)]
             sources = [hard((elems,), dtype, "sum", count, i) for i, dtype in enumerate(of)]
-            what = f"sum_into {dst} of {count} {src} [{elems}]{' accumulate' if accumulate else ''}"
-            args = hard((elems,), dst, "sum to", count), sources, accumulate
-            yield KernelCase(what, kernels.sum_into, args, any_nan=True)
+            out, note = hard((elems,), dst, "sum to", count), f"of {count} {src}"
+            yield _case(kernels.sum_into, out, sources, note=note, any_nan=True, accumulate=accumulate)
 
 
 def tiles() -> Iterator[KernelCase]:
     """Lay scales out as 128x4 tiles, and back; quantise into them."""
     for rows, cols in ((1, 1), (128, 4), (129, 5), (300, 33)):
-        scale, of = rng("tiles", rows, cols).integers(0, 256, (rows, cols), np.uint8), f"[{rows}, {cols}]"
+        scale = rng("tiles", rows, cols).integers(0, 256, (rows, cols), np.uint8)
         with through(PlainEngine()):
             swizzled = kernels.swizzle_scales(scale)
-        yield KernelCase(f"swizzle_scales {of}", kernels.swizzle_scales, (scale,))
-        yield KernelCase(f"unswizzle_scales {of}", kernels.unswizzle_scales, (swizzled, rows, cols))
+        yield _case(kernels.swizzle_scales, scale)
+        yield _case(kernels.unswizzle_scales, swizzled, rows, cols)
         for dtype, elem in product(FLOATS, ELEMS):
             x = hard_blocks((rows, 32 * cols), dtype, "tiles")
-            call = partial(kernels.quantize_mxfp8, elem=elem, scale_layout="128x4")
-            yield KernelCase(
-                f"quantize_mxfp8 elem={elem} {dtype} [{rows}, {32 * cols}] into tiles", call, (x,)
-            )
+            yield _case(kernels.quantize_mxfp8, x, elem=elem, scale_layout="128x4")
 
 
 def optimizers() -> Iterator[KernelCase]:

@@ -97,20 +97,16 @@ class Soak:
         if rng.random() < 0.2:
             self.shared(group, rng, own)
             return
-        preparer = calls_of(
+        made = calls_of(
             group, rng, elems=int(rng.choice(LENGTHS)), lent=own.random() < 0.4, in_place=own.random() < 0.4
         )
         name = str(rng.choice(CALLS))
         self.counts[name] = self.counts.get(name, 0) + 1
         root, op, order = int(rng.integers(group.size)), str(rng.choice(OPS)), str(rng.choice(ORDERS))
-        args: dict[str, tuple[Any, ...]] = {
-            "broadcast": (root,), "gather": (root,), "scatter": (root,), "all_reduce": (op, order),
-            "reduce_scatter": (op, order), "reduce": (op, root, order),
-        }  # fmt: skip
-        calls = [getattr(preparer, name)(*args.get(name, ()))]
+        calls = [made.make(name, root, op, order)]
         started = rng.random() < 0.1
         if started:
-            calls.append(preparer.all_reduce("sum", "tree"))
+            calls.append(made.make("all_reduce"))
         works = [getattr(group.start if started else group, call.name)(*call.args) for call in calls]
         if started:
             for work in works[::-1]:

@@ -170,7 +170,7 @@ module.fold = fold
 """
     _, steps = planted(tmp_path, "fold,threads", {"lowshard.comm.reduction": change})
     found = steps["fold"]["findings"]
-    assert found[0].startswith("fold order=tree op=sum float32, 4 sources"), found
+    assert found[0].startswith("fold order=tree op=sum float64, 4 sources"), found
     assert not any("order=rank" in line for line in found)
 
 
@@ -246,7 +246,7 @@ module.run = run
 from dataclasses import replace
 module.STEPS = tuple(replace(s, cpu_limit_s=4.0) if s.name == "streams" else s for s in module.STEPS)
 """
-    changes = {"lowshard.selftest.streams": sleeps, "lowshard.selftest.steps": limit}
+    changes = {"lowshard.selftest.stream_step": sleeps, "lowshard.selftest.steps": limit}
     _, steps = planted(tmp_path, "streams,fold", changes)
     assert "no end within its limit of 4 s; its processes were ended" in steps["streams"]["finding"]
     assert "in run" in Path(steps["streams"]["log"]).read_text(), "the log shows where it was"

@@ -260,13 +260,9 @@ def every_call(
     comm: Communicator, rng: np.random.Generator, *, elems: int, lent: bool = False, in_place: bool = False
 ) -> list[CollectiveCall]:
     """Return one call of each collective that has buffers."""
-    calls, last = calls_of(comm, rng, elems=elems, lent=lent, in_place=in_place), comm.size - 1
-    reductions = (
-        calls.all_reduce("sum", "tree"),
-        calls.all_reduce("max", "fast"),
-        calls.reduce("sum", last, "tree"),
-    )
-    return [*calls.moves([last]), *reductions, calls.reduce_scatter("min", "rank")]
+    made, last = calls_of(comm, rng, elems=elems, lent=lent, in_place=in_place), comm.size - 1
+    reductions = made.make("all_reduce"), made.make("all_reduce", 0, "max", "fast"), made.make("reduce", last)
+    return [*made.moves([last]), *reductions, made.make("reduce_scatter", 0, "min", "rank")]
 
 
 def check(call: CollectiveCall) -> None:

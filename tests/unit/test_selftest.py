@@ -21,7 +21,7 @@ from support.nccl_stand_in import Host, StandInCommunicator, World, run_staged, 
 from lowshard import comm as lc
 from lowshard.comm import Communicator
 from lowshard.comm.nccl_bindings import Binding
-from lowshard.selftest import collectives, fold_cases, redistribute, refit, runner, streams
+from lowshard.selftest import collective_step, fold_cases, redistribute_step, refit_step, runner, stream_step
 from lowshard.selftest.collective_cases import run_every_collective
 from lowshard.selftest.comparisons import Tally
 from lowshard.selftest.steps import STEPS, Setting
@@ -106,7 +106,7 @@ def setting() -> Setting:
 
 def test_nccl_ranks_as_threads_run_every_collective(nccl_version: list[int]) -> None:
     tally = Tally()
-    collectives.run_threads(setting(), tally)
+    collective_step.run_threads(setting(), tally)
     assert tally.wrong == 0, tally.findings
     assert tally.checks > 900
     assert "2 and 4 ranks through NCCL" in tally.summary
@@ -115,14 +115,14 @@ def test_nccl_ranks_as_threads_run_every_collective(nccl_version: list[int]) -> 
 def test_an_older_nccl_runs_one_rank_and_says_why(nccl_version: list[int]) -> None:
     nccl_version[0] = 22809
     tally = Tally()
-    collectives.run_threads(setting(), tally)
+    collective_step.run_threads(setting(), tally)
     assert tally.wrong == 0, tally.findings
     assert tally.summary.endswith("1 ranks through NCCL; several ranks on one GPU need NCCL 2.30.3 or newer")
 
 
 def test_started_calls_run_on_side_streams(nccl_version: list[int]) -> None:
     tally = Tally()
-    streams.run(setting(), tally)
+    stream_step.run(setting(), tally)
     assert tally.wrong == 0, tally.findings
     assert tally.checks == 61
 
@@ -139,7 +139,7 @@ def test_gpu_transports_run_every_collective(run: Any) -> None:
         assert tally.checks > 150
 
 
-@pytest.mark.parametrize("run_rank", [redistribute.run_rank, refit.run_rank])
+@pytest.mark.parametrize("run_rank", [redistribute_step.run_rank, refit_step.run_rank])
 @pytest.mark.parametrize("size", [1, 3, 4])
 def test_threads_move_and_refit_as_the_selftests_ranks(run_rank: Any, size: int) -> None:
     def work(comm: Communicator) -> Tally:

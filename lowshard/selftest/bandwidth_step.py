@@ -29,7 +29,7 @@ _TICK_S = 1e-9
 def run(setting: Setting, tally: Tally) -> None:
     """Measure the kernels here, and the collectives on ranks."""
     rows = [row for size in _SIZES_BYTES[setting.device] for row in _kernels(setting.device, size)]
-    run_over_mpi("bandwidths", setting, tally)
+    run_over_mpi("bandwidth_step", setting, tally)
     rows += tally.data.pop("rows", [])
     tally.data["bandwidths"] = rows
     for row in rows:

@@ -22,7 +22,7 @@ _SHAPE = (67, 353)
 
 def run(setting: Setting, tally: Tally) -> None:
     """Run the transitions on ranks."""
-    through = run_over_mpi("redistribute", setting, tally)
+    through = run_over_mpi("redistribute_step", setting, tally)
     tally.summary = f"{tally.checks} shards, {setting.ranks} MPI ranks through {through}"
 
 

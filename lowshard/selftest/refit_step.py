@@ -35,7 +35,7 @@ _DELTAS: tuple[Literal["off", "auto"], ...] = "off", "auto"
 
 def run(setting: Setting, tally: Tally) -> None:
     """Run the refits on ranks."""
-    carried = run_over_mpi("refit", setting, tally)
+    carried = run_over_mpi("refit_step", setting, tally)
     tally.summary = (
         f"{tally.checks} weights of {len(_VERSIONS)} versions, {setting.ranks} MPI ranks through {carried}"
     )

@@ -33,7 +33,9 @@ def run(setting: Setting, tally: Tally) -> None:
         reason = _why_no_nccl(setting.ranks)
         ways = ["staged"] if reason else ["staged", "nccl"]
     limit_s = setting.limit_s / len(ways)
-    through = [run_over_mpi("collectives", replace(setting, transport=way), tally, limit_s) for way in ways]
+    through = [
+        run_over_mpi("collective_step", replace(setting, transport=way), tally, limit_s) for way in ways
+    ]
     tally.summary = f"{tally.checks} results, {setting.ranks} MPI ranks through {' and '.join(through)}"
     if reason:
         tally.summary += f"; not NCCL: {reason}"
