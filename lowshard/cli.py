@@ -23,8 +23,6 @@ EPILOG = (
     "Exit codes: 0 done, 1 failed, 2 wrong usage, 70 a rank died (signal, lost host), 71 timed out, "
     "72 ranks disagreed, 129 SIGHUP, 130 Ctrl-C, 141 nobody reads the output any more, 143 SIGTERM."
 )
-
-
 COMMANDS = {
     "demo": "lowshard.demo.demo_command",
     "run": "lowshard.launch.run_command",

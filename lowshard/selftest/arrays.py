@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import zlib
 from types import ModuleType
 from typing import Any
@@ -9,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from lowshard import dtypes
-from lowshard.errors import DependencyError
 from lowshard.foreign_array import host_of
 
 Shape = tuple[int, ...]
@@ -77,17 +77,7 @@ def bits(array: np.ndarray) -> np.ndarray:
 
 def array_module(device: str) -> ModuleType:
     """Return numpy for "cpu", cupy for "cuda"."""
-    if device == "cpu":
-        return np
-    try:
-        import cupy
-    except ImportError as error:
-        raise DependencyError(
-            f"--device cuda needs CuPy, which cannot be imported ({error}); pip install 'lowshard[cuda12]' or "
-            "'lowshard[cuda13]'"
-        ) from error
-    module: ModuleType = cupy
-    return module
+    return np if device == "cpu" else importlib.import_module("cupy")
 
 
 def put(xp: ModuleType, array: np.ndarray) -> Any:

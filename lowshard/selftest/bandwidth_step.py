@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,7 @@ _SIZES_BYTES = {"cpu": (64 << 20,), "cuda": (64 << 20, 1 << 30)}
 _COLS = 2048
 """Of bf16: rows of 4 KB."""
 _REDUCED_BYTES = 16 << 20
-_TICK_S = 1e-9
+_TICK_S = 1e-9  # nothing is faster: what is was not measured
 
 
 def run(setting: Setting, tally: Tally) -> None:
@@ -33,9 +33,8 @@ def run(setting: Setting, tally: Tally) -> None:
     rows += tally.data.pop("rows", [])
     tally.data["bandwidths"] = rows
     for row in rows:
-        numbers = (row["seconds"], row["copy_s"], row["share"], row["gb_per_s"])
-        said = f"expected finite positive figures, got {row['seconds']} s and a copy in {row['copy_s']} s"
-        tally.true(f"bandwidth of {row['name']}", all(math.isfinite(x) and x > 0 for x in numbers), said)
+        said = f"expected seconds, got {row['seconds']} s and a copy in {row['copy_s']} s"
+        tally.true(f"bandwidth of {row['name']}", min(row["seconds"], row["copy_s"]) > _TICK_S, said)
     shares = ", ".join(f"{row['name']} {row['share']:.2f}" for row in rows[1:])
     tally.summary = f"copy {rows[0]['gb_per_s']:.1f} GB/s; {shares}"
 
@@ -65,19 +64,19 @@ def _kernels(where: Device, size_bytes: int) -> list[dict[str, Any]]:
     return [_figure(row) for row in measure(cases, _ROUNDS, device.clock)]
 
 
+@dataclass(frozen=True)
 class _Together:
     """Times what all ranks begin together."""
 
-    def __init__(self, comm: Communicator) -> None:
-        self._comm = comm
+    comm: Communicator
 
     def work_s(self, run: Work) -> float:
         """Return the seconds until this rank has done its part."""
-        settle(self._comm.xp)
-        self._comm.barrier()
+        settle(self.comm.xp)
+        self.comm.barrier()
         start_s = time.perf_counter()
         run()
-        settle(self._comm.xp)
+        settle(self.comm.xp)
         return time.perf_counter() - start_s
 
     call_s = work_s
@@ -107,7 +106,5 @@ def _figure(row: Row) -> dict[str, Any]:
     seconds, copy_s = (max(float(np.median(s)), _TICK_S) for s in (row.work_s, row.copy_s))
     share, gb_per_s = copy_s / seconds, row.moved_bytes / seconds / 1e9
     print(f"{row.name}: {share:.2f} of a copy", flush=True)
-    return {
-        "name": row.name, "moved_bytes": row.moved_bytes, "seconds": seconds, "copy_s": copy_s,
-        "gb_per_s": gb_per_s, "share": share,
-    }  # fmt: skip
+    figures = {"seconds": seconds, "copy_s": copy_s, "gb_per_s": gb_per_s, "share": share}
+    return {"name": row.name, "moved_bytes": row.moved_bytes, **figures}

@@ -15,7 +15,7 @@ import numpy as np
 from lowshard import dtypes
 from lowshard.comm import Communicator
 from lowshard.selftest.arrays import hard, ordinary, put, settle, whole_numbers
-from lowshard.selftest.comparisons import Same, Tally
+from lowshard.selftest.comparisons import Tally
 from lowshard.selftest.fold_cases import OPS, ORDERS, plain_fold
 
 DTYPES = ("float32", "bfloat16", "int32")
@@ -34,7 +34,7 @@ class CollectiveCall:
     what: str
     held: tuple[tuple[Any, np.ndarray], ...]
 
-    def check(self, same: Same) -> None:
+    def check(self, same: Callable[[str, Any, np.ndarray], None]) -> None:
         """Compare all buffers."""
         for buf, expected in self.held:
             same(self.what, buf, expected)
@@ -44,17 +44,16 @@ class CollectiveCall:
 class CollectiveCalls:
     """Makes calls for one rank.
 
-    elems: what a rank sends, about. lent: its buffers lie in memory of `empty`. in_place: it works in place where a
-    call allows that. draw: makes the data from a shape, a dtype and words; by default hard values, and for reductions
-    such as fit the order.
+    elems: what a rank sends, about. in_place: it works in place where a call allows that. draw: makes the data from a
+    shape, a dtype and words; by default hard values, and for reductions such as fit the order. place: makes a buffer.
     """
 
     comm: Communicator
     dtype: str
     elems: int
-    lent: bool = False
     in_place: bool = False
     draw: Callable[..., np.ndarray] | None = None
+    place: Callable[[np.ndarray], Any] | None = None
 
     def moves(self, roots: Sequence[int]) -> list[CollectiveCall]:
         """Return one call of each collective that only moves, for each root."""
@@ -181,11 +180,7 @@ class CollectiveCalls:
         return self._ranks(elems, name, whole_numbers if order == "fast" else ordinary)
 
     def _put(self, data: np.ndarray) -> Any:
-        if not self.lent:
-            return put(self.comm.xp, data)
-        buf = self.comm.empty(data.shape, data.dtype)
-        buf[...] = put(self.comm.xp, data)
-        return buf
+        return self.place(data) if self.place else put(self.comm.xp, data)
 
     def _result(
         self, expected: np.ndarray, at: int = 0, before: Sequence[Any] | np.ndarray = ()
@@ -251,11 +246,11 @@ def _pass_around(comm: Communicator, dtype: str, elems: int, meet: Callable[[], 
             with comm.grouped():
                 comm.send(send, after)
                 comm.recv(got, before)
-        elif comm.rank == 0:
-            comm.send(send, after)
-            comm.recv(got, before)
         else:  # one after the other, so that no two ranks both wait to be received from
-            comm.recv(got, before)
+            if comm.rank:
+                comm.recv(got, before)
             comm.send(send, after)
+            if not comm.rank:
+                comm.recv(got, before)
         tally.same(f"{way} {dtype} of {elems} from rank {before}", got, given[before])
         comm.barrier()  # a message that is lost is missed here, not later for another one

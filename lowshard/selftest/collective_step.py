@@ -6,11 +6,14 @@ On a GPU MPI ranks go through host memory first, then through NCCL, and threads 
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import Any, Literal
 
 from lowshard import comm as lc
 from lowshard import dtypes
 from lowshard.comm import Communicator
+from lowshard.comm.nccl import NCCLTransport, nccl_communicator
+from lowshard.comm.nccl_bindings import Binding
 from lowshard.comm.reduction import fold
 from lowshard.errors import DependencyError
 from lowshard.selftest.arrays import array_module, fill_pools, settle
@@ -32,19 +35,14 @@ def run(setting: Setting, tally: Tally) -> None:
     if setting.device == "cuda":
         reason = _why_no_nccl(setting.ranks)
         ways = ["staged"] if reason else ["staged", "nccl"]
-    limit_s = setting.limit_s / len(ways)
-    through = [
-        run_over_mpi("collective_step", replace(setting, transport=way), tally, limit_s) for way in ways
-    ]
+    parts = [replace(setting, transport=way, limit_s=setting.limit_s / len(ways)) for way in ways]
+    through = [run_over_mpi("collective_step", part, tally) for part in parts]
     tally.summary = f"{tally.checks} results, {setting.ranks} MPI ranks through {' and '.join(through)}"
-    if reason:
-        tally.summary += f"; not NCCL: {reason}"
+    tally.summary += f"; not NCCL: {reason}" if reason else ""
 
 
 def _why_no_nccl(ranks: int) -> str:
     """Return why so many ranks cannot use NCCL on this machine, or ""."""
-    from lowshard.comm.nccl_bindings import Binding
-
     try:
         binding = Binding.load()
     except DependencyError as error:
@@ -59,8 +57,6 @@ def run_threads(setting: Setting, tally: Tally) -> None:
     """Run every collective on 2 threads, then on 4."""
     sizes, note, unique = [2, 4], "", {}
     if setting.device == "cuda":
-        from lowshard.comm.nccl_bindings import Binding
-
         if int(Binding.load().nccl.get_version()) < MULTI_RANK_NCCL:
             sizes, note = [1], "; several ranks on one GPU need NCCL 2.30.3 or newer"
         _load_kernels()
@@ -83,9 +79,6 @@ def run_threads(setting: Setting, tally: Tally) -> None:
 
 def _on_gpu(host: Communicator, unique: dict[int, Any], tally: Tally) -> None:
     """Run every collective over NCCL as one thread; `unique` has NCCL's id for a number of ranks."""
-    from lowshard.comm.nccl import NCCLTransport
-    from lowshard.comm.nccl_bindings import Binding
-
     binding = Binding.load()
     xp: Any = binding.xp
     binding.select(0)
@@ -107,18 +100,12 @@ def _on_gpu(host: Communicator, unique: dict[int, Any], tally: Tally) -> None:
 def _load_kernels() -> None:
     """Load every kernel of the run before ranks meet on the device."""
     # CUDA loads a kernel on first use and waits for the device, where another rank's NCCL kernel may wait for this one.
-    from lowshard.comm.nccl import nccl_communicator
-    from lowshard.comm.nccl_bindings import Binding
-
     binding = Binding.load()
     handle = binding.nccl.NcclCommunicator(1, binding.nccl.get_unique_id(), 0)
     with nccl_communicator(handle, 0, 1, binding=binding) as comm:
         run_every_collective(comm, Tally())
     xp = array_module("cuda")
-    for dtype in DTYPES:
-        for size in (2, 3, 4):
-            rows = xp.zeros((size, 8), dtypes.get(dtype).numpy)
-            for op in OPS:
-                for order in ("tree", "rank"):
-                    fold(list(rows), xp.empty_like(rows[0]), op, order)
+    for dtype, size, op, order in product(DTYPES, (2, 3, 4), OPS, ("tree", "rank")):
+        rows = xp.zeros((size, 8), dtypes.get(dtype).numpy)
+        fold(list(rows), xp.empty_like(rows[0]), op, order)
     settle(xp)

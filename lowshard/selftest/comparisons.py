@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,9 +11,6 @@ import numpy as np
 from lowshard import dtypes
 from lowshard.foreign_array import host_of
 from lowshard.selftest.arrays import bits
-
-Same = Callable[[str, Any, np.ndarray], None]
-"""Compares what was found, an array of NumPy or CuPy, with what is expected."""
 
 _MOST_FINDINGS = 20
 
@@ -28,8 +24,6 @@ def difference(got: Any, expected: np.ndarray, *, any_nan: bool = False, within:
     if found.shape != expected.shape or found.dtype != expected.dtype:
         return f"expected {expected.dtype} {list(expected.shape)}, got {found.dtype} {list(found.shape)}"
     differs = bits(found) != bits(expected)
-    if not differs.any():
-        return ""
     if any_nan and dtypes.get(found.dtype).kind == "float":
         with np.errstate(invalid="ignore"):  # fp8's signalling NaN
             differs &= ~(np.isnan(found) & np.isnan(expected))
@@ -56,11 +50,9 @@ class Tally:
     data: dict[str, Any] = field(default_factory=dict)
     summary: str = ""
 
-    def same(
-        self, what: str, got: Any, expected: np.ndarray, *, any_nan: bool = False, within: float = 0.0
-    ) -> None:
+    def same(self, what: str, got: Any, expected: np.ndarray, **options: Any) -> None:
         """Compare two arrays as `difference` does."""
-        self.true(what, not (how := difference(got, expected, any_nan=any_nan, within=within)), how)
+        self.true(what, not (how := difference(got, expected, **options)), how)
 
     def true(self, what: str, holds: bool, otherwise: str) -> None:
         """Check that something holds; else the finding says `otherwise`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import platform
 from dataclasses import asdict
 from pathlib import Path
@@ -49,9 +50,7 @@ def run(setting: Setting, tally: Tally) -> None:
         if check.status != "ok" and check.name in _IMPORTED_BY_ALL:
             tally.data[END] = f"{check.name} is {check.status}: {check.advice}"
     tally.data["ok"] = [check.name for check in checks if check.status == "ok"]
-    facts |= {
-        "machine": platform.platform(), "processor": cpu_model(), "checks": [asdict(check) for check in checks]
-    }  # fmt: skip
+    facts |= {"machine": platform.platform(), "processor": cpu_model(), "checks": [*map(asdict, checks)]}
     found = {check.name: check.detail.split(",")[0] for check in checks}
     tally.summary = (
         f"lowshard {__version__}, Python {python}, NumPy {found.get('numpy', '?')}, {found.get('mpi', 'no MPI')}, "
@@ -69,9 +68,7 @@ def why_no_cuda() -> str:
     driver = check_cuda()
     said = f"libcuda.so.1: {driver.status}, {driver.detail}"
     try:
-        import cupy
-
-        count = int(cupy.cuda.runtime.getDeviceCount())
+        count = int(importlib.import_module("cupy").cuda.runtime.getDeviceCount())
     except ImportError as error:
         return (
             f"no CUDA device can be used: CuPy cannot be imported ({error}); {said}; "
@@ -99,17 +96,12 @@ def _gpu_facts(setting: Setting, tally: Tally) -> dict[str, Any]:
     gpus = []
     for index in range(int(runtime.getDeviceCount())):
         about = runtime.getDeviceProperties(index)
-        gpus.append({
-            "name": about["name"].decode(),
-            "memory_bytes": int(about["totalGlobalMem"]),
-            "compute_capability": f"{about['major']}.{about['minor']}",
-            "pci_id": str(runtime.deviceGetPCIBusId(index)),
-        })  # fmt: skip
+        name, capability = about["name"].decode(), f"{about['major']}.{about['minor']}"
+        memory, pci = int(about["totalGlobalMem"]), str(runtime.deviceGetPCIBusId(index))
+        gpus.append({"name": name, "memory_bytes": memory, "compute_capability": capability, "pci_id": pci})
     nccl = 0
     try:
-        from cupy.cuda import nccl as binding
-
-        nccl = int(binding.get_version())
+        nccl = int(importlib.import_module("cupy.cuda.nccl").get_version())
     except (ImportError, RuntimeError) as error:
         tally.fail(f"NCCL: missing: {error}; pip install 'lowshard[cuda12]' or 'lowshard[cuda13]'")
     tally.true("cupy", int(cupy.arange(4).sum()) == 6, "0 + 1 + 2 + 3 is not 6 on the GPU")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import numpy as np
 
@@ -39,17 +40,10 @@ def plain_fold(
     wide = np.dtype(np.float32) if row.kind == "float" and row.bits < 32 else row.numpy
     with np.errstate(all="ignore"):
         values = [term.astype(wide) for term in terms]
-        value = _left(values, _COMBINE[op]) if order == "rank" else _tree(values, _COMBINE[op])
+        value = reduce(_COMBINE[op], values) if order == "rank" else _tree(values, _COMBINE[op])
         if divisor != 1:
             value = value / wide.type(divisor)
         return np.asarray(value).astype(row.numpy)
-
-
-def _left(values: Sequence[np.ndarray], combine: np.ufunc) -> np.ndarray:
-    total = values[0]
-    for value in values[1:]:
-        total = combine(total, value)
-    return total
 
 
 def _tree(values: Sequence[np.ndarray], combine: np.ufunc) -> np.ndarray:

@@ -74,8 +74,8 @@ class KernelCase:
         if expected is None:
             with through(PlainEngine()):
                 expected = self.arrays(partial(put, np))
-        names = ("",) if len(expected) == 1 else (", codes", ", scales", ", third")
-        for name, found, wanted in zip(names, self.arrays(to_device), expected, strict=False):
+        for place, (found, wanted) in enumerate(zip(self.arrays(to_device), expected, strict=True)):
+            name = (", codes", ", scales", ", third")[place] if len(expected) > 1 else ""
             tally.same(f"{self.what}{name}", found, wanted, any_nan=self.any_nan)
 
 
@@ -96,9 +96,7 @@ def _placed(value: Any, to_device: Put) -> Any:
         return to_device(value)
     if isinstance(value, MXFP8Tensor):
         return MXFP8Tensor(to_device(value.data), to_device(value.scale), value.elem)
-    return (
-        type(value)(_placed(one, to_device) for one in value) if isinstance(value, (tuple, list)) else value
-    )
+    return [_placed(one, to_device) for one in value] if isinstance(value, list) else value
 
 
 def _case(
@@ -217,15 +215,10 @@ def changes() -> Iterator[KernelCase]:
             bits(new)[random.random(new.shape) < share] ^= 1
             for box in _BOXES[:2]:
                 wanted[slices_of(box)] = new[slices_of(box)]
-            before, after = (
-                _cut(x, _BOXES[:2]).view(np.uint8).reshape(-1, made.unit_bytes) for x in (old, new)
-            )
-            places = np.flatnonzero((before != after).any(axis=1))
-            expected, what = (
-                (places, after[places], wanted),
-                f"changes of {dtype} by {block}, {share:g} of all",
-            )
-            yield KernelCase(what, call, (new, old, old, made), expected=expected)
+            units = [_cut(x, _BOXES[:2]).view(np.uint8).reshape(-1, made.unit_bytes) for x in (old, new)]
+            places = np.flatnonzero((units[0] != units[1]).any(axis=1))
+            what = f"changes of {dtype} by {block}, {share:g} of all"
+            yield KernelCase(what, call, (new, old, old, made), expected=(places, units[1][places], wanted))
 
 
 FAMILIES = (quantise, dequantise, boxes, casts, sums, tiles, optimizers, changes)
@@ -234,12 +227,9 @@ FAMILIES = (quantise, dequantise, boxes, casts, sums, tiles, optimizers, changes
 def run(setting: Setting, tally: Tally) -> None:
     """Run every kernel and compare."""
     xp = array_module(setting.device)
-    if setting.device == "cuda":
-        where = "CUDA C++ compiled by NVRTC"
-    elif engine.host_engine().name == "numba":
-        where = "Numba compiled for this processor"
-    else:
-        where = "plain NumPy: Numba was not used"
+    compiled = setting.device == "cpu" and engine.host_engine().name == "numba"
+    where = "Numba compiled for this processor" if compiled else "plain NumPy: Numba was not used"
+    where = "CUDA C++ compiled by NVRTC" if setting.device == "cuda" else where
     for family in FAMILIES:
         print(f"{family.__name__}, {where}", flush=True)
         try:

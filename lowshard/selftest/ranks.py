@@ -22,18 +22,19 @@ _LAST_S = 8.0
 """Of a step's limit, for the launcher to end the ranks and print their stacks."""
 
 
-def run_over_mpi(part: str, setting: Setting, tally: Tally, limit_s: float | None = None) -> str:
+def run_over_mpi(part: str, setting: Setting, tally: Tally) -> str:
     """Run `run_rank` of the module `part` on ranks, add what they found, and return what carried the arrays, or ""."""
     path = Path(setting.folder) / part
-    results = [_result_of(path, rank) for rank in range(setting.ranks)]
+    results = [path.with_suffix(f".{rank}.json") for rank in range(setting.ranks)]
     for result in results:
         result.unlink(missing_ok=True)
-    limit_s = max(5.0, (setting.limit_s if limit_s is None else limit_s) - _LAST_S)
     named = f"{setting.transport}: " if setting.device == "cuda" else ""
     print(f"{named}{part} on {setting.ranks} MPI ranks", flush=True)
     env = {TIMEOUT_S.name: f"{_WAIT_S:g}", **environment()}
     command = python_command("lowshard.selftest.ranks", [part, setting.to_json(), str(path)], module=True)
-    job = run_ranks(command, setting.ranks, timeout_s=limit_s, env=env, stderr=sys.stdout)
+    job = run_ranks(
+        command, setting.ranks, timeout_s=max(5.0, setting.limit_s - _LAST_S), env=env, stderr=sys.stdout
+    )
     if job.exit_code:
         tally.fail(f"{named}{' '.join(job.message.split())}")
         for record in job.failures:
@@ -62,12 +63,7 @@ def main(part: str, setting: Setting, result: Path) -> None:
             tally.data["transport"] = comm.transport
             importlib.import_module(f"lowshard.selftest.{part}").run_rank(comm, tally)
     finally:
-        _result_of(result, world.Get_rank()).write_text(tally.to_json(), encoding="utf-8")
-
-
-def _result_of(result: Path, rank: int) -> Path:
-    """Return the file of one rank's tally, beside the one named."""
-    return result.with_suffix(f".{rank}.json")
+        result.with_suffix(f".{world.Get_rank()}.json").write_text(tally.to_json(), encoding="utf-8")
 
 
 if __name__ == "__main__":

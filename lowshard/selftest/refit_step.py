@@ -27,23 +27,19 @@ _ROWS, _COLS_EACH = 90, 96
 """Columns of a rank are whole blocks of 32."""
 _NAMES = ("w1", "w2")
 _VERSIONS = (1, 2, 3)
-_WAYS: tuple[tuple[str, bool | None], ...] = (
-    ("plain", None), ("MXFP8 by the receiver", False), ("MXFP8 by the sender", True),
-)  # fmt: skip
+_WAYS = {"plain": None, "MXFP8 by the receiver": False, "MXFP8 by the sender": True}
 _DELTAS: tuple[Literal["off", "auto"], ...] = "off", "auto"
 
 
 def run(setting: Setting, tally: Tally) -> None:
     """Run the refits on ranks."""
-    carried = run_over_mpi("refit_step", setting, tally)
-    tally.summary = (
-        f"{tally.checks} weights of {len(_VERSIONS)} versions, {setting.ranks} MPI ranks through {carried}"
-    )
+    where = f"{setting.ranks} MPI ranks through {run_over_mpi('refit_step', setting, tally)}"
+    tally.summary = f"{tally.checks} weights of {len(_VERSIONS)} versions, {where}"
 
 
 def run_rank(comm: Communicator, tally: Tally) -> None:
     """Push three versions in every way, and publish them, as one rank. Collective."""
-    for (way, on_send), delta in product(_WAYS, _DELTAS):
+    for (way, on_send), delta in product(_WAYS.items(), _DELTAS):
         # Rows to columns where bits move as they are; blocks of 32 lie along the columns and stay whole by rows.
         weights = _Weights(comm, tally, Sharded(0), Sharded(0) if on_send else Sharded(1))
         plan = build_reshard_plan(weights.have, weights.want)
@@ -88,13 +84,13 @@ class _Weights:
 
     def quantised(self, **how: bool) -> MXFP8ReshardTransform:
         """Return a transform with buffers for what is quantised."""
-        rows, cols = self.served
-        shapes = (rows, cols), (rows, cols // 32)
+        shapes = self.served, (self.served[0], self.served[1] // 32)
         buffers = {
-            name: MXFP8Tensor(*(put(self.comm.xp, np.zeros(shape, np.uint8)) for shape in shapes))
-            for name in _NAMES
+            name: [put(self.comm.xp, np.zeros(shape, np.uint8)) for shape in shapes] for name in _NAMES
         }
-        return MXFP8ReshardTransform(_NAMES, buffers, **how)
+        return MXFP8ReshardTransform(
+            _NAMES, {name: MXFP8Tensor(*both) for name, both in buffers.items()}, **how
+        )
 
     def whole(self, name: str, version: int) -> np.ndarray:
         """Return a weight of a version; a row in five differs from the version before."""
@@ -106,19 +102,17 @@ class _Weights:
     def fill(self, version: int) -> None:
         """Write a version into this rank's parts."""
         for name, array in self.mine.items():
-            part = self.whole(name, version)[slices_of(self.src.box(self.comm.rank))]
-            array[...] = put(self.comm.xp, part)
+            array[...] = put(self.comm.xp, self.whole(name, version)[slices_of(self.src.box(self.comm.rank))])
 
     def check(self, way: str, weights: Any, version: int) -> None:
         """Compare what is served, arrays or MXFP8 tensors, with a version."""
         for name in _NAMES:
             what = f"{way}, {name} version {version} on rank {self.comm.rank} of {self.comm.size}"
             part = np.ascontiguousarray(self.whole(name, version)[slices_of(self.dst.box(self.comm.rank))])
-            found = weights[name]
-            if isinstance(found, MXFP8Tensor):
-                with through(PlainEngine()):
-                    wanted = quantize_mxfp8(part)
-                self.tally.same(f"{what}, codes", found.data, wanted.data)
-                self.tally.same(f"{what}, scales", found.scale, wanted.scale)
-            else:
-                self.tally.same(what, found, part)
+            if not isinstance(weights[name], MXFP8Tensor):
+                self.tally.same(what, weights[name], part)
+                continue
+            with through(PlainEngine()):
+                wanted = quantize_mxfp8(part)
+            self.tally.same(f"{what}, codes", weights[name].data, wanted.data)
+            self.tally.same(f"{what}, scales", weights[name].scale, wanted.scale)

@@ -29,11 +29,8 @@ _LAST_LINES = 3  # of a log, where a step has ended without a result
 # NCCL ranks that share a GPU: allowed at all; no multicast, which cannot be shared; few blocks, since those of all
 # ranks must be resident at once; every algorithm connected when the communicator is made, before any kernel waits.
 _SHARED_GPU = {
-    "NCCL_MULTI_RANK_GPU_ENABLE": "1",
-    "NCCL_NVLS_ENABLE": "0",
-    "NCCL_MAX_CTAS": "2",
-    "NCCL_RUNTIME_CONNECT": "0",
-}
+    "NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": "2", "NCCL_RUNTIME_CONNECT": "0",
+}  # fmt: skip
 # A module that is loaded while another rank's kernel waits for this one would wait for that kernel.
 _CUDA = {"CUDA_MODULE_LOADING": "EAGER", "NCCL_DEBUG": "WARN"}
 
@@ -104,7 +101,13 @@ class Runner:
                 _end(process, mark)
         made = Outcome(step.name, "FAILED", time.monotonic() - start_s, limit_s, "", log=str(log))
         if result.exists():
-            return _outcome(made, result)
+            tally = Tally.from_json(result.read_text(encoding="utf-8"))
+            result.unlink()
+            found = replace(made, checks=tally.checks, findings=tuple(tally.findings), data=tally.data)
+            if not tally.wrong:
+                return replace(found, result="ok", finding=tally.summary)
+            more = f" (and {tally.wrong - 1} more)" if tally.wrong > 1 else ""
+            return replace(found, finding=f"{tally.findings[0]}{more}")
         if not in_time:
             how = f"no end within its limit of {limit_s:.0f} s; its processes were ended"
         elif process.returncode < 0:
@@ -122,17 +125,6 @@ class Runner:
             return {}
         gpus = len(self._facts.get("facts", {}).get("cuda", {}).get("gpus", ()))
         return {**_CUDA, **(_SHARED_GPU if step.name == "threads" or gpus < self._ranks else {})}
-
-
-def _outcome(made: Outcome, result: Path) -> Outcome:
-    """Return what became of a step, from the tally that it wrote."""
-    tally = Tally.from_json(result.read_text(encoding="utf-8"))
-    result.unlink()
-    found = replace(made, checks=tally.checks, findings=tuple(tally.findings), data=tally.data)
-    if tally.wrong:
-        more = f" (and {tally.wrong - 1} more)" if tally.wrong > 1 else ""
-        return replace(found, finding=f"{tally.findings[0]}{more}")
-    return replace(found, result="ok", finding=tally.summary)
 
 
 def _end(process: subprocess.Popen[bytes], mark: str) -> None:

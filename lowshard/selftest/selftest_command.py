@@ -16,7 +16,7 @@ from lowshard._version import __version__
 from lowshard.errors import LaunchError
 from lowshard.flag_value import count_of, folder_of
 from lowshard.nearest import nearest
-from lowshard.selftest.steps import NAMES, STEPS, Device
+from lowshard.selftest.steps import NAMES, STEPS
 from lowshard.settings import cache_root, environment
 
 if TYPE_CHECKING:
@@ -82,12 +82,21 @@ def run(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         interrupted = True
     seconds, outcomes = time.monotonic() - start_s, runner.outcomes
-    _write(folder / "selftest.json", outcomes, device, args.ranks, seconds, interrupted)
-    _show(outcomes, folder, seconds)
+    failed = [outcome for outcome in outcomes if outcome.result == "FAILED"]
+    steps = [asdict(outcome) for outcome in outcomes]
+    data = {key: value for step in steps for key, value in step.pop("data").items()}
+    report = {
+        "lowshard": __version__, "device": device, "ranks": args.ranks, "ok": not failed and not interrupted,
+        "interrupted": interrupted, "seconds": seconds, "steps": steps, "facts": data.get("facts", {}),
+        "bandwidths": data.get("bandwidths", []),
+    }  # fmt: skip
+    text = json.dumps(report, indent=2, allow_nan=False)
+    (folder / "selftest.json").write_text(f"{text}\n", encoding="utf-8")
+    _show(outcomes, failed, folder / "selftest.json", seconds)
     if interrupted:
         _say(f"interrupted; done: {', '.join(outcome.name for outcome in outcomes) or 'no step'}")
         return 130
-    return 1 if _failed(outcomes) else 0
+    return 1 if failed else 0
 
 
 def _folder(given: Path | None) -> Path:
@@ -104,31 +113,7 @@ def _say(text: str) -> None:
     print(f"lowshard selftest: {text}", file=sys.stderr, flush=True)
 
 
-def _failed(outcomes: Sequence[Outcome]) -> list[Outcome]:
-    return [outcome for outcome in outcomes if outcome.result == "FAILED"]
-
-
-def _write(
-    path: Path, outcomes: Sequence[Outcome], device: Device, ranks: int, seconds: float, interrupted: bool
-) -> None:
-    """Write what was found as JSON."""
-    steps = [asdict(outcome) for outcome in outcomes]
-    data = {key: value for step in steps for key, value in step.pop("data").items()}
-    report = {
-        "lowshard": __version__,
-        "device": device,
-        "ranks": ranks,
-        "ok": not _failed(outcomes) and not interrupted,
-        "interrupted": interrupted,
-        "seconds": seconds,
-        "steps": steps,
-        "facts": data.get("facts", {}),
-        "bandwidths": data.get("bandwidths", []),
-    }
-    path.write_text(json.dumps(report, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-
-
-def _show(outcomes: Sequence[Outcome], folder: Path, seconds: float) -> None:
+def _show(outcomes: Sequence[Outcome], failed: Sequence[Outcome], report: Path, seconds: float) -> None:
     """Print the table, the bandwidths, and what failed. Plain text: nothing but Python is needed for it."""
     print(f"\n{'step':13} {'result':8} {'s':>6}  finding")
     for outcome in outcomes:
@@ -140,14 +125,13 @@ def _show(outcomes: Sequence[Outcome], folder: Path, seconds: float) -> None:
         print(f"\n{'bandwidth':48} {'GB/s':>8} {'share of a copy':>16}  (bytes read and written)")
         for row in rows:
             print(f"{row['name']:48} {row['gb_per_s']:8.1f} {row['share']:16.2f}")
-    report = folder / "selftest.json"
-    for outcome in _failed(outcomes):
+    for outcome in failed:
         print(
             "\n  ".join([f"\n{outcome.name} FAILED; its log: {outcome.log}", *outcome.findings[:_MOST_SHOWN]])
         )
         if len(outcome.findings) > _MOST_SHOWN:
             print(f"  and {len(outcome.findings) - _MOST_SHOWN} more in {report}")
-    failed = ", ".join(outcome.name for outcome in _failed(outcomes))
-    skipped = ", ".join(outcome.name for outcome in outcomes if outcome.result == "skipped")
-    verdict = f"FAILED: {failed}." if failed else "All steps passed."
-    print(f"\n{verdict}{f' Not run: {skipped}.' if skipped else ''} {seconds:.0f} s; {report}", flush=True)
+    skipped = [outcome.name for outcome in outcomes if outcome.result == "skipped"]
+    verdict = f"FAILED: {', '.join(outcome.name for outcome in failed)}." if failed else "All steps passed."
+    verdict += f" Not run: {', '.join(skipped)}." if skipped else ""
+    print(f"\n{verdict} {seconds:.0f} s; {report}", flush=True)

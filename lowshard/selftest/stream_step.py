@@ -8,6 +8,8 @@ import numpy as np
 
 from lowshard import comm as lc
 from lowshard.comm import Communicator
+from lowshard.comm.nccl import nccl_communicator
+from lowshard.comm.nccl_bindings import Binding
 from lowshard.selftest.arrays import ordinary
 from lowshard.selftest.collective_cases import CollectiveCalls
 from lowshard.selftest.comparisons import Tally
@@ -22,23 +24,24 @@ def run(setting: Setting, tally: Tally) -> None:
     """Start calls: on threads of this process on a CPU, on a side stream of one NCCL rank on a GPU."""
     if setting.device == "cuda":
         _on_a_side_stream(tally)
-        tally.summary = f"{tally.checks} results of one NCCL rank on side streams"
-        return
-    for found in lc.run_loopback(2, _started, _WAIT_S):
-        tally.add(found)
-    tally.summary = f"{tally.checks} results of calls that were started and waited for"
+    else:
+        for found in lc.run_loopback(2, _started, _WAIT_S):
+            tally.add(found)
+    of = (
+        "one NCCL rank on side streams"
+        if setting.device == "cuda"
+        else "calls that were started and waited for"
+    )
+    tally.summary = f"{tally.checks} results of {of}"
 
 
 def _started(comm: Communicator) -> Tally:
     """Start every call, with one that is not started among them, and look at the results once all are over."""
     tally = Tally()
-    calls = [
-        call
-        for elems in (1, 1003, _ELEMS)
-        for made in [CollectiveCalls(comm, "float32", elems, in_place=elems == 1003)]
-        for call in (*made.moves(range(comm.size)), *made.reductions("sum", "tree"))
-    ]
-    works = []
+    calls, works = [], []
+    for elems in (1, 1003, _ELEMS):
+        made = CollectiveCalls(comm, "float32", elems, in_place=elems == 1003)
+        calls += [*made.moves(range(comm.size)), *made.reductions("sum", "tree")]
     for number, call in enumerate(calls):
         if number % 7 == 6:
             getattr(comm, call.name)(*call.args)  # after those that were started
@@ -54,9 +57,6 @@ def _started(comm: Communicator) -> Tally:
 
 def _on_a_side_stream(tally: Tally) -> None:
     """Queue work, a call, and work that uses its result, on a stream of the caller's; start calls beside it."""
-    from lowshard.comm.nccl import nccl_communicator
-    from lowshard.comm.nccl_bindings import Binding
-
     binding = Binding.load()
     xp: Any = binding.xp
     handle = binding.nccl.NcclCommunicator(1, binding.nccl.get_unique_id(), 0)

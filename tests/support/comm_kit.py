@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -253,7 +254,7 @@ def calls_of(
     def draw(shape: tuple[int, ...], dtype: str, *words: object) -> np.ndarray:
         return np.resize(np.roll(pool, zlib.crc32(repr(words).encode())), shape)
 
-    return CollectiveCalls(comm, "float32", elems, lent=lent, in_place=in_place, draw=draw)
+    return CollectiveCalls(comm, "float32", elems, in_place, draw, partial(lend if lent else put, comm))
 
 
 def every_call(
