@@ -157,8 +157,8 @@ class _Job:
         buffers = {}
         for name in names:
             rows, cols = self.serving[name].local_shape(self.comm.rank)
-            shapes = (rows, cols), (rows, cols // _BLOCK_ELEMS)
-            buffers[name] = MXFP8Tensor(*(np.zeros(shape, np.uint8) for shape in shapes))
+            data, scale = (np.zeros((rows, n), np.uint8) for n in (cols, cols // _BLOCK_ELEMS))
+            buffers[name] = MXFP8Tensor(data, scale)
         mine = {name: np.array(training[name]) for name in names}
         plan = build_reshard_plan(
             *({name: of[name] for name in names} for of in (self.training, self.serving))

@@ -54,7 +54,8 @@ def hard_blocks(shape: Shape, dtype: str, *words: object) -> np.ndarray:
     value = field << mantissa | random.integers(0, 1 << mantissa, (blocks, 32))
     value[random.random(blocks) < 0.02] = 0
     value |= random.integers(0, 2, (blocks, 32)) << (width - 1)
-    return value.astype(f"u{width // 8}").view(dtypes.get(dtype).numpy).reshape(-1)[:count].reshape(shape)
+    values: np.ndarray = value.astype(f"u{width // 8}").view(dtypes.get(dtype).numpy)
+    return values.reshape(-1)[:count].reshape(shape)
 
 
 def ordinary(shape: Shape, dtype: str, *words: object) -> np.ndarray:

@@ -21,7 +21,7 @@ from lowshard.selftest.fold_cases import OPS, ORDERS, plain_fold
 DTYPES = ("float32", "bfloat16", "int32")
 _LENGTHS = (1, 1003, 70_000)
 """Elements a rank: one, an odd few, and more than a cache line's or a message's worth."""
-_MARGIN_ELEMS = 4
+_MARGIN_BYTES = 16
 _BLANK_BYTE = 0xA5
 
 
@@ -88,7 +88,7 @@ class CollectiveCalls:
         each = self.elems // self.comm.size + 1
         sent = [part.reshape(-1, each) for part in self._ranks(self.comm.size * each, "all_to_all")]
         return self._exchange(
-            "all_to_all", self._of(sent).reshape(-1), np.concatenate([*map(self._of, sent)])
+            "all_to_all", self._of(sent).reshape(-1), np.concatenate([self._of(parts) for parts in sent])
         )
 
     def _all_to_all_v(self, *_: Any) -> CollectiveCall:
@@ -166,7 +166,7 @@ class CollectiveCalls:
         what = " ".join([name, *said, self.dtype, f"[{self.elems}]", where])
         return CollectiveCall(name, args, what, held)
 
-    def _of(self, ranks: Sequence[Any]) -> Any:
+    def _of(self, ranks: Any) -> Any:
         return ranks[self.comm.rank]
 
     def _data(self, elems: int, usual: Callable[..., np.ndarray], *words: object) -> np.ndarray:
@@ -186,12 +186,13 @@ class CollectiveCalls:
         self, expected: np.ndarray, at: int = 0, before: Sequence[Any] | np.ndarray = ()
     ) -> tuple[Any, tuple[Any, np.ndarray]]:
         """Return a buffer for a result, with some content before, and all memory around it with what it holds later."""
-        kind, end = expected.dtype, _MARGIN_ELEMS + len(expected)
-        held = np.full((end + _MARGIN_ELEMS) * kind.itemsize, _BLANK_BYTE, np.uint8).view(kind)
-        held[_MARGIN_ELEMS + at :][: len(before)] = before
+        kind, begin = expected.dtype, _MARGIN_BYTES // expected.itemsize
+        inside = slice(begin, begin + len(expected))
+        held = np.full(expected.nbytes + 2 * _MARGIN_BYTES, _BLANK_BYTE, np.uint8).view(kind)
+        held[begin + at :][: len(before)] = before
         whole = self._put(held)
-        held[_MARGIN_ELEMS:end] = expected
-        return whole[_MARGIN_ELEMS:end], (whole, held)
+        held[inside] = expected
+        return whole[inside], (whole, held)
 
 
 def starts(counts: Sequence[int]) -> list[int]:

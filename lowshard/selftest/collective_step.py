@@ -55,7 +55,8 @@ def _why_no_nccl(ranks: int) -> str:
 
 def run_threads(setting: Setting, tally: Tally) -> None:
     """Run every collective on 2 threads, then on 4."""
-    sizes, note, unique = [2, 4], "", {}
+    sizes, note = [2, 4], ""
+    unique: dict[int, Any] = {}
     if setting.device == "cuda":
         if int(Binding.load().nccl.get_version()) < MULTI_RANK_NCCL:
             sizes, note = [1], "; several ranks on one GPU need NCCL 2.30.3 or newer"

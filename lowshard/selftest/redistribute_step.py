@@ -50,6 +50,7 @@ def transitions(size: int, shape: tuple[int, int], dtypes: Sequence[str]) -> Ite
         Sharded(1, "ceil"),
     )
     line = DeviceMesh((size,), ("x",))
+    pairs: list[tuple[DeviceMesh, tuple[Placement, ...], tuple[Placement, ...]]]
     pairs = [(line, (have,), (want,)) for have, want in product((*states, Partial("sum")), states)]
     if size % 2 == 0:
         grid = DeviceMesh((2, size // 2), ("x", "y"))

@@ -43,7 +43,7 @@ def run_rank(comm: Communicator, tally: Tally) -> None:
         # Rows to columns where bits move as they are; blocks of 32 lie along the columns and stay whole by rows.
         weights = _Weights(comm, tally, Sharded(0), Sharded(0) if on_send else Sharded(1))
         plan = build_reshard_plan(weights.have, weights.want)
-        how = None if on_send is None else weights.quantised(convert_on_send=on_send)
+        how = None if on_send is None else weights.quantised(on_send)
         with Refit(plan, comm, weights.mine, {} if how else weights.out(), how, delta=delta) as refit:
             for version in _VERSIONS:
                 weights.fill(version)
@@ -82,15 +82,13 @@ class _Weights:
         """Return buffers for what is served as it is."""
         return {name: self.comm.empty(self.served, "bfloat16") for name in _NAMES}
 
-    def quantised(self, **how: bool) -> MXFP8ReshardTransform:
+    def quantised(self, on_send: bool = False) -> MXFP8ReshardTransform:
         """Return a transform with buffers for what is quantised."""
-        shapes = self.served, (self.served[0], self.served[1] // 32)
-        buffers = {
-            name: [put(self.comm.xp, np.zeros(shape, np.uint8)) for shape in shapes] for name in _NAMES
-        }
-        return MXFP8ReshardTransform(
-            _NAMES, {name: MXFP8Tensor(*both) for name, both in buffers.items()}, **how
-        )
+        (rows, cols), out = self.served, {}
+        for name in _NAMES:
+            data, scale = (put(self.comm.xp, np.zeros((rows, n), np.uint8)) for n in (cols, cols // 32))
+            out[name] = MXFP8Tensor(data, scale)
+        return MXFP8ReshardTransform(_NAMES, out, convert_on_send=on_send)
 
     def whole(self, name: str, version: int) -> np.ndarray:
         """Return a weight of a version; a row in five differs from the version before."""

@@ -46,9 +46,7 @@ def add_selftest_parser(subparsers: argparse._SubParsersAction[argparse.Argument
         "--device", choices=("auto", "cpu", "cuda"), default="auto",
         help="where arrays lie; auto: a GPU where CuPy can use one (default: %(default)s)",
     )  # fmt: skip
-    parser.add_argument(
-        "-n", "--ranks", type=count_of, default=2, metavar="N", help="MPI ranks (default %(default)s)"
-    )
+    parser.add_argument("-n", "--ranks", type=count_of, default=2, metavar="N", help="MPI ranks (default 2)")
     parser.add_argument(
         "-o", "--out", type=folder_of, metavar="DIR",
         help="folder for logs and selftest.json (default: selftest in lowshard's cache folder, each run anew)",
