@@ -94,7 +94,7 @@ class CollectiveCalls:
     def _all_to_all_v(self, *_: Any) -> CollectiveCall:
         # Different lengths, none for some pairs; never in place.
         ranks, n = range(self.comm.size), self.elems
-        counts = [[(7 * src + 13 * dst) * n // 20 % (2 * n) for dst in ranks] for src in ranks]
+        counts = [[(7 * src + 13 * dst) * (n + 1) // 20 % (2 * n + 1) for dst in ranks] for src in ranks]
         sent = [self._data(sum(row) + 5, hard, "all_to_all_v", src) for src, row in enumerate(counts)]
         displs, come = [starts(row) for row in counts], [*map(self._of, counts)]
         recv, held = self._result(
