@@ -134,9 +134,7 @@ class _Job:
     def _move(self, training: Local) -> Local:
         plans = {name: plan_redistribute(lay, self.serving[name]) for name, lay in self.training.items()}
         planned = sum(plan.received_bytes(self.comm.rank) for plan in plans.values())
-        execute_all(
-            plans, training, self.comm
-        )  # code that is not compiled yet is compiled here, and in no figure
+        execute_all(plans, training, self.comm)  # compiles what is not compiled yet, in no figure
 
         def move() -> tuple[dict[str, Any], int]:
             self.comm.traffic.clear()
@@ -156,32 +154,28 @@ class _Job:
         names = [name for name, layout in self.serving.items() if _is_quantised(name, layout)]
         if not names:
             return {}
-        rooms = {}
+        buffers = {}
         for name in names:
             rows, cols = self.serving[name].local_shape(self.comm.rank)
-            rooms[name] = MXFP8Tensor(
-                np.zeros((rows, cols), np.uint8), np.zeros((rows, cols // _BLOCK_ELEMS), np.uint8)
-            )
+            data, scale = (np.zeros((rows, n), np.uint8) for n in (cols, cols // _BLOCK_ELEMS))
+            buffers[name] = MXFP8Tensor(data, scale)
         mine = {name: np.array(training[name]) for name in names}
         plan = build_reshard_plan(
-            {name: self.training[name] for name in names}, {name: self.serving[name] for name in names}
+            *({name: of[name] for name in names} for of in (self.training, self.serving))
         )
-        how = MXFP8ReshardTransform(names, rooms, convert_on_send=True)
+        how = MXFP8ReshardTransform(names, buffers, convert_on_send=True)
         with Refit(plan, self.comm, mine, {}, how) as refit:
             refit.push(0)  # nothing is compiled in a figure
             for version, factor in enumerate(FACTORS, 1):
                 for name, array in mine.items():
                     array[...] = training[name] * factor
                 _, seconds = self._timed(lambda: refit.push(version))  # noqa: B023  # called at once
-                wrong, total = self._compared(
-                    pair
-                    for name in names
-                    for true in [self._quantised(name, factor)]
-                    for pair in (
-                        (refit.weights[name].data, true.data),
-                        (refit.weights[name].scale, true.scale),
-                    )
-                )
+                true = {name: self._quantised(name, factor) for name in names}
+                found = [
+                    part for name in names for part in (refit.weights[name].data, refit.weights[name].scale)
+                ]
+                wanted = [part for name in names for part in (true[name].data, true[name].scale)]
+                wrong, total = self._compared(zip(found, wanted, strict=True))
                 check = f"version {refit.version}: {total:,} codes and scales, {wrong} wrong"
                 right = wrong == 0 and refit.version == version
                 moved = refit.report()["sent_bytes"]
@@ -192,9 +186,8 @@ class _Job:
         ids, mask = tokenize(self.source, SENTENCES)
         truth = np.empty((len(ids), config.hidden_size), np.float32)
         if self.comm.rank == 0:
-            truth[...] = embed(
-                {name: self.reader.read_box(name) for name in self.reader.names}, config, ids, mask
-            )
+            whole = {name: self.reader.read_box(name) for name in self.reader.names}
+            truth[...] = embed(whole, config, ids, mask)
         self.comm.broadcast(truth)
         mesh = DeviceMesh((self.dp, self.tp), ("dp", "tp"))
         dp_index, tp_index = mesh.coord(self.comm.rank)
@@ -259,12 +252,11 @@ class _Job:
         found: dict[int, dict[str, Any]] = {}
         for name, after in self.serving.items():
             if len(after.shape) == 2 and "tp" in after.spec and (dim := after.spec.index("tp")) not in found:
-                before = self.training[name]
-                found[dim] = {
-                    "name": name, "shape": after.shape,
-                    "before": [before.box(rank) for rank in before.mesh.ranks],
-                    "after": [after.box(rank) for rank in after.mesh.ranks],
-                }  # fmt: skip
+                held = {"before": self.training[name], "after": after}
+                boxes = {
+                    when: [layout.box(rank) for rank in layout.mesh.ranks] for when, layout in held.items()
+                }
+                found[dim] = {"name": name, "shape": after.shape, **boxes}
         return [found[dim] for dim in sorted(found)]
 
     # ---- measuring
@@ -278,14 +270,9 @@ class _Job:
     def _row(self, phase: str, seconds: float, check: str, ok: bool, moved: int | None = None) -> None:
         """Add a line of the table. Collective: the largest byte count of all ranks is reported."""
         most = None if moved is None else int(self._max(moved))
-        row = {
-            "phase": phase,
-            "moved_bytes_per_rank": most,
-            "seconds": seconds,
-            "check": check,
-            "ok": bool(ok),
-        }
-        self.rows.append(row)
+        self.rows.append(
+            {"phase": phase, "moved_bytes_per_rank": most, "seconds": seconds, "check": check, "ok": bool(ok)}
+        )
 
     def _sum(self, value: int) -> int:
         total = np.array([value], np.int64)

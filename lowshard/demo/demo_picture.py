@@ -41,11 +41,7 @@ def draw(report: Mapping[str, Any], path: Path) -> None:
     figure.text(0.025, 0.94, "lowshard demo", fontsize=18, weight="bold", color=_INK)
     ranks = report["world_size"]
     size = f"{report['checkpoint_bytes'] / 1e6:.1f} MB on {ranks} rank{'s' * (ranks != 1)}"
-    lines = (
-        f"{report['checkpoint']}, {size}",
-        f"training: {report['before']}",
-        f"serving: {report['after']}",
-    )
+    lines = f"{report['checkpoint']}, {size}", f"training: {report['before']}", f"serving: {report['after']}"
     figure.text(0.025, 0.92, "\n".join(lines), fontsize=9.5, color=_GREY, va="top", linespacing=1.35)
     verdict, colour = ("every check holds", _GREEN) if report["ok"] else ("a check FAILED", _RED)
     figure.text(
@@ -59,9 +55,8 @@ def draw(report: Mapping[str, Any], path: Path) -> None:
         for x, when in ((0.06, "before"), (0.55, "after")):
             axes = _axes(figure, (x, y, 0.42, 0.15))
             _draw_matrix(axes, matrix["shape"], matrix[when], ranks)
-            axes.set_xlabel(
-                "training" if when == "before" else "serving", fontsize=9, color=_GREY, labelpad=3
-            )
+            label = "training" if when == "before" else "serving"
+            axes.set_xlabel(label, fontsize=9, color=_GREY, labelpad=3)
         name = f"{matrix['name'][-60:]}, {' x '.join(map(str, matrix['shape']))}"
         figure.text(0.06, y + 0.16, name, fontsize=9.5, color=_INK, family="monospace")
     what = "distance from the unsharded fp32 model in one process (log scale); red: the bound"

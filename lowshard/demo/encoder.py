@@ -39,15 +39,15 @@ _JSON_NAMES = {
     "layer_norm_eps": "layer_norm_eps",
 }
 # The dim that tensor parallel cuts, by the name after "encoder.layer.N."; what is not here is whole on every rank.
+_COLUMN_PARALLEL = (
+    "attention.self.query",
+    "attention.self.key",
+    "attention.self.value",
+    "intermediate.dense",
+)
 _CUT_DIM = {
-    **{
-        f"attention.self.{name}.{kind}": 0
-        for name in ("query", "key", "value")
-        for kind in ("weight", "bias")
-    },
+    **{f"{name}.{kind}": 0 for name in _COLUMN_PARALLEL for kind in ("weight", "bias")},
     "attention.output.dense.weight": 1,
-    "intermediate.dense.weight": 0,
-    "intermediate.dense.bias": 0,
     "output.dense.weight": 1,
 }
 
@@ -154,15 +154,13 @@ def embed(
         return rounded(np.asarray(weights[f"{config.prefix}{name}"], dtype=np.float32))
 
     def norm(x: F32, name: str) -> F32:
-        return rounded(
-            _layer_norm(x, weight(f"{name}.weight"), weight(f"{name}.bias"), config.layer_norm_eps)
-        )
+        scale, bias = weight(f"{name}.weight"), weight(f"{name}.bias")
+        return rounded(_layer_norm(x, scale, bias, config.layer_norm_eps))
 
     def rows(name: str, index: Any) -> F32:
         # Rows first, then the conversion: the vocabulary is most of the model.
-        return rounded(
-            np.asarray(weights[f"{config.prefix}embeddings.{name}.weight"][index], dtype=np.float32)
-        )
+        table = weights[f"{config.prefix}embeddings.{name}.weight"]
+        return rounded(np.asarray(table[index], dtype=np.float32))
 
     word, position, kind = map(rows, _EMBEDDING_NAMES, (token_ids, slice(seq), 0))
     x = norm(rounded((word + position + kind).reshape(-1, hidden)), "embeddings.LayerNorm")

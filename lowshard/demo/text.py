@@ -66,11 +66,7 @@ def tokenize(
     """Return token ids and mask, `[batch, seq]` int64; without a tokenizer.json words have hashes as ids."""
     if source.config is not None:
         max_length = min(max_length, source.config.max_positions)
-    rows = (
-        _hash_ids(source, sentences, max_length)
-        if source.tokenizer is None
-        else _ids(source, sentences, max_length)
-    )
+    rows = (_hash_ids if source.tokenizer is None else _ids)(source, sentences, max_length)
     ids = np.zeros((len(rows), max(map(len, rows))), np.int64)
     mask = np.zeros_like(ids)
     for i, row in enumerate(rows):

@@ -55,9 +55,7 @@ def layout(sharding: Any, shape: Sequence[int], dtype: object, *, mesh: Any = No
             f"{given}: an array whose cotangent is unreduced over {', '.join(map(str, sorted(given.reduced)))} is "
             "replicated there, and a layout says no more than that. Write the spec without reduced="
         )
-    entries = tuple(
-        getattr(given, "partitions", given)
-    )  # a spec with unreduced axes is not to be iterated over
+    entries = tuple(getattr(given, "partitions", given))  # one with unreduced axes is not to be iterated over
     if any(entry is jax.PartitionSpec.UNCONSTRAINED for entry in entries):
         raise ShardingError(
             f"{given}: where a dim is UNCONSTRAINED the compiler chooses, so no layout is known. Take the sharding "
@@ -138,9 +136,8 @@ def _mesh_of(mesh: Any) -> DeviceMesh:
     if not isinstance(mesh, jax.sharding.Mesh):
         raise MeshError(f"a mesh is JAX's Mesh or AbstractMesh, got {brief(mesh)}")
     devices = list(mesh.devices.flat)
-    places = (
-        {device: place for place, device in enumerate(jax.devices(devices[0].platform))} if devices else {}
-    )
+    there = jax.devices(devices[0].platform) if devices else ()
+    places = {device: place for place, device in enumerate(there)}
     missing = [device for device in devices if device not in places]
     if missing:
         raise MeshError(f"a rank is a place in jax.devices(), and {missing[0]} of the mesh is not there")

@@ -118,9 +118,8 @@ def placements(layout: Layout) -> tuple[MeshDims, tuple[Placed, ...]]:
         )
     found = [tensor.Replicate() if op is None else tensor.Partial(_OPS[op]) for op in layout.partials]
     for dim, axes in enumerate(layout.sharding_axes):
-        factors = {
-            axis: prod(mesh.shape[a] for a in axes[:place] if a > axis) for place, axis in enumerate(axes)
-        }
+        later = ((axis, [a for a in axes[:place] if a > axis]) for place, axis in enumerate(axes))
+        factors = {axis: prod(mesh.shape[a] for a in those) for axis, those in later}
         _compare(layout, dim, [factors[a] for a in sorted(axes)])
         for axis, factor in factors.items():
             found[axis] = tensor.Shard(dim) if factor == 1 else _StridedShard(dim, split_factor=factor)
@@ -146,11 +145,8 @@ def dtensor(local: Tensor, layout: Layout, device_mesh: Any) -> Tensor:
 
     placed = placements(layout)[1]
     mesh = _mesh_of(device_mesh)
-    if (mesh.axis_names, mesh.shape, tuple(mesh.ranks)) != (
-        layout.mesh.axis_names,
-        layout.mesh.shape,
-        tuple(layout.mesh.ranks),
-    ):
+    theirs, ours = ((m.axis_names, m.shape, tuple(m.ranks)) for m in (mesh, layout.mesh))
+    if theirs != ours:
         raise MeshError(
             f"the layout lies on {layout.mesh} of ranks {brief(list(layout.mesh.ranks))}, the device mesh is {mesh} of "
             f"ranks {brief(list(mesh.ranks))}; both have the same names, sizes and ranks"
@@ -166,14 +162,8 @@ def dtensor(local: Tensor, layout: Layout, device_mesh: Any) -> Tensor:
             raise BufferMismatchError(
                 f"rank {rank} holds {layout.dtype}{list(wanted)} of {layout}, got {dtype}{list(local.shape)}"
             )
-    return tensor.DTensor.from_local(
-        local,
-        device_mesh,
-        placed,
-        run_check=False,
-        shape=torch.Size(layout.shape),
-        stride=tuple(strides_of(layout.shape)),
-    )
+    shape, stride = torch.Size(layout.shape), tuple(strides_of(layout.shape))
+    return tensor.DTensor.from_local(local, device_mesh, placed, run_check=False, shape=shape, stride=stride)
 
 
 # ---- what torch's placements hold
@@ -189,9 +179,8 @@ def _held(extent: int, sizes: Sequence[int], factors: Sequence[int], coord: Sequ
     joined: list[Interval] = []
     for start, stop in runs:
         if joined and joined[-1][1] == start:
-            joined[-1] = joined[-1][0], stop
-        else:
-            joined.append((start, stop))
+            start = joined.pop()[0]
+        joined.append((start, stop))
     return joined
 
 
@@ -225,10 +214,8 @@ def _compare(layout: Layout, dim: int, factors: Sequence[int] | None) -> None:
         held = " and ".join(f"{lo}:{hi}" for lo, hi in theirs) or "nothing"
         where = ", ".join(f"{layout.mesh.axis_names[a]} {place[a]}" for a in axes)
         if max(factors) > 1:
-            why = (
-                "torch writes an order other than the mesh's as _StridedShard, which holds one box a rank only where "
-                "the split is even: make the extent a multiple, or nest in mesh order"
-            )
+            why = "torch writes an order other than the mesh's as _StridedShard, which holds one box a rank only where "
+            why += "the split is even: make the extent a multiple, or nest in mesh order"
         else:
             why = "torch splits by the ceiling rule: write Sharded(dim, split='ceil')"
         raise ShardingError(

@@ -1,6 +1,6 @@
 """`lowshard selftest`: does this installation work here, and how fast.
 
-A list of steps (`step.STEPS`), each in a process of its own under its own time limit (`runner`). What a step does
-lies in a module of its own; `child` runs one, `rank` is what each MPI rank of one runs. Every result is compared with
-plain NumPy, bit for bit (`tally`). It needs no pytest and none of the tests.
+`steps` lists the steps; `runner` runs each in a process of its own under its own time limit, `python -m
+lowshard.selftest`, which calls `run` of the step's module. The modules named `*_cases` hold the cases; the tests run
+them too. Every result is compared with plain NumPy, bit for bit (`comparisons`). Neither pytest nor tests are needed.
 """

@@ -9,8 +9,7 @@ import traceback
 from pathlib import Path
 
 from lowshard.selftest.comparisons import Tally
-from lowshard.selftest.step_list import NAMES, SUITE
-from lowshard.selftest.step_setting import Setting
+from lowshard.selftest.steps import STEPS, Setting
 
 _STACKS_BEFORE_S = 3.0
 """Before the step's limit all threads' stacks go into the log."""
@@ -18,12 +17,11 @@ _STACKS_BEFORE_S = 3.0
 
 def main(name: str, setting: Setting, result: Path) -> None:
     """Run a step and write its tally; what it raises is a finding."""
-    if name not in (*NAMES, SUITE.name):
-        sys.exit(f"lowshard.selftest: no step {name!r}; the steps are {', '.join(NAMES)}")
+    module, function = next(step.run for step in STEPS if step.name == name).split(":")
     faulthandler.dump_traceback_later(max(1.0, setting.limit_s - _STACKS_BEFORE_S))
     tally = Tally()
     try:
-        importlib.import_module(f"lowshard.selftest.step_{name}").run(setting, tally)
+        getattr(importlib.import_module(f"lowshard.selftest.{module}"), function)(setting, tally)
     except Exception as error:
         traceback.print_exc()
         notes = "; ".join(getattr(error, "__notes__", ()))

@@ -10,8 +10,34 @@ import numpy as np
 
 from lowshard import dtypes
 from lowshard.foreign_array import host_of
+from lowshard.selftest.arrays import bits
 
 _MOST_FINDINGS = 20
+
+
+def difference(got: Any, expected: np.ndarray, *, any_nan: bool = False, within: float = 0.0) -> str:
+    """Return how an array differs from the expected one in dtype, shape or any bit, or "".
+
+    any_nan: a NaN is as good as any other. within: a relative difference that does not count.
+    """
+    found = host_of(got)
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        return f"expected {expected.dtype} {list(expected.shape)}, got {found.dtype} {list(found.shape)}"
+    differs = bits(found) != bits(expected)
+    if any_nan and dtypes.get(found.dtype).kind == "float":
+        with np.errstate(invalid="ignore"):  # fp8's signalling NaN
+            differs &= ~(np.isnan(found) & np.isnan(expected))
+    if within:
+        differs &= ~np.isclose(found, expected, rtol=within, atol=0.0)
+    if not differs.any():
+        return ""
+    index = tuple(int(i) for i in np.argwhere(differs)[0])
+    width = 2 * found.itemsize
+    return (
+        f"element {list(index)} of {list(found.shape)}: expected 0x{int(bits(expected)[index]):0{width}x} "
+        f"({expected[index]}), got 0x{int(bits(found)[index]):0{width}x} ({found[index]}); "
+        f"{int(differs.sum())} of {found.size} differ"
+    )
 
 
 @dataclass
@@ -24,30 +50,9 @@ class Tally:
     data: dict[str, Any] = field(default_factory=dict)
     summary: str = ""
 
-    def same(
-        self, what: str, got: Any, expected: np.ndarray, *, any_nan: bool = False, within: float = 0.0
-    ) -> None:
-        """Compare two arrays bit for bit."""
-        self.checks += 1
-        found = host_of(got)
-        if found.shape != expected.shape or found.dtype != expected.dtype:
-            self.fail(
-                f"{what}: expected {expected.dtype} {list(expected.shape)}, got {found.dtype} {list(found.shape)}"
-            )
-            return
-        differs = bits(found) != bits(expected)
-        if any_nan:
-            differs &= ~(_is_nan(found) & _is_nan(expected))
-        if within:
-            differs &= ~np.isclose(found, expected, rtol=within, atol=0.0)
-        if differs.any():
-            index = tuple(int(i) for i in np.argwhere(differs)[0])
-            width = 2 * found.itemsize
-            self.fail(
-                f"{what}: element {list(index)} of {list(found.shape)}: expected "
-                f"0x{int(bits(expected)[index]):0{width}x} ({expected[index]}), got "
-                f"0x{int(bits(found)[index]):0{width}x} ({found[index]}); {int(differs.sum())} of {found.size} differ"
-            )
+    def same(self, what: str, got: Any, expected: np.ndarray, **options: Any) -> None:
+        """Compare two arrays as `difference` does."""
+        self.true(what, not (how := difference(got, expected, **options)), how)
 
     def true(self, what: str, holds: bool, otherwise: str) -> None:
         """Check that something holds; else the finding says `otherwise`."""
@@ -77,15 +82,3 @@ class Tally:
     def from_json(cls, text: str) -> Tally:
         """Return what `to_json` wrote."""
         return cls(**json.loads(text))
-
-
-def bits(array: np.ndarray) -> np.ndarray:
-    """Return the bit patterns of an array as unsigned integers of its width."""
-    return np.ascontiguousarray(array).view(np.dtype(f"u{array.itemsize}")).reshape(array.shape)
-
-
-def _is_nan(array: np.ndarray) -> np.ndarray:
-    if dtypes.get(array.dtype).kind != "float":
-        return np.zeros(array.shape, bool)
-    nan: np.ndarray = np.isnan(array)
-    return nan

@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lowshard._version import __version__
 from lowshard.command_line import count_of, folder_of
 from lowshard.errors import LaunchError
 from lowshard.nearest import nearest
-from lowshard.selftest.step_list import NAMES, STEPS, SUITE
-from lowshard.settings import environment
+from lowshard.selftest.steps import NAMES, STEPS
+from lowshard.settings import cache_root, environment
 
 if TYPE_CHECKING:
     from lowshard.selftest.runner import Outcome
-    from lowshard.selftest.step_setting import Device
 
 DESCRIPTION = """\
 Says whether this installation works, and how fast: run it first on a new machine. Each step runs in a process of its
@@ -49,135 +46,90 @@ def add_selftest_parser(subparsers: argparse._SubParsersAction[argparse.Argument
         "--device", choices=("auto", "cpu", "cuda"), default="auto",
         help="where arrays lie; auto: a GPU where CuPy can use one (default: %(default)s)",
     )  # fmt: skip
-    parser.add_argument(
-        "-n", "--ranks", type=count_of, default=2, metavar="N", help="MPI ranks (default %(default)s)"
-    )
+    parser.add_argument("-n", "--ranks", type=count_of, default=2, metavar="N", help="MPI ranks (default 2)")
     parser.add_argument(
         "-o", "--out", type=folder_of, metavar="DIR",
-        help="folder for logs and selftest.json (default: a new one here, ./lowshard-selftest-...)",
+        help="folder for logs and selftest.json (default: selftest in lowshard's cache folder, each run anew)",
     )  # fmt: skip
     parser.add_argument("--only", metavar="A,B", help="these steps alone")
-    parser.add_argument("--suite", action="store_true", help="pytest tests/gpu too, where this is a checkout")
     parser.set_defaults(func=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the subcommand and return the exit code."""
     from lowshard.launch.environment import find_rank
+    from lowshard.selftest.facts import find_device
     from lowshard.selftest.runner import Runner
-    from lowshard.selftest.step_facts import find_device
 
-    steps = [step for step in STEPS if step.name in _chosen(args.only)]
-    if args.suite:
-        steps.append(SUITE)
-    launched = find_rank(environment())
-    if launched is not None and launched.size > 1:
-        raise LaunchError("`lowshard selftest` starts its own ranks: run it without mpiexec, with -n")
-    device = find_device(args.device)
-    folder = _folder(args.out)
-    print(f"lowshard selftest {__version__}, device {device}; logs in {folder}", flush=True)
-    runner = Runner(steps, device, args.ranks, folder, _say)
-    start_s = time.monotonic()
-    interrupted = False
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: no step's process is left behind
-    try:
-        runner.run()
-    except KeyboardInterrupt:
-        interrupted = True
-    seconds = time.monotonic() - start_s
-    _write(folder / "selftest.json", runner.outcomes, device, args.ranks, seconds, interrupted)
-    _show(runner.outcomes, folder, seconds)
-    if interrupted:
-        done = ", ".join(outcome.name for outcome in runner.outcomes) or "no step"
-        print(f"lowshard selftest: interrupted; done: {done}", file=sys.stderr)
-        return 130
-    return 0 if _passed(runner.outcomes) else 1
-
-
-def _chosen(only: str | None) -> Sequence[str]:
-    """Return the names of the steps to run."""
-    if only is None:
-        return NAMES
-    chosen = [name.strip() for name in only.split(",")]
-    unknown = [name for name in chosen if name not in NAMES]
-    if unknown:
+    chosen = list(NAMES) if args.only is None else [name.strip() for name in args.only.split(",")]
+    if unknown := [name for name in chosen if name not in NAMES]:
         raise LaunchError(
             f"--only takes steps out of {', '.join(NAMES)}; got {', '.join(map(repr, unknown))}"
             f"{nearest(unknown[0], NAMES)}"
         )
-    return chosen
+    launched = find_rank(environment())
+    if launched is not None and launched.size > 1:
+        raise LaunchError("`lowshard selftest` starts its own ranks: run it without mpiexec, with -n")
+    device, folder = find_device(args.device), _folder(args.out)
+    print(f"lowshard selftest {__version__}, device {device}; logs in {folder}", flush=True)
+    runner = Runner(device, args.ranks, folder, _say)
+    start_s, interrupted = time.monotonic(), False
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: no step's process is left behind
+    try:
+        runner.run([step for step in STEPS if step.name in chosen])
+    except KeyboardInterrupt:
+        interrupted = True
+    seconds, outcomes = time.monotonic() - start_s, runner.outcomes
+    failed = [outcome for outcome in outcomes if outcome.result == "FAILED"]
+    steps = [asdict(outcome) for outcome in outcomes]
+    data = {key: value for step in steps for key, value in step.pop("data").items()}
+    report = {
+        "lowshard": __version__, "device": device, "ranks": args.ranks, "ok": not failed and not interrupted,
+        "interrupted": interrupted, "seconds": seconds, "steps": steps, "facts": data.get("facts", {}),
+        "bandwidths": data.get("bandwidths", []),
+    }  # fmt: skip
+    text = json.dumps(report, indent=2, allow_nan=False)
+    (folder / "selftest.json").write_text(f"{text}\n", encoding="utf-8")
+    _show(outcomes, failed, folder / "selftest.json", seconds)
+    if interrupted:
+        _say(f"interrupted; done: {', '.join(outcome.name for outcome in outcomes) or 'no step'}")
+        return 130
+    return 1 if failed else 0
 
 
 def _folder(given: Path | None) -> Path:
-    """Return the folder for logs, made: the given one, or a new one here, or where here cannot be written, in /tmp."""
-    if given is not None:
-        given.mkdir(parents=True, exist_ok=True)
-        return given.absolute()
-    prefix = f"lowshard-selftest-{time.strftime('%Y%m%d-%H%M%S')}-"
-    here = Path.cwd() if os.access(Path.cwd(), os.W_OK) else None
-    return Path(tempfile.mkdtemp(prefix=prefix, dir=here))
+    """Return the folder for logs, made: the given one, or one in the cache without the files of the run before."""
+    folder = given or cache_root() / "selftest"
+    folder.mkdir(parents=True, exist_ok=True)
+    if given is None:
+        for old in folder.glob("*.*"):
+            old.unlink()
+    return folder.absolute()
 
 
 def _say(text: str) -> None:
     print(f"lowshard selftest: {text}", file=sys.stderr, flush=True)
 
 
-def _passed(outcomes: Sequence[Outcome]) -> bool:
-    return all(outcome.result != "FAILED" for outcome in outcomes)
-
-
-def _write(
-    path: Path, outcomes: Sequence[Outcome], device: Device, ranks: int, seconds: float, interrupted: bool
-) -> None:
-    """Write what was found as JSON."""
-    data: dict[str, Any] = {}
-    for outcome in outcomes:
-        data.update(outcome.data)
-    report = {
-        "lowshard": __version__,
-        "device": device,
-        "ranks": ranks,
-        "ok": _passed(outcomes) and not interrupted,
-        "interrupted": interrupted,
-        "seconds": seconds,
-        "steps": [
-            {name: value for name, value in asdict(outcome).items() if name != "data"} for outcome in outcomes
-        ],
-        "facts": data.get("facts", {}),
-        "bandwidths": data.get("bandwidths", []),
-    }
-    path.write_text(json.dumps(report, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-
-
-def _show(outcomes: Sequence[Outcome], folder: Path, seconds: float) -> None:
+def _show(outcomes: Sequence[Outcome], failed: Sequence[Outcome], report: Path, seconds: float) -> None:
     """Print the table, the bandwidths, and what failed. Plain text: nothing but Python is needed for it."""
     print(f"\n{'step':13} {'result':8} {'s':>6}  finding")
     for outcome in outcomes:
-        print(f"{outcome.name:13} {outcome.result:8} {outcome.seconds:6.1f}  {_cut(_finding(outcome))}")
+        text = outcome.finding
+        text = text if len(text) <= _FINDING_CHARACTERS else f"{text[: _FINDING_CHARACTERS - 4]} ..."
+        print(f"{outcome.name:13} {outcome.result:8} {outcome.seconds:6.1f}  {text}")
     rows = [row for outcome in outcomes for row in outcome.data.get("bandwidths", ())]
     if rows:
         print(f"\n{'bandwidth':48} {'GB/s':>8} {'share of a copy':>16}  (bytes read and written)")
         for row in rows:
             print(f"{row['name']:48} {row['gb_per_s']:8.1f} {row['share']:16.2f}")
-    for outcome in outcomes:
-        if outcome.result == "FAILED":
-            print(f"\n{outcome.name} FAILED; its log: {outcome.log}")
-            for line in outcome.findings[:_MOST_SHOWN]:
-                print(f"  {line}")
-            if len(outcome.findings) > _MOST_SHOWN:
-                print(f"  and {len(outcome.findings) - _MOST_SHOWN} more in {folder / 'selftest.json'}")
-    failed = [outcome.name for outcome in outcomes if outcome.result == "FAILED"]
-    verdict = f"FAILED: {', '.join(failed)}." if failed else "All steps passed."
+    for outcome in failed:
+        print(
+            "\n  ".join([f"\n{outcome.name} FAILED; its log: {outcome.log}", *outcome.findings[:_MOST_SHOWN]])
+        )
+        if len(outcome.findings) > _MOST_SHOWN:
+            print(f"  and {len(outcome.findings) - _MOST_SHOWN} more in {report}")
     skipped = [outcome.name for outcome in outcomes if outcome.result == "skipped"]
-    not_run = f" Not run: {', '.join(skipped)}." if skipped else ""
-    print(f"\n{verdict}{not_run} {seconds:.0f} s; {folder / 'selftest.json'}", flush=True)
-
-
-def _finding(outcome: Outcome) -> str:
-    """Return what the table says of a step."""
-    compiled = f"compiled {outcome.compiled} kernels; " if outcome.compiled else ""
-    return f"{compiled}{outcome.finding}"
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= _FINDING_CHARACTERS else f"{text[: _FINDING_CHARACTERS - 4]} ..."
+    verdict = f"FAILED: {', '.join(outcome.name for outcome in failed)}." if failed else "All steps passed."
+    verdict += f" Not run: {', '.join(skipped)}." if skipped else ""
+    print(f"\n{verdict} {seconds:.0f} s; {report}", flush=True)

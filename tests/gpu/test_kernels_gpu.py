@@ -28,6 +28,8 @@ from lowshard.kernels import (
     unswizzle_scales,
 )
 from lowshard.kernels.buffer import address, address_range
+from lowshard.selftest.comparisons import Tally
+from lowshard.selftest.kernel_cases import FAMILIES, KernelCase
 
 
 def why_unusable() -> str | None:
@@ -145,37 +147,36 @@ def tensor(rng: np.random.Generator, shape: tuple[int, ...], elem: Any) -> MXFP8
 
 
 # ------------------------------------------------------------------------------------------ the same bytes
-def every_case(rng: np.random.Generator, dtype: str, elem: Any) -> Iterator[tuple[Any, ...]]:
-    """Yield calls and their arguments: all kernels, on arrays of any form."""
-    for shape, finite in product(((1, 32), (3, 7, 96), (1024, 1024)), (True, False)):
-        x = floats(rng, dtype, shape, finite)
-        yield from ((quantize_mxfp8, x, elem, scale_mode) for scale_mode in MODES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_of_kernels_has_the_bytes_of_its_plain_twins(
+    family: Callable[[], Iterator[KernelCase]], stream: Any
+) -> None:
+    tally = Tally()
+    for case in family():
+        case.check(on_gpu, tally)
+    assert not tally.findings
+    assert tally.checks > 10
+
+
+def other_cases(rng: np.random.Generator, dtype: str, elem: Any) -> Iterator[tuple[Any, ...]]:
+    """Yield calls and arguments that the selftest has not: much work, other strides, scales that lie apart."""
+    for shape in ((1024, 1024), (4096, 4096)):
+        x = floats(rng, dtype, shape, True)
+        yield quantize_mxfp8, x, elem
+        yield partial(quantize_mxfp8, scale_layout="128x4"), x, elem
     wide = floats(rng, dtype, (9, 20, 200), True)
-    turned = wide.transpose(1, 0, 2)[..., 1:193]
-    for view in (wide[:, ::2, 8:168], wide[::-1, :, :192], turned, wide[..., :64]):
+    for view in (wide[:, ::2, 8:168], wide.transpose(1, 0, 2)[..., 1:193]):
         yield from ((quantize_mxfp8, view, elem, "rceil", None, lowest) for lowest in (0, 1, 254))
-    code = np.tile(np.arange(256, dtype=np.uint8), (256, 1))
-    numbers = np.where((code & 0x7F) >= 0x7C, np.uint8(0x80), code)  # a warp goes another way for a NaN
-    scale = np.repeat(np.arange(256, dtype=np.uint8)[:, None], 8, axis=1)
-    yield from ((dequantize_mxfp8, MXFP8Tensor(data, scale, elem), dtype) for data in (code, numbers))
-    yield from (
-        (dequantize_mxfp8, tensor(rng, shape, elem), dtype) for shape in ((1, 32), (5, 3, 160), (1000, 992))
-    )
+    yield dequantize_mxfp8, tensor(rng, (1000, 992), elem), dtype
     table, x = BoxTable(SHAPE, BOXES), floats(rng, dtype, SHAPE)
-    for view in (x, np.ascontiguousarray(x.transpose(1, 0, 2)).transpose(1, 0, 2), x[::-1], x[:, ::-1]):
+    for view in (np.ascontiguousarray(x.transpose(1, 0, 2)).transpose(1, 0, 2), x[:, ::-1]):
         yield pack, view, table
         yield pack_quantize, view, table, elem
-    yield unpack, pack(x, table), table, np.zeros_like(x)
-    yield unpack_dequantize, tensor(rng, (table.total_elems,), elem), table, np.zeros_like(x)
     x = floats(rng, dtype, (257, 515))
-    for view, target in product((x, x[:, 8:512], x[::2, 1:], x.T, x.reshape(-1)[:-3]), DTYPES):
+    for view, target in product((x, x.T, x.reshape(-1)[:-3]), DTYPES):
         yield cast, view, target
     tiled = partial(quantize_mxfp8, scale_layout="128x4")
-    for rows, cols in ((1, 32), (128, 128), (129, 160), (300, 1056), (4096, 4096)):
-        x = floats(rng, dtype, (rows, cols + 32))
-        for view in (x[:, 32:].copy(), x[::-1, :-32]):
-            yield tiled, view, elem
-            yield lambda x: dequantize_mxfp8(tiled(x, elem), "float32"), view
+    yield lambda x: dequantize_mxfp8(tiled(x, elem), "float32"), floats(rng, dtype, (300, 1056))
     # Arrays that are copied first, by CuPy's kernels: they need the headers of a CUDA toolkit (cupy-cuda13x[ctk]).
     x, q = floats(rng, dtype, (6, 128), True), tensor(rng, (6, 128), elem)
     yield quantize_mxfp8, x[:, ::2], elem
@@ -186,7 +187,7 @@ def every_case(rng: np.random.Generator, dtype: str, elem: Any) -> Iterator[tupl
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("elem", ELEMS)
 def test_bytes_are_those_of_the_host(dtype: str, elem: Any, stream: Any, rng: np.random.Generator) -> None:
-    for call, *args in every_case(rng, dtype, elem):
+    for call, *args in other_cases(rng, dtype, elem):
         assert_as_on_the_host(call, *args)
 
 
@@ -216,27 +217,10 @@ def test_many_small_boxes(stream: Any, rng: np.random.Generator) -> None:
     assert_as_on_the_host(pack_quantize, x, table)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("accumulate", [True, False])
-@pytest.mark.parametrize("count", [1, 2, 6, 7, 12])
-def test_summed_bytes(
-    dtype: str, accumulate: bool, count: int, stream: Any, rng: np.random.Generator
-) -> None:
-    shape = (33, 65)
-    kinds = [str(kind) for kind in rng.choice(list(DTYPES), count)]
-    sources = [floats(rng, kind, shape, True) for kind in kinds]
-    # Subnormals of fp32 among them: they count, however CuPy compiles.
-    out = np.ldexp(floats(rng, "float32", shape, True), -130).astype(DTYPES[dtype])
-    assert_as_on_the_host(sum_into, out, sources, accumulate)
-    tiny = np.ldexp(floats(rng, "float32", shape, True), -130)
-    assert_as_on_the_host(sum_into, np.zeros(shape, np.float32), [tiny] * count, accumulate)
-
-
-@pytest.mark.parametrize("shape", [(1, 1), (128, 4), (129, 5), (300, 33), (4096, 128)])
+@pytest.mark.parametrize("shape", [(300, 33), (4096, 128)])
 def test_swizzled_bytes(shape: tuple[int, int], stream: Any, rng: np.random.Generator) -> None:
     scale = rng.integers(0, 256, shape, np.uint8)
     tiles = swizzle_scales(scale)
-    assert_as_on_the_host(swizzle_scales, scale)
     assert_as_on_the_host(swizzle_scales, np.asfortranarray(scale))
     assert_as_on_the_host(unswizzle_scales, tiles, *shape)
     assert_as_on_the_host(unswizzle_scales, np.repeat(tiles, 2)[::2], *shape)

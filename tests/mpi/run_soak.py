@@ -19,8 +19,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 from support import mode
-from support.comm_kit import lend, put, same
-from support.every_call import Preparer
+from support.comm_kit import calls_of, check, lend, put, same
 
 from lowshard import comm as lc
 from lowshard.comm.work import Worker
@@ -98,26 +97,22 @@ class Soak:
         if rng.random() < 0.2:
             self.shared(group, rng, own)
             return
-        preparer = Preparer(
+        made = calls_of(
             group, rng, elems=int(rng.choice(LENGTHS)), lent=own.random() < 0.4, in_place=own.random() < 0.4
         )
         name = str(rng.choice(CALLS))
         self.counts[name] = self.counts.get(name, 0) + 1
         root, op, order = int(rng.integers(group.size)), str(rng.choice(OPS)), str(rng.choice(ORDERS))
-        args: dict[str, tuple[Any, ...]] = {
-            "broadcast": (root,), "gather": (root,), "scatter": (root,), "all_reduce": (op, order),
-            "reduce_scatter": (op, order), "reduce": (op, root, order),
-        }  # fmt: skip
-        calls = [getattr(preparer, name)(*args.get(name, ()))]
+        calls = [made.make(name, root, op, order)]
         started = rng.random() < 0.1
         if started:
-            calls.append(preparer.all_reduce("sum", "tree"))
+            calls.append(made.make("all_reduce"))
         works = [getattr(group.start if started else group, call.name)(*call.args) for call in calls]
         if started:
             for work in works[::-1]:
                 work.wait()
         for call in calls:
-            call.check()
+            check(call)
 
     def shared(self, group: lc.Communicator, rng: np.random.Generator, own: np.random.Generator) -> None:
         """Make a result that is shared; each rank keeps it for as long as it likes."""

@@ -53,7 +53,7 @@ PRODUCT = {
     "weights, checkpoint": Budget(8_697, 36, ("lowshard/weights", "lowshard/checkpoint")),
     "fsdp": Budget(3_794, 16, ("lowshard/fsdp",)),
     "launch": Budget(3_494, 21, ("launch",)),
-    "demo, selftest, interop, cli": Budget(3_917, 35, (
+    "demo, selftest, interop, cli": Budget(3_599, 29, (
         "lowshard/demo", "lowshard/selftest", "lowshard/interop", "lowshard/cli.py",
     )),
 }  # fmt: skip

@@ -1,27 +1,26 @@
 """Cases of the communicator contract: reductions in a fixed order are one fold, bit for bit, on every transport.
 
-The operands are what floating point is hard on: zeros of both signs, infinities, NaNs, subnormals, values that
-overflow or tie when they are rounded, and integers that wrap. The yardstick is lowshard.comm.reduction.fold itself.
+The operands are what floating point is hard on, ties where a sum is rounded among it, and integers that wrap.
 Lengths lie on both sides of what fits a slot, a message and a block.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import numpy as np
 from support import mode
-from support.comm_kit import case, get, lend, put, reducible, told
+from support.comm_kit import case, lend, put, reducible, told
 
 from lowshard import dtypes
 from lowshard.comm import Communicator
-from lowshard.comm.reduction import fold
+from lowshard.selftest.arrays import hard
+from lowshard.selftest.comparisons import difference
+from lowshard.selftest.fold_cases import OPS, plain_fold
 
 Array = Any
 
-OPS = ("sum", "avg", "min", "max", "prod")
 ORDERS = ("tree", "rank")
 
 PERIOD = 1021  # a prime: no block, slot or part is a multiple of it
@@ -30,42 +29,9 @@ PERIOD = 1021  # a prime: no block, slot or part is a multiple of it
 EDGES = (4096, 16 << 10, 32 << 10, 64 << 10, 128 << 10)
 
 
-@cache
-def hard_values(name: str) -> np.ndarray:
-    """Return the special values of a dtype, and ordinary ones of all magnitudes among them."""
-    row = dtypes.get(name)
-    rng = np.random.default_rng(4)
-    if row.kind == "bool":
-        return rng.integers(0, 2, 61).astype(np.bool_)
-    if row.kind in ("int", "uint"):
-        info = np.iinfo(row.numpy)
-        edge = [info.min, info.min + 1, 0, 1, info.max - 1, info.max, 2, 3]
-        spread = rng.integers(info.min, info.max, 40, row.numpy, endpoint=True)
-        return np.concatenate([np.array(edge, row.numpy), spread])
-    bits = row.itemsize_bytes * 8
-    kind = np.dtype(f"u{row.itemsize_bytes}")
-    patterns = rng.integers(0, 1 << bits, 60, np.uint64).astype(kind)  # NaNs, subnormals and all the rest
-    one = np.ones(1, row.numpy)
-    below, above = (
-        (one.view(kind) - kind.type(1)).view(row.numpy),
-        (one.view(kind) + kind.type(1)).view(row.numpy),
-    )
-    few = np.array([0.0, -0.0, 1.0, -1.0, 0.5, 3.0, -7.0, np.inf, -np.inf, np.nan, -np.nan]).astype(row.numpy)
-    smallest = np.arange(1, 5).astype(kind).view(row.numpy)  # subnormal
-    infinite = np.array(np.inf).astype(row.numpy).view(kind)
-    largest = (infinite.reshape(1) - kind.type(1)).view(
-        row.numpy
-    )  # of e4m3, which has no infinity, another NaN
-    plain = (rng.standard_normal(60) * np.exp2(rng.integers(-6, 7, 60))).astype(row.numpy)
-    zeros = np.array([0.0, -0.0] * 6).astype(row.numpy)  # where it shows which of two equal ones is taken
-    specials = [few, below, above, smallest, -smallest, largest, -largest, zeros]
-    return np.concatenate([*specials, plain, patterns.view(row.numpy)])
-
-
 def hard_terms(rng: np.random.Generator, size: int, row: dtypes.DType) -> np.ndarray:
     """Return one period of every rank's operand, `[size, PERIOD]`."""
-    values = hard_values(row.name)
-    terms: np.ndarray = values[rng.integers(0, len(values), (size, PERIOD))]
+    terms = hard((size, PERIOD), row.name, int(rng.integers(1 << 30)))
     if row.kind == "float" and row.bits == 16 and size > 1:
         # Sums that lie half-way between two values of 16 bits: 1 + an odd multiple of half a step.
         step = 2.0**-10 if row.name == "float16" else 2.0**-7
@@ -76,38 +42,13 @@ def hard_terms(rng: np.random.Generator, size: int, row: dtypes.DType) -> np.nda
     return terms
 
 
-def folded(terms: np.ndarray, op: str, order: str) -> np.ndarray:
-    """Return the fold of the operands."""
-    out = np.empty_like(terms[0])
-    with np.errstate(all="ignore"):
-        fold(list(terms), out, op, order)
-    return out
-
-
-def is_nan_of(values: np.ndarray) -> np.ndarray:
-    """Return which values are NaNs."""
-    with np.errstate(all="ignore"):  # a signalling NaN is one that tells when it is converted
-        return np.isnan(values.astype(np.float64))
-
-
-def same_bits(buf: Array, period: np.ndarray, first: int, nan: np.ndarray) -> None:
+def same_bits(buf: Array, period: np.ndarray, first: int = 0) -> None:
     """Demand the elements of a periodic result from `first` on; of a NaN only that it is one.
 
     Which NaN comes out of two is the machine's affair, and the compiler's, which may swap operands.
     """
-    got = get(buf).reshape(-1)
-    kind = np.dtype(f"u{got.dtype.itemsize}")
-    expected = np.resize(np.roll(period, -first), got.size)
-    is_nan = np.resize(np.roll(nan, -first), got.size)
-    wrong = np.flatnonzero((got.view(kind) != expected.view(kind)) & ~is_nan)
-    if is_nan.any():
-        strange = np.flatnonzero(~is_nan_of(got[is_nan]))
-        assert not len(strange), f"{len(strange)} of {is_nan.sum()} NaNs are gone"
-    assert not len(wrong), (
-        f"{len(wrong)} of {got.size} elements differ; the first, at {wrong[0]}: got "
-        f"{got[wrong[0]]!r} ({got.view(kind)[wrong[0]]:#x}), expected {expected[wrong[0]]!r} "
-        f"({expected.view(kind)[wrong[0]]:#x})"
-    )
+    how = difference(buf, np.resize(np.roll(period, -first), buf.shape), any_nan=True)
+    assert not how, how
 
 
 def lengths(row: dtypes.DType, size: int, edge: int) -> int:
@@ -146,11 +87,10 @@ def check_all(
     """
     for op, row, order, n in variants(comm, which):
         terms = hard_terms(rng, comm.size, row)
-        period = folded(terms, op, order)
-        nan = is_nan_of(period)
+        period = plain_fold(terms, op, order)
         with told(op=op, dtype=row, order=order, n=n), np.errstate(all="ignore"):
             buf, first = call(np.resize(terms[comm.rank], n), n, op, order)
-            same_bits(buf, period, first % PERIOD, nan)
+            same_bits(buf, period, first % PERIOD)
 
 
 @case()
@@ -230,5 +170,4 @@ def the_place_of_an_element_does_not_show_in_its_bits(comm: Communicator, rng: n
                 with told(dtype=name, op=op, n=n, order=order), np.errstate(all="ignore"):
                     recv = put(comm, np.zeros(n, row.numpy))
                     comm.all_reduce(put(comm, np.resize(np.roll(mine, shift), n)), recv, op, order)  # type: ignore[arg-type]
-                    period = folded(np.roll(terms, shift, 1), op, order)
-                    same_bits(recv, period, 0, is_nan_of(period))
+                    same_bits(recv, plain_fold(np.roll(terms, shift, 1), op, order))

@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 from support.agreement_cases import equal_everywhere
-from support.comm_kit import case, compared, compared_before, outcome, put, refused, same, told
-from support.every_call import long
+from support.comm_kit import case, compared, compared_before, long, outcome, put, refused, same, told
 from support.mismatch import Board, Mismatch, line_of, mismatches, wrong_arguments
 
 from lowshard.comm import Communicator, agree

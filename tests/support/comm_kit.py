@@ -1,16 +1,17 @@
 """What the cases of the communicator contract share: data, canaries, comparison, a plain reference fold.
 
 Every case gets the same generator on every rank and draws the data of all ranks from it, so each rank
-can say by itself what it must receive. The arithmetic here is written anew from the documentation and
-uses nothing of lowshard.comm.
+can say by itself what it must receive. One call of each collective and the plain fold are the selftest's.
 """
 
 from __future__ import annotations
 
 import re
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -18,6 +19,10 @@ from support import mode
 
 from lowshard import dtypes
 from lowshard.comm import Communicator
+from lowshard.foreign_array import host_of as get
+from lowshard.selftest.collective_cases import CollectiveCall, CollectiveCalls
+from lowshard.selftest.comparisons import difference
+from lowshard.selftest.fold_cases import plain_fold
 
 Array = Any
 Case = Callable[[Communicator, np.random.Generator], None]
@@ -173,11 +178,6 @@ def lend(comm: Communicator, data: np.ndarray) -> Array:
     return buf
 
 
-def get(buf: Array) -> np.ndarray:
-    """Return a buffer's content as a NumPy array."""
-    return buf if isinstance(buf, np.ndarray) else np.asarray(buf.get())
-
-
 class Canvas:
     """A buffer between two canaries, all of one byte value, so that stray writes are seen."""
 
@@ -212,19 +212,8 @@ class Canvas:
 
 def same(buf: Array, expected: np.ndarray) -> None:
     """Demand equal dtype, shape and bits."""
-    got = get(buf)
-    assert got.dtype == expected.dtype, f"dtype {got.dtype}, not {expected.dtype}"
-    assert got.shape == expected.shape, f"shape {got.shape}, not {expected.shape}"
-    if got.tobytes() != np.ascontiguousarray(expected).tobytes():
-        width = got.dtype.itemsize
-        a = np.frombuffer(got.tobytes(), np.uint8).reshape(-1, width)
-        b = np.frombuffer(np.ascontiguousarray(expected).tobytes(), np.uint8).reshape(-1, width)
-        wrong = np.flatnonzero((a != b).any(1))
-        i = int(wrong[0])
-        raise AssertionError(
-            f"{len(wrong)} of {len(a)} elements differ; the first, at {i}: got {got.reshape(-1)[i]!r}, "
-            f"expected {np.asarray(expected).reshape(-1)[i]!r}"
-        )
+    how = difference(buf, expected)
+    assert not how, how
 
 
 # ---- data
@@ -258,55 +247,54 @@ def operands(rng: np.random.Generator, size: int, elems: int, row: dtypes.DType,
     return values.astype(row.numpy)
 
 
-# ---- the reference
+# ---- one call of every collective
 
-_PAIR: dict[str, Callable[[Array, Array], Array]] = {
-    "sum": lambda a, b: a + b,
-    "avg": lambda a, b: a + b,
-    "prod": lambda a, b: a * b,
-    "min": np.minimum,
-    "max": np.maximum,
-}
+SHORT = 37
 
 
-def reference(terms: np.ndarray, op: str, order: str) -> np.ndarray:
-    """Return the documented reduction of terms `[size, elems]`, for order "tree" or "rank"."""
-    dtype = terms.dtype
-    row = dtypes.get(dtype)
-    narrow = row.kind == "float" and row.bits < 32
-    wide = [t.astype(np.float32) if narrow else t for t in terms]
-    value = _left(wide, op) if order == "rank" else _tree(wide, op)
-    if op == "avg":
-        if row.kind in ("int", "uint"):
-            value = np.array([int(v) // len(terms) for v in value], dtype)
-        else:
-            value = value / value.dtype.type(len(terms))
-    return value.astype(dtype)
+def long(comm: Communicator) -> int:
+    """Return an element count that goes straight from buffer to buffer; ranks of a node have slots for short ones."""
+    return int(getattr(comm._transport, "_small_bytes", 16 << 10)) // 4 + 1000
 
 
-def _left(terms: Sequence[np.ndarray], op: str) -> np.ndarray:
-    value = terms[0]
-    for term in terms[1:]:
-        value = _PAIR[op](value, term)
-    return value
+def calls_of(
+    comm: Communicator, rng: np.random.Generator, *, elems: int, lent: bool = False, in_place: bool = False
+) -> CollectiveCalls:
+    """Return what makes calls of small whole numbers in float32: sums in any order are exact."""
+    pool = rng.integers(-50, 50, 10007).astype(np.float32)  # a prime: no part is as long
+
+    def draw(shape: tuple[int, ...], dtype: str, *words: object) -> np.ndarray:
+        return np.resize(np.roll(pool, zlib.crc32(repr(words).encode())), shape)
+
+    return CollectiveCalls(comm, "float32", elems, in_place, draw, partial(lend if lent else put, comm))
 
 
-def _tree(terms: Sequence[np.ndarray], op: str) -> np.ndarray:
-    if len(terms) == 1:
-        return terms[0]
-    left = (len(terms) + 1) // 2
-    return _PAIR[op](_tree(terms[:left], op), _tree(terms[left:], op))
+def every_call(
+    comm: Communicator, rng: np.random.Generator, *, elems: int, lent: bool = False, in_place: bool = False
+) -> list[CollectiveCall]:
+    """Return one call of each collective that has buffers."""
+    made, last = calls_of(comm, rng, elems=elems, lent=lent, in_place=in_place), comm.size - 1
+    reductions = made.make("all_reduce"), made.make("all_reduce", 0, "max", "fast"), made.make("reduce", last)
+    return [*made.moves([last]), *reductions, made.make("reduce_scatter", 0, "min", "rank")]
+
+
+def check(call: CollectiveCall) -> None:
+    """Demand the right content of all buffers of a call that is over."""
+    call.check(lambda what, buf, expected: same(buf, expected))
+
+
+# ---- reductions
 
 
 def check_reduced(buf: Array, terms: np.ndarray, op: str, order: str) -> None:
-    """Demand the reference's bits for a fixed order, and a result within rounding for "fast"."""
+    """Demand the plain fold's bits for a fixed order, and a result within rounding for "fast"."""
     row = dtypes.get(terms.dtype)
     if order != "fast" or row.kind != "float":
-        same(buf, reference(terms, op, order))
+        same(buf, plain_fold(terms, op, order))
         return
     got = get(buf)
     assert got.dtype == terms.dtype
-    exact = reference(terms.astype(np.float64), op, "rank")
+    exact = plain_fold(terms.astype(np.float64), op, "rank")
     # Each of the additions rounds a partial sum; the last rounding is to the dtype itself.
     size_of_terms = np.abs(terms.astype(np.float64)).sum(0) if op in ("sum", "avg") else np.abs(exact)
     accumulator = EPS["float64"] if row.bits == 64 else EPS["float32"]

@@ -18,7 +18,6 @@ from support.comm_kit import (
     operands,
     put,
     reducible,
-    reference,
     refused,
     same,
     told,
@@ -26,6 +25,7 @@ from support.comm_kit import (
 
 from lowshard.comm import Communicator
 from lowshard.errors import BufferMismatchError, CommError, DTypeError, LowshardError
+from lowshard.selftest.fold_cases import plain_fold
 
 Array = Any
 
@@ -84,7 +84,7 @@ def split_orders_by_key_then_by_rank(comm: Communicator, rng: np.random.Generato
     terms = rng.standard_normal((n, 900)).astype(np.float32)
     buf = put(comm, terms[comm.rank])
     backwards.all_reduce(buf, buf, "sum", "rank")
-    same(buf, reference(np.ascontiguousarray(terms[::-1]), "sum", "rank"))
+    same(buf, plain_fold(np.ascontiguousarray(terms[::-1]), "sum", "rank"))
     for group in (backwards, halves, mixed):
         group.close()
 

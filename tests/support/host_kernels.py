@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import platform
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
@@ -15,12 +14,11 @@ from support import mode
 from support.cuda_host import HostCudaEngine, host_cuda_engine
 
 from lowshard.kernels import MXFP8Tensor, SwizzledMXFP8
-from lowshard.kernels import engine as engine_module
 from lowshard.kernels.engine import Engine
 from lowshard.kernels.plain import PlainEngine
+from lowshard.selftest.arrays import hard_blocks
+from lowshard.selftest.kernel_cases import ELEMS, MODES, through
 
-ELEMS = ("e4m3", "e5m2")
-MODES = ("rceil", "floor", "even", "ceil")
 DTYPES = {
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
     "float16": np.dtype(np.float16),
@@ -50,14 +48,6 @@ def engine_that_runs(way: str) -> HostCudaEngine:
 needs_compiler = pytest.mark.skipif(
     shutil.which("g++") is None, reason="g++, which builds the kernels, is not on PATH"
 )
-
-
-@contextmanager
-def through(engine: Engine) -> Iterator[None]:
-    """Run the public calls on NumPy arrays through an engine."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine_module, "host_engine", lambda: engine)
-        yield
 
 
 def raw(array: Any) -> Any:
@@ -93,17 +83,9 @@ def floats(bits: Any, dtype: str) -> Any:
     return np.ascontiguousarray(bits, np.uint32 if size == 4 else np.uint16).view(DTYPES[dtype])
 
 
-def random_bits(rng: np.random.Generator, dtype: str, blocks: int) -> Any:
-    """Return blocks [blocks, 32] of every scale: all exponents, zeros, subnormals, at times NaN or Inf."""
-    bits, mantissa = {"bfloat16": (16, 7), "float16": (16, 10), "float32": (32, 23)}[dtype]
-    top = (1 << (bits - 1 - mantissa)) - 1
-    center = rng.integers(0, top, (blocks, 1))
-    field = np.clip(center + rng.integers(-12, 3, (blocks, 32)), 0, top - 1)
-    field[rng.random(blocks) < 0.05, rng.integers(32)] = top
-    field[rng.random(blocks) < 0.1] = 0
-    value = field << mantissa | rng.integers(0, 1 << mantissa, (blocks, 32))
-    value[rng.random(blocks) < 0.02] = 0
-    return value | rng.integers(0, 2, (blocks, 32)) << (bits - 1)
+def blocks(rng: np.random.Generator, dtype: str, count: int) -> Any:
+    """Return hard blocks [count, 32], others each time."""
+    return hard_blocks((count, 32), dtype, int(rng.integers(1 << 60)))
 
 
 def at_offset(array: Any, offset: int) -> Any:

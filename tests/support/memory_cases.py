@@ -9,25 +9,28 @@ from typing import Any
 import numpy as np
 from support import mode
 from support.comm_kit import (
+    SHORT,
     Canvas,
     carried,
     case,
+    check,
+    every_call,
     get,
     lend,
+    long,
     numpy_arrays,
     operands,
     put,
     random_bits,
-    reference,
     refused,
     same,
     told,
 )
-from support.every_call import SHORT, Preparer, long
 
 from lowshard import dtypes
 from lowshard.comm import Communicator
 from lowshard.errors import BufferMismatchError, DTypeError
+from lowshard.selftest.fold_cases import plain_fold
 
 Array = Any
 
@@ -120,11 +123,11 @@ def memory_of_arrays_that_are_gone_is_given_out_again(comm: Communicator, rng: n
 def collectives_work_from_and_into_empty_memory(comm: Communicator, rng: np.random.Generator) -> None:
     for name, lent in mixtures(comm).items():
         for elems, in_place in ((SHORT, False), (SHORT, True), (long(comm), name == "all")):
-            preparer = Preparer(comm, rng, elems=elems, lent=lent, in_place=in_place)
-            for call in preparer.all():
+            calls = every_call(comm, rng, elems=elems, lent=lent, in_place=in_place)
+            for call in calls:
                 with told(call=call.name, memory=name, elems=elems, in_place=in_place):
                     getattr(comm, call.name)(*call.args)
-                    call.check()
+                    check(call)
 
 
 @case()
@@ -132,11 +135,11 @@ def each_rank_says_for_itself_whether_it_works_in_place(comm: Communicator, rng:
     for who in {0, comm.size - 1}:
         # Open MPI takes another algorithm for the longest, unless it is told of in-place buffers.
         for elems, lent in ((SHORT, False), (long(comm), False), (long(comm), True), (75_001, False)):
-            preparer = Preparer(comm, rng, elems=elems, lent=lent, in_place=comm.rank == who)
-            for call in preparer.all():
+            calls = every_call(comm, rng, elems=elems, lent=lent, in_place=comm.rank == who)
+            for call in calls:
                 with told(call=call.name, in_place=f"rank {who}", lent=lent, elems=elems):
                     getattr(comm, call.name)(*call.args)
-                    call.check()
+                    check(call)
 
 
 @case()
@@ -197,7 +200,7 @@ def buffers_may_lie_at_any_address(comm: Communicator, rng: np.random.Generator)
                 terms = operands(rng, size, elems, row, "sum")
                 send, recv = at(terms[comm.rank], shift), at(np.zeros_like(terms[0]), shift + 2)
                 comm.all_reduce(send, recv, "sum", "tree")
-                same(recv, reference(terms, "sum", "tree"))
+                same(recv, plain_fold(terms, "sum", "tree"))
                 whole = at(np.zeros(size * elems, row.numpy), 3)
                 comm.all_gather(send, whole)
                 same(whole, terms.reshape(-1))
@@ -241,10 +244,10 @@ def calls_that_are_over_hold_no_buffers(comm: Communicator, rng: np.random.Gener
                 held.append((name, weakref.ref(buf)))
 
     for elems in (SHORT, long(comm)):
-        for call in Preparer(comm, rng, elems=elems).all():
+        for call in every_call(comm, rng, elems=elems):
             getattr(comm, call.name)(*call.args)
             watch(call.name, *call.args)
-        for call in Preparer(comm, rng, elems=elems).all():
+        for call in every_call(comm, rng, elems=elems):
             work = getattr(comm.start, call.name)(*call.args)
             work.wait()
             watch(f"start.{call.name}", *call.args)

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from support.comm_kit import Canvas, put
-from support.every_call import long, starts
+from support.comm_kit import Canvas, long, put
 
 from lowshard.comm import Communicator
 from lowshard.errors import BufferMismatchError, CommError, DTypeError, LowshardError
+from lowshard.selftest.collective_cases import starts
 
 Array = Any
 Ask = Callable[[], object]

@@ -24,6 +24,7 @@ from lowshard.box import intersect, volume
 from lowshard.comm import Communicator
 from lowshard.comm.loopback import _ThreadReach
 from lowshard.cost import ClusterProfile
+from lowshard.selftest.fold_cases import plain_fold
 from lowshard.transfer import exchange_runner
 
 WAYS = ("as sizes ask", "read in place", "laid out", "in rounds")
@@ -57,23 +58,6 @@ def _with_gaps(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     return whole[..., 0]
 
 
-def _fold(terms: list[np.ndarray], op: str, divisor: int, row: dt.DType) -> np.ndarray:
-    """Fold in the documented tree: of n terms the left half takes ceil(n / 2)."""
-    wide = row.accumulator.numpy
-
-    def tree(part: list[np.ndarray]) -> np.ndarray:
-        if len(part) == 1:
-            return part[0].astype(wide)
-        half = -(-len(part) // 2)
-        a, b = tree(part[:half]), tree(part[half:])
-        return {"sum": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}[op](a, b)
-
-    value = tree(terms)
-    if divisor != 1:
-        value = value // divisor if row.kind in ("int", "uint") else value / wide.type(divisor)
-    return value.astype(row.numpy)
-
-
 def expected(src: Layout, dst: Layout, rank: int, seed: int, kind: str) -> np.ndarray | None:
     """Return what a rank of dst must hold, by slicing and folding whole arrays."""
     if rank not in dst.mesh:
@@ -105,7 +89,7 @@ def expected(src: Layout, dst: Layout, rank: int, seed: int, kind: str) -> np.nd
     ops = {src.partials[a] for a in folded}
     divisor = int(np.prod([src.mesh.shape[a] for a in folded if src.partials[a] == "avg"]))
     op = "sum" if ops & {"sum", "avg"} else str(ops.pop())
-    return _fold(terms, op, divisor, row)
+    return plain_fold(terms, op, "tree", divisor)
 
 
 def _identity(op: str, row: dt.DType) -> Any:

@@ -1,4 +1,4 @@
-"""Cases of the communicator contract: reductions, against the plain reference of comm_kit."""
+"""Cases of the communicator contract: reductions, against the plain fold of the selftest."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from support.comm_kit import (
     operands,
     put,
     reducible,
-    reference,
     refused,
     same,
     told,
@@ -22,9 +21,7 @@ from support.comm_kit import (
 from lowshard import dtypes
 from lowshard.comm import Communicator
 from lowshard.errors import DTypeError
-
-OPS = ("sum", "avg", "min", "max", "prod")
-ORDERS = ("fast", "tree", "rank")
+from lowshard.selftest.fold_cases import OPS, ORDERS, plain_fold
 
 
 def some(comm: Communicator, op: str, few: int = 4) -> list[dtypes.DType]:
@@ -124,11 +121,11 @@ def fixed_orders_give_the_references_bits_where_orders_differ(
     """The operands are such that the two orders, and a wrong one, can be told apart."""
     for name in ("float32", "float64"):
         terms = operands(rng, comm.size, 4000, dtypes.get(name), "sum")
-        tree, rank = reference(terms, "sum", "tree"), reference(terms, "sum", "rank")
+        tree, rank = plain_fold(terms, "sum", "tree"), plain_fold(terms, "sum", "rank")
         if comm.size >= 4:
             assert (tree != rank).mean() > 0.05, "the operands do not tell the orders apart"
         if comm.size >= 3:
-            assert (reference(terms[::-1], "sum", "rank") != rank).mean() > 0.05
+            assert (plain_fold(terms[::-1], "sum", "rank") != rank).mean() > 0.05
         for order, expected in (("tree", tree), ("rank", rank)):
             for n in (4000, 200):  # two messages, one message
                 with told(dtype=name, order=order, n=n):
@@ -150,7 +147,7 @@ def fixed_orders_give_the_references_bits_where_orders_differ(
 @case(lambda way: way.size & (way.size - 1) == 0)
 def a_tree_of_trees_is_the_tree_at_powers_of_two(comm: Communicator, rng: np.random.Generator) -> None:
     terms = operands(rng, comm.size, 1500, dtypes.get("float32"), "sum")
-    expected = reference(terms, "sum", "tree")
+    expected = plain_fold(terms, "sum", "tree")
     inner = 1
     while inner <= comm.size:
         with told(inner=inner):
@@ -212,7 +209,7 @@ def avg_of_floats_divides_the_finished_sum_once(comm: Communicator, rng: np.rand
     for order in ("tree", "rank"):
         buf = put(comm, terms[comm.rank])
         comm.all_reduce(buf, buf, "avg", order)
-        same(buf, reference(terms, "sum", order) / np.float32(comm.size))
+        same(buf, plain_fold(terms, "sum", order) / np.float32(comm.size))
 
 
 @case()
@@ -252,11 +249,11 @@ def reductions_take_0d_and_any_shape(comm: Communicator, rng: np.random.Generato
     grid = put(comm, terms[comm.rank].reshape(2, 3))
     recv = put(comm, np.zeros((3, 1, 2)))
     comm.all_reduce(grid, recv, "sum", "tree")
-    same(recv.reshape(-1), reference(terms, "sum", "tree"))
+    same(recv.reshape(-1), plain_fold(terms, "sum", "tree"))
     one = put(comm, np.zeros(()))
     many = operands(rng, comm.size, comm.size, dtypes.get("float64"), "sum")
     comm.reduce_scatter(put(comm, many[comm.rank]), one, "sum", "rank")
-    same(one.reshape(1), reference(many, "sum", "rank")[comm.rank : comm.rank + 1])
+    same(one.reshape(1), plain_fold(many, "sum", "rank")[comm.rank : comm.rank + 1])
 
 
 @case()

@@ -11,11 +11,15 @@ import numpy as np
 from support.agreement_cases import equal_everywhere
 from support.check_cases import check_mismatch, go_on, untouched
 from support.comm_kit import (
+    SHORT,
     Canvas,
     case,
+    check,
     compared,
     compared_before,
+    every_call,
     lend,
+    long,
     numpy_arrays,
     others,
     outcome,
@@ -24,7 +28,6 @@ from support.comm_kit import (
     same,
     told,
 )
-from support.every_call import SHORT, Preparer, long
 from support.message_cases import neighbours
 from support.mismatch import mismatches
 
@@ -56,20 +59,20 @@ def calls_that_are_repeated_are_as_right_as_the_first(comm: Communicator, rng: n
             (comm.rank == 0, comm.rank == 0),
         ):
             for turn in range(TIMES):
-                for call in Preparer(comm, rng, elems=elems, lent=lent, in_place=in_place).all():
+                for call in every_call(comm, rng, elems=elems, lent=lent, in_place=in_place):
                     with told(call=call.name, turn=turn, elems=elems, lent=lent, in_place=in_place):
                         getattr(comm, call.name)(*call.args)
-                        call.check()
+                        check(call)
 
 
 @case()
 def calls_are_right_at_the_sizes_where_ways_change(comm: Communicator, rng: np.random.Generator) -> None:
     for size_bytes in (16 << 10, 32 << 10, 64 << 10):
         for elems in {size_bytes // 4 + more for more in (-1, 0, 1)} | {size_bytes // 4 // comm.size}:
-            for call in Preparer(comm, rng, elems=elems).all():
+            for call in every_call(comm, rng, elems=elems):
                 with told(call=call.name, elems=elems):
                     getattr(comm, call.name)(*call.args)
-                    call.check()
+                    check(call)
 
 
 @case()

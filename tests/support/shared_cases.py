@@ -13,6 +13,7 @@ from support.comm_kit import (
     compared_before,
     get,
     lend,
+    long,
     memory_of_a_node,
     numpy_arrays,
     one_memory,
@@ -24,7 +25,6 @@ from support.comm_kit import (
     same,
     told,
 )
-from support.every_call import long
 
 from lowshard import dtypes
 from lowshard.comm import Communicator

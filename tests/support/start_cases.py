@@ -8,25 +8,28 @@ from typing import Any
 
 import numpy as np
 from support.comm_kit import (
+    SHORT,
     by_the_host,
     case,
+    check,
+    every_call,
     get,
     lend,
+    long,
     numpy_arrays,
     operands,
     others,
     put,
-    reference,
     refused,
     same,
     told,
 )
-from support.every_call import SHORT, Preparer, long
 
 from lowshard import dtypes
 from lowshard.comm import Communicator
 from lowshard.comm.work import Work, wait_all
 from lowshard.errors import BufferMismatchError, CommError, TimedOut
+from lowshard.selftest.fold_cases import plain_fold
 
 Array = Any
 
@@ -56,11 +59,11 @@ def compute(until: Callable[[], bool]) -> None:
 def every_collective_may_be_started(comm: Communicator, rng: np.random.Generator) -> None:
     for elems in (SHORT, long(comm)):
         for lent, in_place in ((False, True), (True, False)):
-            for call in Preparer(comm, rng, elems=elems, lent=lent, in_place=in_place).all():
+            for call in every_call(comm, rng, elems=elems, lent=lent, in_place=in_place):
                 with told(call=call.name, elems=elems, lent=lent):
                     work = getattr(comm.start, call.name)(*call.args)
                     assert work.wait() is None
-                    call.check()
+                    check(call)
                     assert work.wait(LIMIT_S) is None  # again is allowed
                     assert work.done()
     work = comm.start.barrier()
@@ -85,12 +88,12 @@ def started_shared_calls_return_their_result_by_wait(comm: Communicator, rng: np
 def many_calls_may_be_in_flight_and_run_in_order(comm: Communicator, rng: np.random.Generator) -> None:
     calls = []
     for elems in (SHORT, long(comm), 1, 500):
-        calls += Preparer(comm, rng, elems=elems, lent=comm.rank % 2 == 0).all()
+        calls += every_call(comm, rng, elems=elems, lent=comm.rank % 2 == 0)
     works = [getattr(comm.start, call.name)(*call.args) for call in calls]
     for i in rng.permutation(len(calls)):
         with told(call=calls[i].name, number=int(i)):
             works[i].wait()
-            calls[i].check()
+            check(calls[i])
     # Each of these works on what the one before it has made.
     a, b = put(comm, np.ones(1000)), put(comm, np.zeros(1000))
     works = []
@@ -358,7 +361,7 @@ def calls_of_several_communicators_are_in_flight_at_once(
 ) -> None:
     groups = [beside(comm) for _ in range(3)]
     terms = operands(rng, comm.size, 3000, dtypes.get("float32"), "sum")
-    expected = reference(terms, "sum", "tree")
+    expected = plain_fold(terms, "sum", "tree")
     bufs = [put(comm, terms[comm.rank]) for _ in groups]
     # Each rank starts them in an order of its own.
     order = [int(i) for i in np.random.default_rng(comm.rank).permutation(len(groups))]

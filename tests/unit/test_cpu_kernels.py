@@ -31,6 +31,7 @@ from lowshard.kernels import (
 )
 from lowshard.kernels import engine as engine_module
 from lowshard.kernels.plain import PlainEngine
+from lowshard.selftest.kernel_cases import through
 
 pytest.importorskip("numba", reason="numba is not there to be imported")
 
@@ -56,14 +57,6 @@ def streaming(request, monkeypatch):
     """Whether outputs of every size are written past the caches, or none."""
     monkeypatch.setattr(engine_module.host_engine(), "stream_from_bytes", 0 if request.param else NEVER)
     return request.param
-
-
-@contextmanager
-def plainly():
-    """Run the public calls by NumPy alone."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine_module, "host_engine", PlainEngine)
-        yield
 
 
 @pytest.fixture
@@ -250,7 +243,7 @@ def test_tables_of_runs_of_many_lengths_are_packed_and_unpacked(index, streaming
             out = pack(src, table, room.view(dtype))
             assert out.tobytes() == wanted.tobytes()
         back, expected = (aligned(src.nbytes, past).view(dtype).reshape(8, width) for _ in range(2))
-        with plainly():
+        with through(PlainEngine()):
             unpack(wanted, table, expected)
         unpack(out, table, back)
         assert back.tobytes() == expected.tobytes()
@@ -362,7 +355,7 @@ def test_rows_of_1_to_40_blocks_are_quantised_right_wherever_codes_go(dtype, pre
         gap = 512 // itemsize if prefetched else (blocks % 3) * 16
         x = within(floats(rows, blocks, dtype, rare=0.05), gap, past=itemsize * (blocks % 9))
         elem = ELEMS[blocks % 2]
-        with plainly():
+        with through(PlainEngine()):
             q = quantize_mxfp8(np.ascontiguousarray(x), elem)
         for past, pad_blocks in product((0, 16, 32, 48), (0, 1, 2)):
             check_quantised(x, q.data, q.scale, past, pad_blocks, elem)
@@ -378,10 +371,10 @@ def test_a_rare_block_is_right_at_every_place_of_a_group_or_piece(dtype, rows, b
     base = floats(rows, blocks, dtype)
     least = 3
     for index, elem in enumerate(ELEMS):
-        with plainly():
+        with through(PlainEngine()):
             q = quantize_mxfp8(base, elem, min_scale_byte=least)
         for kind, values in rare_blocks(dtype).items():
-            with plainly():
+            with through(PlainEngine()):
                 one = quantize_mxfp8(values, elem, min_scale_byte=least)
             places = range(rows * blocks)
             places = [*places[:70], *places[-70:]] if len(places) > 140 else places
@@ -401,7 +394,7 @@ def test_boxes_are_quantised_to_codes_one_after_the_other(dtype, streaming):
         x = floats(60, blocks + 10, dtype, rare=0.05)
         boxes = [((r, r + 1 + r % 5), (32, 32 + 32 * blocks)) for r in range(0, 50, 3)][::-1]
         table = BoxTable(shape, boxes)
-        with plainly():
+        with through(PlainEngine()):
             q = pack_quantize(x, table)
         for past in (0, 16, 32, 48):
             with guarded(len(q.data), past) as data, guarded(len(q.scale)) as scale:
@@ -424,7 +417,7 @@ def test_rows_of_1_to_70_blocks_are_dequantised_right_wherever_values_go(dtype, 
         scale[rare] = rng.choice(
             [0, 1, 2, 3, 8, 15, 16, 17, 18, 238, 239, 245, 246, 247, 254, 255], rare.sum()
         )
-        with plainly():
+        with through(PlainEngine()):
             values = dequantize_mxfp8(MXFP8Tensor(codes, scale, elem), dtype)
         pad = (blocks % 3) * 320  # blocks in the data: 0, 10 or 20
         q = MXFP8Tensor(within(codes, 2 * pad), within(scale, 2 * pad // 32), elem)
@@ -450,7 +443,7 @@ def test_source_elements_and_scales_may_each_begin_at_any_byte_of_a_line(rows, b
     kind, elem = FLOATS[dtype], ELEMS[blocks % 2]
     x = floats(rows, blocks, dtype, rare=0.1)
     wide = 32 * blocks + 640  # rows of the source lie apart, those of the codes follow each other
-    with plainly():
+    with through(PlainEngine()):
         q = quantize_mxfp8(x, elem)
         values = dequantize_mxfp8(q, dtype)
     for past in range(LINE):
@@ -496,7 +489,7 @@ def test_pack_and_unpack_stay_within_their_arrays(run, backwards, streaming):
             assert np.array_equal(pack(memory[flip], table, room), wanted)
         if table.overlap is None:
             expected = np.zeros_like(src)
-            with plainly():
+            with through(PlainEngine()):
                 unpack(wanted, table, expected)
             for memory, room in product(ends(0, wanted), ends(1, np.zeros_like(src))):
                 room[...] = 0
@@ -516,7 +509,7 @@ def test_quantise_and_dequantise_stay_within_their_arrays(dtype, rows, blocks, g
     for elem, front in product(ELEMS, (False, True)):
         use = slice(gap, None) if not front else slice(None, 32 * blocks)
         wide[:, use] = floats(rows, blocks, dtype, rare=0.1)
-        with plainly():
+        with through(PlainEngine()):
             q = quantize_mxfp8(np.ascontiguousarray(wide[:, use]), elem)
             values = dequantize_mxfp8(q, dtype)
         bits = np.dtype(f"u{kind.itemsize}")

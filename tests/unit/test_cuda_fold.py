@@ -20,11 +20,12 @@ from lowshard.comm.reduction import fold
 from lowshard.errors import CommError
 from lowshard.kernels.cuda.cuda_engine import MOST_FOLDED
 from lowshard.kernels.cuda.cuda_module import program_of, source
+from lowshard.selftest.arrays import hard
+from lowshard.selftest.comparisons import difference
+from lowshard.selftest.fold_cases import DTYPES, OPS, fold_cases
 
 pytestmark = needs_compiler
 
-DTYPES = [row.name for row in dtypes.all_dtypes() if row.kind in ("float", "int", "uint")]
-OPS = ("sum", "avg", "min", "max", "prod")
 COUNTS = (1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 33, 100)
 ELEMS = 61  # whole units of every size, and elements after the last
 
@@ -42,54 +43,35 @@ def quiet() -> Iterator[None]:
         yield
 
 
-def terms_of(dtype: str, count: int, offset: int) -> list[np.ndarray]:
-    """Return operands with every special value, `offset` elements after a 16-byte boundary."""
-    rng, row = mode.rng(f"fold {dtype} {count}"), dtypes.get(dtype)
-    terms = []
-    for _ in range(count):
-        if row.kind == "float":
-            values = rng.standard_normal(ELEMS) * np.exp2(rng.integers(-3, 4, ELEMS))
-            found = values.astype(row.numpy)
-            bits = found.view(f"u{row.itemsize_bytes}")
-            some = rng.random(ELEMS)
-            # Any pattern: subnormals, NaN and Inf where the type has them; zeros of both signs.
-            patterns = rng.integers(0, 1 << 63, ELEMS, dtype=np.uint64)
-            bits[some < 0.1] = patterns.astype(bits.dtype)[some < 0.1]
-            bits[(some > 0.1) & (some < 0.2)] &= bits.dtype.type((1 << (row.bits - 1)) | 7)
-            found[some > 0.9] = rng.choice([0.0, -0.0], int((some > 0.9).sum()))
-        else:
-            found = rng.integers(
-                np.iinfo(row.numpy).min, np.iinfo(row.numpy).max, ELEMS, row.numpy, endpoint=True
-            )
-        memory = np.zeros(ELEMS + 64, row.numpy)
-        start = (-memory.ctypes.data % 16) // row.itemsize_bytes + offset
-        memory[start : start + ELEMS] = found
-        terms.append(memory[start : start + ELEMS])
-    return terms
+def shifted(values: np.ndarray, offset: int) -> np.ndarray:
+    """Return a copy that begins `offset` elements after a 16-byte boundary."""
+    memory = np.zeros(values.size + 64, values.dtype)
+    start = (-memory.ctypes.data % 16) // values.itemsize + offset
+    memory[start : start + values.size] = values
+    return memory[start : start + values.size]
+
+
+def terms_of(dtype: str, count: int) -> list[np.ndarray]:
+    return [shifted(hard((ELEMS,), dtype, i), 0) for i in range(count)]
 
 
 def assert_same(found: np.ndarray, expected: np.ndarray, what: str) -> None:
-    differs = found.view(np.uint8) != expected.view(np.uint8)
-    differs = differs.reshape(found.size, -1).any(axis=1)
-    if expected.dtype.kind not in "iub":
-        differs &= ~(np.isnan(found.astype(float)) & np.isnan(expected.astype(float)))
-    at = np.flatnonzero(differs)
-    assert not at.size, f"{what}: element {at[0]}: {found[at[0]]!r} for {expected[at[0]]!r}"
+    how = difference(found, expected, any_nan=True)
+    assert not how, f"{what}: {how}"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("op", OPS)
-def test_a_fold_has_the_bits_of_the_cpus(engine: HostCudaEngine, dtype: str, op: str) -> None:
+def test_folds_of_the_selftest_have_the_bits_of_plain_numpy(engine: HostCudaEngine, dtype: str) -> None:
     row = dtypes.get(dtype)
-    for count in COUNTS:
-        for order in ("tree", "rank"):
-            for offset in (0, 1):
-                terms = terms_of(dtype, count, offset)
-                expected, found = np.empty(ELEMS, row.numpy), terms_of(dtype, 1, offset)[0]
-                fold(terms, expected, op, order)
-                divisor = count if op == "avg" else 1
-                engine.fold(found, terms, row.short, op, order == "tree", divisor)
-                assert_same(found, expected, f"{op} {order} of {count} {dtype}, offset {offset}")
+    for case in fold_cases(dtype, COUNTS, ELEMS):
+        expected, divisor = case.expected(), len(case.terms) if case.op == "avg" else 1
+        for offset in (0, 1):
+            terms, found = (
+                [shifted(term, offset) for term in case.terms],
+                shifted(np.zeros_like(expected), offset),
+            )
+            engine.fold(found, terms, row.short, case.op, case.order != "rank", divisor)
+            assert_same(found, expected, f"{case.what}, offset {offset}")
 
 
 @pytest.mark.parametrize("op", ["sum", "prod", "min"])
@@ -106,14 +88,14 @@ def test_all_pairs_of_fp8_numbers_are_rounded_as_on_the_cpu(
 
 
 def test_a_fold_may_write_into_one_of_its_operands(engine: HostCudaEngine) -> None:
-    terms, expected = terms_of("float32", 5, 0), np.empty(ELEMS, np.float32)
+    terms, expected = terms_of("float32", 5), np.empty(ELEMS, np.float32)
     fold(terms, expected, "sum", "tree")
     engine.fold(terms[3], terms, "f32", "sum", True, 1)
     assert_same(terms[3], expected, "in place")
 
 
 def test_a_fold_is_one_launch_and_its_table_is_kept(engine: HostCudaEngine) -> None:
-    terms, out = terms_of("bfloat16", 20, 0), terms_of("bfloat16", 1, 0)[0]
+    terms, out = terms_of("bfloat16", 20), terms_of("bfloat16", 1)[0]
     launches, uploads = len(engine.launcher.launches), engine.launcher.uploads
     for _ in range(3):
         engine.fold(out, terms, "bf16", "sum", True, 1)

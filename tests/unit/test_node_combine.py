@@ -12,7 +12,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 from support import mode
-from support.bit_cases import hard_values
 
 pytest.importorskip("numba")
 from lowshard.comm.node.combine import (
@@ -30,6 +29,7 @@ from lowshard.comm.node.combine import (
     schedule,
 )
 from lowshard.comm.node.fold import scratch_blocks
+from lowshard.selftest.arrays import hard
 
 UFUNCS: dict[str, np.ufunc] = {"sum": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}
 NUMPY = {name: np.dtype(getattr(ml_dtypes, name, None) or name) for name in (*NATIVE, *HALVES)}
@@ -124,7 +124,7 @@ def test_one_rank_has_nothing_to_do() -> None:
 def test_blocks_are_combined_as_numpy_does(dtype: str, op: str, rng: np.random.Generator) -> None:
     combine = function(dtype, op, COMBINE)
     item = NUMPY[dtype].itemsize
-    pool = hard_values(dtype)
+    pool = hard((400,), dtype)
     for n in [0, 1, 2, 3, 64 // item - 1, 64 // item, 64 // item + 1, 333, 16_384 // item + 5]:
         for shifts in ((0, 0, 0), (item, 3 * item, 0), (5 * item, 2 * item, item), (1, 3, 2)):
             left, right = (room(rng.choice(pool, n), shift) for shift in shifts[:2])
@@ -147,7 +147,7 @@ def test_blocks_are_combined_as_numpy_does(dtype: str, op: str, rng: np.random.G
 def test_a_result_may_lie_over_an_operand(dtype: str, op: str, rng: np.random.Generator) -> None:
     combine = function(dtype, op, COMBINE)
     for n in (7, 1000):
-        left, right = (room(rng.choice(hard_values(dtype), n)) for _ in range(2))
+        left, right = (room(hard((n,), dtype, side)) for side in range(2))
         with np.errstate(all="ignore"):
             expected = UFUNCS[op](left, right)
         for over in (left, right):
@@ -160,7 +160,7 @@ def test_a_result_may_lie_over_an_operand(dtype: str, op: str, rng: np.random.Ge
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_division_is_the_correctly_rounded_one(dtype: str, rng: np.random.Generator) -> None:
     divide = function(dtype, "sum", DIVIDE)
-    values = np.concatenate([hard_values(dtype), rng.standard_normal(500).astype(dtype)])
+    values = hard((700,), dtype)
     for divisor in (1, 2, 3, 7, 10, 100, 4097, (1 << 24) + 1):
         got = values.copy()
         with np.errstate(all="ignore"):

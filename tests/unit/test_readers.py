@@ -56,7 +56,7 @@ ELSEWHERE = {
     "lowshard/demo/demo_job.py": "settings for our own ranks",
     "lowshard/demo/source.py": "our own cache, which is made anew where it cannot be read",
     "lowshard/selftest/comparisons.py": "what our own ranks found",
-    "lowshard/selftest/step_setting.py": "settings for our own ranks",
+    "lowshard/selftest/steps.py": "settings for our own ranks",
     "launch/doctor_finding.py": "output of our own children",
     "launch/uplink.py": "the launcher, which knows the token",
     "bench/bench_publish.py": "what our own processes ask and answer",

@@ -5,6 +5,7 @@ CuPy is NumPy here, with streams that do nothing by themselves, and NCCL the sta
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
@@ -17,12 +18,13 @@ import numpy as np
 import pytest
 from support.nccl_stand_in import Host, StandInCommunicator, World, run_staged, run_stand_in
 
+from lowshard import comm as lc
 from lowshard.comm import Communicator
 from lowshard.comm.nccl_bindings import Binding
-from lowshard.selftest import runner, step_streams, step_threads
+from lowshard.selftest import collective_step, fold_cases, redistribute_step, refit_step, runner, stream_step
+from lowshard.selftest.collective_cases import run_every_collective
 from lowshard.selftest.comparisons import Tally
-from lowshard.selftest.every_collective import EveryCollective
-from lowshard.selftest.step_setting import Setting
+from lowshard.selftest.steps import STEPS, Setting
 
 # Starts processes, one a millisecond for some seconds, and does not end when it is asked to.
 _BREEDER = """
@@ -104,7 +106,7 @@ def setting() -> Setting:
 
 def test_nccl_ranks_as_threads_run_every_collective(nccl_version: list[int]) -> None:
     tally = Tally()
-    step_threads.run(setting(), tally)
+    collective_step.run_threads(setting(), tally)
     assert tally.wrong == 0, tally.findings
     assert tally.checks > 900
     assert "2 and 4 ranks through NCCL" in tally.summary
@@ -113,14 +115,14 @@ def test_nccl_ranks_as_threads_run_every_collective(nccl_version: list[int]) -> 
 def test_an_older_nccl_runs_one_rank_and_says_why(nccl_version: list[int]) -> None:
     nccl_version[0] = 22809
     tally = Tally()
-    step_threads.run(setting(), tally)
+    collective_step.run_threads(setting(), tally)
     assert tally.wrong == 0, tally.findings
     assert tally.summary.endswith("1 ranks through NCCL; several ranks on one GPU need NCCL 2.30.3 or newer")
 
 
 def test_started_calls_run_on_side_streams(nccl_version: list[int]) -> None:
     tally = Tally()
-    step_streams.run(setting(), tally)
+    stream_step.run(setting(), tally)
     assert tally.wrong == 0, tally.findings
     assert tally.checks == 61
 
@@ -129,12 +131,38 @@ def test_started_calls_run_on_side_streams(nccl_version: list[int]) -> None:
 def test_gpu_transports_run_every_collective(run: Any) -> None:
     def work(comm: Communicator) -> Tally:
         tally = Tally()
-        EveryCollective(comm, tally).run()
+        run_every_collective(comm, tally)
         return tally
 
     for tally in run(3, work):
         assert tally.wrong == 0, tally.findings
         assert tally.checks > 150
+
+
+@pytest.mark.parametrize("run_rank", [redistribute_step.run_rank, refit_step.run_rank])
+@pytest.mark.parametrize("size", [1, 3, 4])
+def test_threads_move_and_refit_as_the_selftests_ranks(run_rank: Any, size: int) -> None:
+    def work(comm: Communicator) -> Tally:
+        tally = Tally()
+        run_rank(comm, tally)
+        return tally
+
+    for tally in lc.run_loopback(size, work, 60):
+        assert tally.wrong == 0, tally.findings
+        assert tally.checks > 60
+
+
+def test_folds_of_the_selftest_have_the_bits_of_plain_numpy() -> None:
+    tally = Tally()
+    fold_cases.run(Setting("cpu", 1, "", 60.0), tally)
+    assert tally.wrong == 0, tally.findings
+    assert tally.checks == 14 * 7 * 2 * 5 * 3
+
+
+def test_every_step_names_what_it_runs() -> None:
+    for step in STEPS:
+        module, function = step.run.split(":")
+        assert callable(getattr(importlib.import_module(f"lowshard.selftest.{module}"), function))
 
 
 def test_a_tally_names_the_first_wrong_element_and_both_bits() -> None:

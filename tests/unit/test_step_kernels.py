@@ -11,9 +11,9 @@ from support import engines
 
 from lowshard.errors import BufferMismatchError
 from lowshard.kernels import adamw_step, sgd_step
-from lowshard.kernels import engine as engine_module
 from lowshard.kernels import optimizer_step as step_module
 from lowshard.kernels.plain import PlainEngine
+from lowshard.selftest.kernel_cases import through
 
 engine = engines.fixture()
 f = np.float32
@@ -85,8 +85,7 @@ def test_arrays_at_any_element_give_the_same_bits_and_leave_their_neighbours(
     arrays = [np.abs(numbers(rng, n)) for _ in offsets]
     found = [at_element(array, offset) for array, offset in zip(arrays, offsets, strict=True)]
     wanted = [at_element(array, 0) for array in arrays]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine_module, "host_engine", PlainEngine)
+    with through(PlainEngine()):
         adamw_step(*wanted, lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, step=2)
         sgd_step(*wanted[:3], lr=0.1, momentum=0.9, weight_decay=0.1, first=False)
     adamw_step(*found, lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, step=2)

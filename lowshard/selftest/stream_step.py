@@ -8,10 +8,12 @@ import numpy as np
 
 from lowshard import comm as lc
 from lowshard.comm import Communicator
+from lowshard.comm.nccl import nccl_communicator
+from lowshard.comm.nccl_bindings import Binding
+from lowshard.selftest.arrays import ordinary
+from lowshard.selftest.collective_cases import CollectiveCalls
 from lowshard.selftest.comparisons import Tally
-from lowshard.selftest.plain_fold import plain_fold
-from lowshard.selftest.random_arrays import ordinary
-from lowshard.selftest.step_setting import Setting
+from lowshard.selftest.steps import Setting
 
 _ELEMS = 100_003
 _TURNS = 10
@@ -22,49 +24,39 @@ def run(setting: Setting, tally: Tally) -> None:
     """Start calls: on threads of this process on a CPU, on a side stream of one NCCL rank on a GPU."""
     if setting.device == "cuda":
         _on_a_side_stream(tally)
-        tally.summary = f"{tally.checks} results of one NCCL rank on side streams"
-        return
-    for found in lc.run_loopback(2, _started, _WAIT_S):
-        tally.add(found)
-    tally.summary = f"{tally.checks} results of calls that were started and waited for"
+    else:
+        for found in lc.run_loopback(2, _started, _WAIT_S):
+            tally.add(found)
+    of = (
+        "one NCCL rank on side streams"
+        if setting.device == "cuda"
+        else "calls that were started and waited for"
+    )
+    tally.summary = f"{tally.checks} results of {of}"
 
 
 def _started(comm: Communicator) -> Tally:
-    """Start several calls at once; their results are there after `wait`, in the order they were started in."""
+    """Start every call, with one that is not started among them, and look at the results once all are over."""
     tally = Tally()
-    given = [
-        [ordinary((_ELEMS,), "float32", "streams", turn, rank) for rank in range(comm.size)]
-        for turn in range(_TURNS)
-    ]
-    totals = [np.zeros(_ELEMS, np.float32) for _ in given]
-    wholes = [np.zeros(_ELEMS * comm.size, np.float32) for _ in given]
-    works = []
-    for terms, total, whole in zip(given, totals, wholes, strict=True):
-        works.append(comm.start.all_reduce(terms[comm.rank], total, order="tree"))
-        works.append(comm.start.all_gather(terms[comm.rank], whole))
-    for work in works:
+    calls, works = [], []
+    for elems in (1, 1003, _ELEMS):
+        made = CollectiveCalls(comm, "float32", elems, in_place=elems == 1003)
+        calls += [*made.moves(range(comm.size)), *made.reductions("sum", "tree")]
+    for number, call in enumerate(calls):
+        if number % 7 == 6:
+            getattr(comm, call.name)(*call.args)  # after those that were started
+            call.check(tally.same)
+        else:
+            works.append((getattr(comm.start, call.name)(*call.args), call))
+    for work, call in works:
         work.wait(timeout_s=_WAIT_S)
-        tally.true("Work.done after wait", work.done(), "False")
-    for turn, terms in enumerate(given):
-        of = f"float32 [{_ELEMS}], started call {turn} on rank {comm.rank}"
-        tally.same(f"all_reduce sum tree {of}", totals[turn], plain_fold(terms, "sum", "tree"))
-        tally.same(f"all_gather {of}", wholes[turn], np.concatenate(terms))
-    # A call that is not started runs after those that were.
-    total = np.zeros(_ELEMS, np.float32)
-    work = comm.start.all_reduce(given[0][comm.rank], total, order="tree")
-    whole = np.zeros(_ELEMS * comm.size, np.float32)
-    comm.all_gather(given[1][comm.rank], whole)
-    tally.same(f"all_gather after a started all_reduce on rank {comm.rank}", whole, np.concatenate(given[1]))
-    work.wait(timeout_s=_WAIT_S)
-    tally.same(f"all_reduce started before an all_gather on rank {comm.rank}", total, totals[0])
+        tally.true(f"Work.done after wait, {call.what}", work.done(), "False")
+        call.check(tally.same)
     return tally
 
 
 def _on_a_side_stream(tally: Tally) -> None:
     """Queue work, a call, and work that uses its result, on a stream of the caller's; start calls beside it."""
-    from lowshard.comm.nccl import nccl_communicator
-    from lowshard.comm.nccl_bindings import Binding
-
     binding = Binding.load()
     xp: Any = binding.xp
     handle = binding.nccl.NcclCommunicator(1, binding.nccl.get_unique_id(), 0)

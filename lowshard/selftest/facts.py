@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import platform
 from dataclasses import asdict
 from pathlib import Path
@@ -13,7 +14,7 @@ from lowshard.bench.machine import cpu_model
 from lowshard.launch.check_machine import check_cuda
 from lowshard.launch.doctor_finding import run_python
 from lowshard.selftest.comparisons import Tally
-from lowshard.selftest.step_setting import MULTI_RANK_NCCL, Device, Setting
+from lowshard.selftest.steps import MULTI_RANK_NCCL, Device, Setting
 
 END = "end"
 """A key of the tally's data: nothing else can run, and why."""
@@ -24,20 +25,20 @@ _NOT_ON_A_GPU = ("numba", "kernels")
 _DEVICE_PROGRAM = """
 import sys
 sys.path.insert(0, sys.argv[1])  # where this lowshard lies, installed or not
-from lowshard.selftest.step_facts import why_no_cuda
+from lowshard.selftest.facts import why_no_cuda
 print("cpu" if why_no_cuda() else "cuda")
 """
 
 
 def run(setting: Setting, tally: Tally) -> None:
     """Note what there is; what the steps cannot do without is a finding where it is missing."""
-    if setting.device == "cuda":
-        why = why_no_cuda()
-        if why:
-            tally.data["facts"] = {"lowshard": __version__, "python": platform.python_version()}
-            tally.data[END] = why
-            tally.fail(why)
-            return
+    python = platform.python_version()
+    facts: dict[str, Any] = {"lowshard": __version__, "python": python}
+    tally.data["facts"] = facts
+    if setting.device == "cuda" and (why := why_no_cuda()):
+        tally.data[END] = why
+        tally.fail(why)
+        return
     from lowshard.launch.doctor_command import examine
 
     checks = examine()
@@ -48,27 +49,18 @@ def run(setting: Setting, tally: Tally) -> None:
         tally.true(check.name, check.status == "ok", f"{check.status}: {check.detail}; {check.advice}")
         if check.status != "ok" and check.name in _IMPORTED_BY_ALL:
             tally.data[END] = f"{check.name} is {check.status}: {check.advice}"
-    facts: dict[str, Any] = {
-        "lowshard": __version__,
-        "python": platform.python_version(),
-        "machine": platform.platform(),
-        "processor": cpu_model(),
-        "checks": [asdict(check) for check in checks],
-    }
-    found = {check.name: check.detail.split(",")[0] for check in checks}
-    tally.summary = ", ".join(
-        [f"lowshard {__version__}", f"Python {platform.python_version()}", f"NumPy {found.get('numpy', '?')}",
-         found.get("mpi", "no MPI"), f"{found.get('cores', '?')} cores"]
-    )  # fmt: skip
-    if setting.device == "cuda":
-        gpu = _gpu_facts(setting, tally)
-        facts["cuda"] = gpu
-        names = ", ".join(one["name"] for one in gpu["gpus"])
-        tally.summary += (
-            f"; {names}, CUDA {gpu['runtime']}, driver {gpu['driver']}, NCCL {gpu['nccl'] or 'none'}"
-        )
-    tally.data["facts"] = facts
     tally.data["ok"] = [check.name for check in checks if check.status == "ok"]
+    facts |= {"machine": platform.platform(), "processor": cpu_model(), "checks": [*map(asdict, checks)]}
+    found = {check.name: check.detail.split(",")[0] for check in checks}
+    tally.summary = (
+        f"lowshard {__version__}, Python {python}, NumPy {found.get('numpy', '?')}, {found.get('mpi', 'no MPI')}, "
+        f"{found.get('cores', '?')} cores"
+    )
+    if setting.device == "cuda":
+        gpu = facts["cuda"] = _gpu_facts(setting, tally)
+        names = ", ".join(one["name"] for one in gpu["gpus"])
+        versions = f"CUDA {gpu['runtime']}, driver {gpu['driver']}, NCCL {gpu['nccl'] or 'none'}"
+        tally.summary += f"; {names}, {versions}"
 
 
 def why_no_cuda() -> str:
@@ -76,14 +68,12 @@ def why_no_cuda() -> str:
     driver = check_cuda()
     said = f"libcuda.so.1: {driver.status}, {driver.detail}"
     try:
-        import cupy
+        count = int(importlib.import_module("cupy").cuda.runtime.getDeviceCount())
     except ImportError as error:
         return (
             f"no CUDA device can be used: CuPy cannot be imported ({error}); {said}; "
             "pip install 'lowshard[cuda12]' or 'lowshard[cuda13]'"
         )
-    try:
-        count = int(cupy.cuda.runtime.getDeviceCount())
     except RuntimeError as error:  # CuPy's CUDARuntimeError
         return f"no CUDA device: cudaGetDeviceCount said {error}; {said}; see nvidia-smi"
     if not count:
@@ -106,19 +96,12 @@ def _gpu_facts(setting: Setting, tally: Tally) -> dict[str, Any]:
     gpus = []
     for index in range(int(runtime.getDeviceCount())):
         about = runtime.getDeviceProperties(index)
-        gpus.append(
-            {
-                "name": about["name"].decode(),
-                "memory_bytes": int(about["totalGlobalMem"]),
-                "compute_capability": f"{about['major']}.{about['minor']}",
-                "pci_id": str(runtime.deviceGetPCIBusId(index)),
-            }
-        )
+        name, capability = about["name"].decode(), f"{about['major']}.{about['minor']}"
+        memory, pci = int(about["totalGlobalMem"]), str(runtime.deviceGetPCIBusId(index))
+        gpus.append({"name": name, "memory_bytes": memory, "compute_capability": capability, "pci_id": pci})
     nccl = 0
     try:
-        from cupy.cuda import nccl as binding
-
-        nccl = int(binding.get_version())
+        nccl = int(importlib.import_module("cupy.cuda.nccl").get_version())
     except (ImportError, RuntimeError) as error:
         tally.fail(f"NCCL: missing: {error}; pip install 'lowshard[cuda12]' or 'lowshard[cuda13]'")
     tally.true("cupy", int(cupy.arange(4).sum()) == 6, "0 + 1 + 2 + 3 is not 6 on the GPU")
