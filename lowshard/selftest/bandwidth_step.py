@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from lowshard import dtypes, kernels
 from lowshard.bench.bench_device import Yardstick, open_device
-from lowshard.bench.turn_timing import Case, Copy, Row, Work, measure
+from lowshard.bench.turn_timing import ProcessClock, Runner, Work, take_turns
 from lowshard.comm import Communicator
 from lowshard.kernels import BoxTable, MXFP8Tensor
 from lowshard.selftest.arrays import settle
@@ -60,15 +59,16 @@ def _kernels(where: Device, size_bytes: int) -> list[dict[str, Any]]:
          lambda: kernels.pack_quantize(x, table, out=fused)),
     )  # fmt: skip
     size = f"{size_bytes >> 20} MB"
-    cases = [Case(f"{name} {size}", work, moved, copies.copy(moved)) for name, moved, work in works]
-    return [_figure(row) for row in measure(cases, _ROUNDS, device.clock)]
+    return _figures(
+        [(f"{name} {size}", moved, work, copies.copy(moved).run) for name, moved, work in works], device.clock
+    )
 
 
-@dataclass(frozen=True)
-class _Together:
+class _Together(ProcessClock):
     """Times what all ranks begin together."""
 
-    comm: Communicator
+    def __init__(self, comm: Communicator) -> None:
+        self.comm = comm
 
     def work_s(self, run: Work) -> float:
         """Return the seconds until this rank has done its part."""
@@ -79,8 +79,6 @@ class _Together:
         settle(self.comm.xp)
         return time.perf_counter() - start_s
 
-    call_s = work_s
-
 
 def run_rank(comm: Communicator, tally: Tally) -> None:
     """Time all_reduce and all_gather of 16 MB, and on each rank a copy of the bytes that it gets. Collective."""
@@ -89,22 +87,33 @@ def run_rank(comm: Communicator, tally: Tally) -> None:
     send, recv, whole = (comm.empty(n, "float32") for n in (elems, elems, part * comm.size))
     for value, array in enumerate((send, recv, whole), 1):
         array[...] = value
-    copy = Copy(lambda: comm.xp.copyto(recv, send), _REDUCED_BYTES)
     works: tuple[tuple[str, Work], ...] = (
         ("all_reduce sum fp32", lambda: comm.all_reduce(send, recv)),
         ("all_gather fp32", lambda: comm.all_gather(send[:part], whole)),
     )
     where = f"16 MB, {comm.size} ranks, {comm.transport}"
-    cases = [Case(f"{name} {where}", work, 2 * _REDUCED_BYTES, copy) for name, work in works]
-    rows = [_figure(row) for row in measure(cases, _ROUNDS, _Together(comm))]
+    rows = _figures(
+        [(f"{name} {where}", 2 * _REDUCED_BYTES, work, lambda: comm.xp.copyto(recv, send)) for name, work in works],
+        _Together(comm),
+    )  # fmt: skip
     if comm.rank == 0:
         tally.data["rows"] = rows
 
 
-def _figure(row: Row) -> dict[str, Any]:
-    """Return medians, GB/s of bytes read and written, and the share of the copy's speed."""
-    seconds, copy_s = (max(float(np.median(s)), _TICK_S) for s in (row.work_s, row.copy_s))
-    share, gb_per_s = copy_s / seconds, row.moved_bytes / seconds / 1e9
-    print(f"{row.name}: {share:.2f} of a copy", flush=True)
-    figures = {"seconds": seconds, "copy_s": copy_s, "gb_per_s": gb_per_s, "share": share}
-    return {"name": row.name, "moved_bytes": row.moved_bytes, **figures}
+def _figures(works: list[tuple[str, int, Work, Work]], clock: ProcessClock) -> list[dict[str, Any]]:
+    """Return, of name, moved bytes, work and copy: medians, GB/s read and written, the share of the copy's speed."""
+    timings = take_turns(
+        [Runner(run) for *_, work, copy in works for run in (work, copy)], _ROUNDS, clock, warm=1
+    )
+    rows = []
+    for (name, moved, *_), work, copy in zip(works, timings[::2], timings[1::2], strict=True):
+        seconds, copy_s = max(work.median_s, _TICK_S), max(copy.median_s, _TICK_S)
+        figures = {
+            "seconds": seconds,
+            "copy_s": copy_s,
+            "gb_per_s": moved / seconds / 1e9,
+            "share": copy_s / seconds,
+        }
+        print(f"{name}: {figures['share']:.2f} of a copy", flush=True)
+        rows.append({"name": name, "moved_bytes": moved, **figures})
+    return rows
