@@ -37,7 +37,7 @@ from lowshard.errors import LaunchError, LowshardError, PeerFailed
 from lowshard.launch.environment import find_rank
 from lowshard.launch.job_dir import STACK_SIGNAL
 from lowshard.launch.keeper import IS_OVER, SHOWS_STACKS, Keeper
-from lowshard.streams import open_closed_streams
+from lowshard.launch.streams import open_closed_streams
 
 __all__ = ["main"]
 

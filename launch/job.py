@@ -32,6 +32,7 @@ from lowshard.launch.leftover import processes_of, signal_group, signal_process,
 from lowshard.launch.link import Link
 from lowshard.launch.mpiexec import MpiInstall, find_mpi, rank_environment
 from lowshard.launch.output import Output
+from lowshard.launch.streams import open_closed_streams
 from lowshard.launch.verdict import (
     JobResult,
     failure_text,
@@ -41,7 +42,6 @@ from lowshard.launch.verdict import (
     place_in,
     unwritten,
 )
-from lowshard.streams import open_closed_streams
 
 __all__ = ["JobResult", "first_cause", "python_command", "run_ranks"]
 

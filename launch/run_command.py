@@ -12,8 +12,8 @@ from lowshard.errors import LaunchError, LowshardError
 from lowshard.launch.host import parse_hosts, read_hostfile, spread_over
 from lowshard.launch.job import python_command, run_ranks
 from lowshard.launch.mpiexec import MPI_CHOICES, find_mpi
+from lowshard.launch.streams import drop_stdout
 from lowshard.nearest import nearest
-from lowshard.streams import drop_stdout
 
 __all__ = ["add_run_parser", "run"]
 

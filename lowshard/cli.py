@@ -12,19 +12,16 @@ from io import TextIOWrapper
 
 from lowshard._version import __version__
 from lowshard.argument import printable
-from lowshard.command_line import CommandParser
 from lowshard.errors import LowshardError
-from lowshard.interrupt import ended_by_signals, signal_of
-from lowshard.streams import drop_stdout, open_closed_streams
+from lowshard.launch.interrupt import ended_by_signals, signal_of
+from lowshard.launch.streams import drop_stdout, open_closed_streams
 
 DESCRIPTION = "Place, move and quantise raw array buffers over many processes."
 EPILOG = """\
 examples:
   lowshard doctor                            what is installed, and what to do about the rest
-  lowshard selftest --device cpu             does it compute right here, and how fast
   lowshard demo --synthetic                  the main job on 4 ranks, without a download
   lowshard run -n 4 examples/all_reduce.py   a program of yours on 4 ranks
-  lowshard solve mlp --mesh dp=2,tp=4 --run  layouts for a small graph
   lowshard bench all_reduce --ranks 2        how fast a collective is here
 
 Exit codes: 0 done, 1 failed, 2 wrong usage, 70 a rank died (signal, lost host), 71 timed out, 72 ranks disagreed,
@@ -48,7 +45,9 @@ COMMANDS = {
 def build_parser(names: Iterable[str] = COMMANDS) -> argparse.ArgumentParser:
     """Return the parser of these commands; only their modules are imported."""
     plain = argparse.RawDescriptionHelpFormatter
-    parser = CommandParser(prog="lowshard", description=DESCRIPTION, epilog=EPILOG, formatter_class=plain)
+    parser = argparse.ArgumentParser(
+        prog="lowshard", description=DESCRIPTION, epilog=EPILOG, formatter_class=plain
+    )
     parser.add_argument("--version", action="version", version=f"lowshard {__version__}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name in names:

@@ -1,49 +1,20 @@
-"""What commands share: the parser and what it says of wrong usage, types of options, files that are written whole."""
+"""What commands share: types of options, and files that are written whole."""
 
 from __future__ import annotations
 
 import argparse
 import math
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
-from typing import Any
 
 from lowshard import argument
 from lowshard.errors import LowshardError
-from lowshard.nearest import nearest
 
-__all__ = ["CommandParser", "count_of", "folder_of", "made_target_of", "seconds_of", "write_whole"]
+__all__ = ["count_of", "folder_of", "made_target_of", "seconds_of", "write_whole"]
 
 _MOST_COUNT = 10**9
 """Of anything that an option counts: more is a slip of the hand, and no run of it would end."""
-
-
-class CommandParser(argparse.ArgumentParser):
-    """argparse's parser, which also says which option or name was meant; its subparsers are of the class too."""
-
-    suggest_on_error = False  # Python 3.15's own suggestion
-
-    def parse_known_args(  # type: ignore[override]  # as argparse's; its overloads are about the namespace's class
-        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
-    ) -> tuple[argparse.Namespace, list[str]]:
-        """Parse arguments; those that are not known end the program here, where their command is known."""
-        found, unknown = super().parse_known_args(args, namespace)
-        if unknown:
-            word = unknown[0].partition("=")[0].lstrip("-")  # the dashes, which all have, make any two alike
-            known = [
-                name[2:] for action in self._actions for name in action.option_strings if name[:2] == "--"
-            ]
-            self.error(f"unrecognized arguments: {' '.join(unknown)}{nearest(word, known, before='--')}")
-        return found, []
-
-    def _check_value(self, action: argparse.Action, value: Any) -> None:
-        try:
-            super()._check_value(action, value)
-        except argparse.ArgumentError as error:
-            error.message += nearest(value, map(str, action.choices or ()))
-            raise
 
 
 def count_of(text: str) -> int:
@@ -109,10 +80,9 @@ def _path(text: str, kind: str) -> Path:
 
 def _require_writable(folder: Path) -> None:
     """Raise where no file can be made in a folder; asked before the work, whose result would be lost."""
-    place = next(one for one in (folder, *folder.parents) if one.exists())
     try:
-        with TemporaryFile(dir=place):  # os.access says that root may write to a read-only file system, too
+        with TemporaryFile(dir=next(one for one in (folder, *folder.parents) if one.exists())):
             pass
     except OSError as error:
-        why = f"no file can be made in {str(place)!r}" if place.is_dir() else f"{str(place)!r} is a file"
-        raise argparse.ArgumentTypeError(f"{why}: {error.strerror}; give another place") from error
+        text = f"no file can be made in {str(folder)!r} ({error.strerror}); give another place"
+        raise argparse.ArgumentTypeError(text) from error

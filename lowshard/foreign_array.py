@@ -273,44 +273,40 @@ def _torch_view(tensor: Any, name: str) -> Array:
 
 def _torch_error(tensor: Any, name: str, cause: Exception | None) -> LowshardError:
     """Return what is wrong with a tensor, and what to pass."""
-    said = f"{name} is a torch tensor"
-    if hasattr(tensor, "to_local"):
-        return BufferMismatchError(
-            f"{said} over several ranks, a DTensor, and lowshard takes this rank's part; pass "
-            f"{_call(name, 'to_local()')}"
-        )
-    if str(tensor.layout) != "torch.strided":
-        return BufferMismatchError(
-            f"{said} in the layout {tensor.layout}, and lowshard takes dense ones; pass "
-            f"{_call(name, 'to_dense()')}"
-        )
-    if tensor.is_meta:
-        return BufferMismatchError(
-            f"{said} on the device 'meta', which has no memory; pass one with memory, as of torch.empty(shape)"
-        )
-    if not (tensor.is_cpu or tensor.is_cuda):
-        return BufferMismatchError(
-            f"{said} on the device '{tensor.device}', and lowshard takes those on the CPU and on CUDA's GPUs; pass "
-            f"{_call(name, 'cpu()')}"
-        )
-    if tensor.requires_grad:
-        return BufferMismatchError(
-            f"{said} that requires grad, and lowshard records no gradients; pass {_call(name, 'detach()')}, "
-            "which shares its memory"
-        )
-    if tensor.is_conj() or tensor.is_neg():
-        write = "resolve_conj" if tensor.is_conj() else "resolve_neg"
-        return BufferMismatchError(
-            f"{said} whose memory holds other values than it has ({write.removeprefix('resolve_')} bit); pass "
-            f"{_call(name, write + '()')}"
-        )
+    if wrong := _why_not(tensor):
+        what, method = wrong
+        return BufferMismatchError(f"{name} is a torch tensor {what}; pass {_call(name, method)}")
     try:
         dtypes.get(tensor.dtype)
     except LowshardError as error:
         return error
     return BufferMismatchError(
-        f"{said} ({_kind(tensor)}) whose memory torch does not give: {brief(str(cause))}; pass a plain torch.Tensor "
-        "with memory of its own"
+        f"{name} is a torch tensor ({_kind(tensor)}) whose memory torch does not give: {brief(str(cause))}; pass a "
+        "plain torch.Tensor with memory of its own"
+    )
+
+
+def _why_not(tensor: Any) -> tuple[str, str] | None:
+    """Return what keeps a tensor from being seen as an array, and the method of it that helps."""
+    if hasattr(tensor, "to_local"):
+        return "over several ranks, a DTensor, and lowshard takes this rank's part", "to_local()"
+    if str(tensor.layout) != "torch.strided":
+        return f"in the layout {tensor.layout}, and lowshard takes dense ones", "to_dense()"
+    if tensor.is_meta:
+        return "on the device 'meta', which has no memory; make one that has, then", "copy_(values)"
+    if not (tensor.is_cpu or tensor.is_cuda):
+        return (
+            f"on the device '{tensor.device}', and lowshard takes those on the CPU and on CUDA's GPUs",
+            "cpu()",
+        )
+    if tensor.requires_grad:
+        return "that requires grad, and lowshard records no gradients", "detach()"
+    if tensor.is_conj():
+        return "whose memory holds other values than it has (conj bit)", "resolve_conj()"
+    return (
+        ("whose memory holds other values than it has (neg bit)", "resolve_neg()")
+        if tensor.is_neg()
+        else None
     )
 
 

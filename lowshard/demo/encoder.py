@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from lowshard import dtypes
 from lowshard.comm import Communicator
-from lowshard.erf import erf
 from lowshard.errors import CheckpointError
+from lowshard.kernels.erf import erf
 
 F32 = NDArray[np.float32]
 Weights = Mapping[str, NDArray[Any]]

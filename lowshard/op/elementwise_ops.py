@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from lowshard import dtypes
-from lowshard.erf import erf
+from lowshard.kernels.erf import erf
 from lowshard.op.op_part import Part
 from lowshard.op.op_registry import Array, converted, in_accumulator, kernel
 

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 from lowshard._version import __version__
 from lowshard.command_line import count_of, folder_of
 from lowshard.errors import LaunchError
-from lowshard.nearest import nearest
 from lowshard.selftest.steps import NAMES, STEPS
 from lowshard.settings import cache_root, environment
 
@@ -65,7 +64,6 @@ def run(args: argparse.Namespace) -> int:
     if unknown := [name for name in chosen if name not in NAMES]:
         raise LaunchError(
             f"--only takes steps out of {', '.join(NAMES)}; got {', '.join(map(repr, unknown))}"
-            f"{nearest(unknown[0], NAMES)}"
         )
     launched = find_rank(environment())
     if launched is not None and launched.size > 1:

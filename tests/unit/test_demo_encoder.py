@@ -18,8 +18,8 @@ from lowshard.demo.demo_job import grid
 from lowshard.demo.encoder import EncoderConfig
 from lowshard.demo.source import SYNTHETIC_CONFIG, Source, cached_minilm, synthetic
 from lowshard.demo.text import SENTENCES, tokenize
-from lowshard.erf import erf
 from lowshard.errors import CheckpointError, MeshError
+from lowshard.kernels.erf import erf
 
 Array = np.ndarray[Any, np.dtype[Any]]
 TWELVE_HEADS = EncoderConfig(
