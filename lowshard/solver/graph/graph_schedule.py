@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import inf
 from typing import NamedTuple
@@ -101,16 +101,6 @@ def schedule(space: Space, assignment: Assignment) -> Schedule:
         sum(c.inner for c in assignment.choices),
         tuple(memory),
     )
-
-
-def space_of(space: Space, seen: Sequence[Assignment]) -> Space:
-    """Return a space of nothing but what some assignments are made of."""
-    choices = [
-        list({(a.choices[step].inputs, a.choices[step].outputs): a.choices[step] for a in seen}.values())
-        for step in range(space.steps)
-    ]
-    leaves = {leaf: list(dict.fromkeys(a.leaves[leaf] for a in seen)) for leaf in space.leaf_layouts}
-    return space.restricted(choices, leaves)
 
 
 def holders(space: Space, assignment: Assignment, step: int) -> list[tuple[int, int, int]]:
