@@ -88,23 +88,6 @@ class Action:
     prices: Prices = "published"
     action_set: ActionSet | None = field(default=None, repr=False)
 
-    @classmethod
-    def quick(
-        cls,
-        op: str,
-        args: tuple[tuple[str, Any], ...],
-        sources: tuple[Layout, ...],
-        rows: tuple[AxisAssignment, ...],
-        results: tuple[Result, ...],
-        prices: Prices,
-    ) -> Action:
-        """Return the action of these fields; as the constructor does, at a third of the time."""
-        made = cls.__new__(cls)
-        made.__dict__.update(
-            op=op, args=args, sources=sources, rows=rows, results=results, prices=prices, action_set=None
-        )
-        return made
-
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Action):
             return NotImplemented
@@ -290,13 +273,7 @@ class ActionSet:
     def _candidates(self) -> tuple[tuple[Candidate, ...], ...]:
         return tuple(
             tuple(
-                Candidate(
-                    index,
-                    row,
-                    priced.costs[index],
-                    priced.reduces[index],
-                    tuple(m[index][0] for m in priced.moves),
-                )
+                Candidate(index, row, priced.costs[index], priced.reduces[index])
                 for index, row in enumerate(self.axis_assignments)
                 if priced.costs[index] != inf
             )

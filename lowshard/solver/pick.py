@@ -9,10 +9,9 @@ from lowshard.argument import instance, items
 from lowshard.bounded import BoundedCache
 from lowshard.errors import LayoutError, SolverError
 from lowshard.layout import Layout
-from lowshard.solver.action import OPERANDS, Action, Solver, action_set, operand_layouts
+from lowshard.solver.action import OPERANDS, Action, Solver, action_set
 from lowshard.solver.context import require_solver
 from lowshard.solver.greedy import GreedyReshard, current_solver
-from lowshard.solver.kept_picks import Pattern, counting_operands, has_row_count, shape_key
 from lowshard.solver.table import Rules
 from lowshard.solver.table.op_argument import freeze_args, told_apart
 
@@ -29,7 +28,7 @@ def pick(
 
     Rows that do not hold for the dtypes of the operands are not offered, under either rules. Beyond that itemsizes and
     extents decide; whether the op takes the dtype at all is checked when it runs. Pure: every rank gets the same action
-    from the same layouts. The picks of a silent GreedyReshard are kept, for every row count that they hold for.
+    from the same layouts. The picks of a silent GreedyReshard are kept.
 
     Args:
         op: name of the op, such as "matmul".
@@ -51,35 +50,18 @@ def pick(
     # The one solver known to pick the same from the same layouts, always.
     if type(chosen) is not GreedyReshard or chosen.on_reshard != "silent":
         return _checked(chosen(action_set(op, operands, rules, **op_args), operands), op, operands)
-    shards = chosen.allow_partial_to_sharded
-    args = told_apart(freeze_args(op_args)) if op_args else ()
-    key = (op, operands, rules, shards, args)
+    key = (op, operands, rules, chosen.allow_partial_to_sharded, told_apart(freeze_args(op_args)))
     try:
         found = _PICKED.get(key)
     except TypeError:  # an argument that cannot be hashed
         return _checked(chosen(action_set(op, operands, rules, **op_args), operands), op, operands)
-    if found is not None:
-        return found
-    operand_layouts(operands)
-    counting = counting_operands(op, operands, op_args) if operands else ()
-    pattern_key = None
-    if counting and operands[0].mesh.memory_budget_bytes_per_device is None:
-        pattern_key = (op, shape_key(operands, counting), rules, shards, args)
-        pattern = _PATTERNS.get(pattern_key)
-        if pattern is not None:
-            found = pattern.action(operands)
-            if found is not None:
-                return found
-    offered = action_set(op, operands, rules, **op_args)
-    found = chosen(offered, operands)
-    _PICKED.put(key, found)
-    if pattern_key is not None and has_row_count(offered, counting):
-        _PATTERNS.put(pattern_key, Pattern(offered, found, counting, shards))
+    if found is None:
+        found = chosen(action_set(op, operands, rules, **op_args), operands)
+        _PICKED.put(key, found)
     return found
 
 
 _PICKED = BoundedCache[Any, Action]("picks", 8 << 20, lambda key, action: 1024 + 1536 * len(key[1]))
-_PATTERNS = BoundedCache[Any, Pattern]("patterns of picks", 4 << 20, lambda key, pattern: 4096)
 
 
 def _checked(found: object, op: str, operands: tuple[Layout, ...]) -> Action:
@@ -96,4 +78,3 @@ def _checked(found: object, op: str, operands: tuple[Layout, ...]) -> Action:
 def clear_picks() -> None:
     """Forget what was picked."""
     _PICKED.clear()
-    _PATTERNS.clear()

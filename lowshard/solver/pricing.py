@@ -27,8 +27,6 @@ class Candidate(NamedTuple):
     cost_bytes: float
     reduces_to_shards: bool
     """A partial operand would become sharded: what `allow_partial_to_sharded` is about."""
-    moves_bytes: tuple[float, ...]
-    """The part of the price that each operand's move makes up; the rest are collectives inside the op."""
 
 
 class Priced(NamedTuple):
@@ -36,8 +34,6 @@ class Priced(NamedTuple):
 
     costs: list[float]
     reduces: list[bool]
-    moves: list[list[tuple[float, bool]]]
-    """For each operand, each row's price and whether P becomes S."""
 
 
 def price_rows(
@@ -77,7 +73,7 @@ def price_rows(
             costs[i] = inf if wrong else costs[i] + inside
         if fits.short_results:
             costs = [c if fits.result(row, axis) else inf for c, row in zip(costs, rows, strict=True)]
-        like[key] = Priced(costs, reduces, moves)
+        like[key] = Priced(costs, reduces)
         found.append(like[key])
     return tuple(found)
 

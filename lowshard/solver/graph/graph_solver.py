@@ -140,8 +140,8 @@ class GraphSolver(Bindable):
         if not has_scipy():
             if greedy is None or not is_feasible(greedy, budget):
                 raise DependencyError(
-                    f"graph {bound.name!r}: GreedyReshard finds no plan{'' if greedy is None else ' that fits'}, and for more "
-                    "SciPy's HiGHS is needed, which is not installed: pip install 'lowshard[solve]'"
+                    f"graph {bound.name!r}: GreedyReshard finds no plan{'' if greedy is None else ' that fits'}, and "
+                    "SciPy, whose HiGHS solves whole graphs, is not installed: pip install 'lowshard[solve]'"
                 )
             return _plan(space, greedy, 0.0, NO_SCIPY, budget, self.timing)
         if greedy is not None:
@@ -150,7 +150,7 @@ class GraphSolver(Bindable):
         found, low = self._search(space, budget, best, end_s)
         if low > found.price * (1 + PROVED) + _NOTHING:
             raise InternalError(
-                f"graph {bound.name!r} on mesh {mesh}: HiGHS gave {low!r} as the least price of any plan, and a plan was "
+                f"graph {bound.name!r} on mesh {mesh}: HiGHS gave {low!r} as the least price of any plan, and one was "
                 f"found for {found.price!r}. This is a defect of lowshard: please report it with the graph"
             )
         # An op with too many ways to list may have better ones: then no bound is known.
@@ -177,15 +177,29 @@ class GraphSolver(Bindable):
 
         if sum(map(len, space.choices)) <= WAYS_MOST:
             low = solve(space)
-        else:  # first among the ways that look best, then among all that a better plan can have
+        else:
             prices = WayPrices(space)
-            low = prices.low
-            best = _cheaper(best, schedule(space, prices.guess), budget)
-            few = prices.above_of(WAYS_MOST)
-            if best is None or best.price - low > few:
-                solve(prices.within(few))
-            if time.monotonic() < end_s:
-                low = max(low, solve(prices.within(inf if best is None else best.price - low)))
+            low, ranked = prices.low, prices
+            byte_price = low / budget / 64 if budget else 0.0
+            tried = [schedule(space, prices.guess)]
+            while budget and best is None and not is_feasible(tried[-1], budget) and len(tried) < 10:
+                ranked = WayPrices(space, byte_price)
+                byte_price *= 4
+                tried.append(schedule(space, ranked.guess))
+            best = _cheaper(best, tried[-1], budget)
+            # First among the ways that look best, then among all that a better plan can have.
+            for some, most in ((ranked, WAYS_MOST), (prices, WAYS_MOST), (prices, 4 * WAYS_MOST)):
+                reach = inf if best is None else best.price - low
+                above = min(reach, some.above_of(most))
+                if time.monotonic() > end_s or (some is prices and above < reach and most > WAYS_MOST):
+                    break
+                found = solve(some.within(above))
+                if some is prices and above == reach:
+                    low = max(low, found)
+                    break
+            if best is None and budget is not None:
+                leanest = min(tried, key=lambda one: one.peak_bytes)
+                raise self._budget_error(space, leanest, 0.0, budget)
         if best is not None:
             return best, low
         if budget is None:

@@ -238,11 +238,12 @@ class WayPrices:
 
     Each op passes its price on to those that read its results, in equal shares, the least over its own ways for each of
     theirs; then back, and again. What is left over on the way adds up to a bound: sequential tree-reweighted message
-    passing (Kolmogorov: IEEE Trans. PAMI 28, 2006). Exact on chains and trees without budgets.
+    passing (Kolmogorov: IEEE Trans. PAMI 28, 2006). Exact on chains and trees without budgets. With a price on each
+    byte of a tensor it is no bound, but its guess holds less.
     """
 
-    def __init__(self, space: Space) -> None:
-        self.space = space
+    def __init__(self, space: Space, byte_price: float = 0.0) -> None:
+        self.space, self._byte_price = space, byte_price
         leaves = list(space.leaf_layouts)
         self._leaf = {t: i for i, t in enumerate(leaves)}
         self._own = [np.zeros(len(space.leaf_layouts[t])) for t in leaves]
@@ -267,6 +268,7 @@ class WayPrices:
         else:
             step, k = space.producer[tensor]
             source, comes = first + step, [c.outputs[k] for c in space.choices[step]]
+        self._own[source] += self._byte_price * np.array([space.family[tensor].bytes[x] for x in comes])
         found = []
         for step, k, fixed in space.uses[tensor]:
             needs = [c.inputs[k] for c in space.choices[step]] if fixed is None else [fixed]
@@ -274,7 +276,7 @@ class WayPrices:
             if fixed is None:
                 found.append((source, first + step, table))
             else:
-                self._own[source] = self._own[source] + table[:, 0]
+                self._own[source] += table[:, 0]
         return found
 
     def _follow(self, ahead: Sequence[tuple[int, int, Array]]) -> Assignment:

@@ -248,7 +248,7 @@ class Space:
         """Return the action of rows, for operands that come just as they need them."""
         results = tuple(Result(self.graph.shapes[t], self.graph.dtypes[t]) for t in node.results)
         prices: Prices = "volume" if self.rules == "extended" else "published"
-        return Action.quick(node.op, node.args, inputs, rows, results, prices)
+        return Action(node.op, node.args, inputs, rows, results, prices)
 
     def including(self, leaves: Mapping[int, int], choices: Sequence[Choice]) -> Space:
         """Return the same space with some leaf layouts and one way of each op, where it lacks them."""
