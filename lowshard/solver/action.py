@@ -13,17 +13,15 @@ from typing import Any, Protocol, get_args
 from lowshard import dtypes
 from lowshard.argument import as_shape, brief, instance, items, mapping, one_of, truth, whole
 from lowshard.content_hash import text_digest
-from lowshard.errors import LayoutError, PlanError, SolverError
+from lowshard.errors import LayoutError, SolverError
 from lowshard.layout import Layout
 from lowshard.mesh import DeviceMesh
 from lowshard.placement import Placement
-from lowshard.reading import reader
 from lowshard.solver.assignment import (
     HOW,
     AxisAssignment,
     Result,
     Style,
-    WrittenRow,
     cut_by_others,
     group_bytes,
     one_row_an_axis,
@@ -34,7 +32,6 @@ from lowshard.solver.table import RULES, Call, Rules, check_names, check_rules, 
 from lowshard.solver.table.op_argument import (
     freeze_args,
     plain_args,
-    read_argument,
     told_apart,
     written_argument,
 )
@@ -154,7 +151,7 @@ class Action:
         return _explain(self)
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain data that `from_json` reads back."""
+        """Return plain data."""
         return {
             "op": self.op,
             "args": [[name, written_argument(value)] for name, value in self.args],
@@ -163,15 +160,6 @@ class Action:
             "results": [[list(r.shape), r.dtype] for r in self.results],
             "prices": self.prices,
         }
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Action:
-        """Return the action that `to_json` wrote, checked against the rule of its op.
-
-        Raises:
-            PlanError: a field is missing or does not fit, or the rule has no such row.
-        """
-        return _read(data)
 
     @cached_property
     def _digest(self) -> str:
@@ -464,46 +452,6 @@ def action_set(op: str, layouts: Sequence[Layout], rules: Rules = "extended", **
         refused=offered.refused,
         fallback=False,
     )
-
-
-# ---- reading
-
-
-@reader("action", PlanError)
-def _read(
-    op: str,
-    args: tuple[tuple[str, Any], ...],
-    sources: tuple[Layout, ...],
-    rows: tuple[WrittenRow, ...],
-    results: tuple[tuple[tuple[int, ...], str], ...],
-    prices: Prices,
-) -> Action:
-    """Return an action, checked: its rows are those of the op's rule, and its results what the rule gives."""
-    if not sources or any(source.mesh != sources[0].mesh for source in sources):
-        raise PlanError(f"{op}: an action has operands, all on one mesh")
-    made = tuple(Result(shape, dtype) for shape, dtype in results)
-    args = tuple((name, read_argument(name, value)) for name, value in args)
-    action = Action(op, args, sources, tuple(row.assignment() for row in rows), made, prices)
-    one_row_an_axis(action.rows, action.mesh)
-    if op in RULES:
-        _verify_rows(action)
-    _ = action.inputs, action.outputs  # every placement fits the array it is for
-    return action
-
-
-def _verify_rows(action: Action) -> None:
-    """Raise PlanError unless the op's rule offers each row, on its mesh axis, and gives these results."""
-    rules: Rules = "extended" if action.prices == "volume" else "documented"
-    offered = action_set(action.op, action.sources, rules, **dict(action.args))
-    for axis, row in zip(action.mesh.axis_names, action.rows, strict=True):
-        if row not in offered.axis_assignments or (row.only and axis not in row.only):
-            raise PlanError(
-                f"{action.op}: on mesh axis {axis!r} the rule has no row {row} for these operands"
-            )
-    if action.results != offered.results or not offered.commute(action.rows):
-        raise PlanError(
-            f"{action.op}: its rows go together and its results are {offered.results}, got {action.results}"
-        )
 
 
 # ---- as text

@@ -13,7 +13,7 @@ from lowshard.dtypes import Kind
 from lowshard.errors import LayoutError
 from lowshard.layout import Layout
 from lowshard.mesh import DeviceMesh
-from lowshard.placement import Partial, Placement, Replicated, Sharded, parse_placement
+from lowshard.placement import Partial, Placement, Replicated, Sharded
 from lowshard.solver.transition import Collective, Prices, price_bytes
 
 How = Literal["local", "mask", "scale", "statistics", "scan", "pairs", "halo"]
@@ -82,7 +82,7 @@ class AxisAssignment:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain data, as `WrittenRow` reads it."""
+        """Return plain data."""
         out = [str(p) for p in self.output] if isinstance(self.output, tuple) else str(self.output)
         return {
             "needs": [str(p) for p in self.needed_inputs],
@@ -111,27 +111,6 @@ class Result(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: str
-
-
-@dataclass(frozen=True)
-class WrittenRow:
-    """A row as it stands in a file."""
-
-    needs: tuple[str, ...]
-    output: str | tuple[str, ...]
-    how: How
-    inner: tuple[tuple[Collective, float], ...]
-    only: tuple[str, ...]
-    kinds: tuple[Kind, ...]
-    finite_only: bool
-
-    def assignment(self) -> AxisAssignment:
-        """Return the row."""
-        needs = tuple(map(parse_placement, self.needs))
-        given = self.output
-        out = parse_placement(given) if isinstance(given, str) else tuple(map(parse_placement, given))
-        kinds = frozenset(self.kinds)
-        return AxisAssignment(needs, out, self.how, self.inner, self.only, kinds, self.finite_only)
 
 
 @bounded_cache(1 << 18)

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 from lowshard.argument import instance, whole
 from lowshard.content_hash import text_digest
 from lowshard.cost import ClusterProfile
-from lowshard.errors import LayoutError, PlanError
+from lowshard.errors import LayoutError
 from lowshard.layout import Layout
 from lowshard.mesh import DeviceMesh
-from lowshard.reading import reader
 from lowshard.redistribute_plan import plan_redistribute
 from lowshard.solver.action import Action, aligned
 from lowshard.solver.assignment import HOW
 from lowshard.solver.graph.bound_graph import BoundGraph, graph_to_json
 from lowshard.solver.graph.graph_rates import largest_bytes
-from lowshard.solver.table.op_argument import told_apart
 from lowshard.step_search import classify, state_of
 
 PROVED = 1e-6
@@ -143,13 +141,10 @@ class GraphPlan:
     @cached_property
     def output_layouts(self) -> dict[str, Layout]:
         """Where each output of the graph lies at the end."""
-        steps = len(self.graph.nodes)
-        found = {self.graph.tensors[t].name: self.layouts[t] for t, _ in self.graph.outputs}
-        for t, place in self.graph.outputs:
-            if place is not None:
-                found[self.graph.tensors[t].name] = self.graph.layout(self.mesh, t, place)
-        assert all(0 <= m.step <= steps for m in self.moves)
-        return found
+        return {
+            self.graph.tensors[t].name: self.layouts[t] if p is None else self.graph.layout(self.mesh, t, p)
+            for t, p in self.graph.outputs
+        }
 
     @cached_property
     def _numbers(self) -> dict[str, int]:
@@ -217,7 +212,7 @@ class GraphPlan:
     # ---- data
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain data that `from_json` reads back (the profile is not part of it)."""
+        """Return plain data (the profile is not part of it)."""
         return {
             "graph": graph_to_json(self.graph),
             "mesh": self.mesh.to_json(),
@@ -237,15 +232,6 @@ class GraphPlan:
             "budget_bytes": self.budget_bytes,
             "node_size": self.node_size,
         }
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any], profile: ClusterProfile | None = None) -> GraphPlan:
-        """Return the plan that `to_json` wrote, checked: every step gets what it needs.
-
-        Raises:
-            PlanError: a field is missing or does not fit.
-        """
-        return replace(_read(data), profile=profile)
 
     @cached_property
     def _digest(self) -> str:
@@ -278,118 +264,6 @@ def show_bytes(value: float) -> str:
         if value >= scale:
             return f"{value / scale:.4g} {name}"
     return f"{value:.0f} bytes"
-
-
-# ---- reading
-
-
-@dataclass(frozen=True)
-class _WrittenMove:
-    tensor: int
-    step: int
-    src: str
-    dst: str
-    price: float
-
-
-@reader("move of a graph plan", PlanError)
-def _read_move(tensor: int, step: int, from_: str, to: str, price: float) -> _WrittenMove:
-    return _WrittenMove(tensor, step, from_, to, price)
-
-
-@dataclass(frozen=True)
-class _WrittenHolding:
-    name: str
-    layout: str
-    bytes: int
-
-
-@reader("graph plan", PlanError)
-def _read(
-    graph: BoundGraph,
-    mesh: DeviceMesh,
-    layouts: tuple[str, ...],
-    actions: tuple[Action, ...],
-    moves: tuple[_WrittenMove, ...],
-    compute: float,
-    inner: float,
-    memory_bytes: tuple[int, ...],
-    fullest: tuple[_WrittenHolding, ...],
-    bound: float,
-    unit: Literal["s", "bytes"],
-    method: str,
-    budget_bytes: float | None,
-    node_size: int | None,
-) -> GraphPlan:
-    """Return a plan, checked: every step gets what it needs, from where the tensor is."""
-    plan = GraphPlan(
-        graph,
-        mesh,
-        tuple(Layout.parse(mesh, text) for text in layouts),
-        actions,
-        tuple(
-            GraphMove(m.tensor, m.step, Layout.parse(mesh, m.src), Layout.parse(mesh, m.dst), m.price)
-            for m in moves
-        ),
-        compute,
-        inner,
-        memory_bytes,
-        tuple(Holding(h.name, Layout.parse(mesh, h.layout), h.bytes) for h in fullest),
-        bound,
-        unit,
-        method,
-        budget_bytes,
-        None,
-        node_size,
-    )
-    _verify_plan(plan)
-    return plan
-
-
-def _verify_plan(plan: GraphPlan) -> None:
-    graph, steps = plan.graph, len(plan.graph.nodes)
-    if (len(plan.layouts), len(plan.actions), len(plan.memory_bytes)) != (
-        len(graph.tensors),
-        steps,
-        steps + 1,
-    ):
-        raise PlanError("a graph plan has a layout a tensor, an action an op, and the memory of each step")
-    prices = (plan.compute, plan.inner, plan.bound, *(m.price for m in plan.moves), *plan.memory_bytes)
-    if min(prices) < 0 or (plan.node_size is not None and plan.node_size < 1):
-        raise PlanError("prices, bytes and node_size of a graph plan are not negative")
-    for t, layout in enumerate(plan.layouts):
-        _is_of(plan, t, layout)
-    for step, (node, action) in enumerate(zip(graph.nodes, plan.actions, strict=True)):
-        same_args = told_apart(action.args) == told_apart(node.args)
-        if not same_args or (action.op, len(action.sources)) != (node.op, len(node.operands)):
-            raise PlanError(f"step {step} is {node.label}, its action is of {action.op}")
-        for t, source in zip(node.operands, action.sources, strict=True):
-            _is_of(plan, t, source)
-        if not action.moves_nothing or action.outputs != tuple(plan.layouts[t] for t in node.results):
-            raise PlanError(
-                f"step {step}, {node.label}: its action takes its operands as they come and leaves its results in "
-                f"{[str(plan.layouts[t]) for t in node.results]}; got {action}"
-            )
-    held = [{layout} for layout in plan.layouts]
-    made = {t: step for step, node in enumerate(graph.nodes) for t in node.results}
-    for move in sorted(plan.moves, key=lambda m: m.step):
-        if not 0 <= move.tensor < len(held) or not made.get(move.tensor, -1) < move.step <= steps:
-            raise PlanError(f"a move is of a tensor that is there, before a step; got {move}")
-        _is_of(plan, move.tensor, move.dst)
-        if move.src not in held[move.tensor]:
-            raise PlanError(f"tensor {graph.tensors[move.tensor].name!r} does not lie in {move.src} by then")
-        held[move.tensor].add(move.dst)
-    _ = plan.output_layouts  # the places of outputs fit
-
-
-def _is_of(plan: GraphPlan, tensor: int, layout: Layout) -> None:
-    """Raise PlanError unless a layout is one of a tensor of the graph on the plan's mesh."""
-    wanted = (plan.mesh, plan.graph.shapes[tensor], plan.graph.dtypes[tensor])
-    if (layout.mesh, layout.shape, layout.dtype) != wanted:
-        raise PlanError(
-            f"tensor {plan.graph.tensors[tensor].name!r} is {wanted[2]}{list(wanted[1])} on mesh {plan.mesh}, got "
-            f"{layout} on mesh {layout.mesh}"
-        )
 
 
 # ---- as text

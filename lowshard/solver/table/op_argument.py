@@ -66,15 +66,6 @@ def written_argument(value: Any) -> Any:
     return _NAMES.get(repr(value), value) if isinstance(value, float) else value
 
 
-def read_argument(name: str, value: Any) -> Any:
-    """Return an argument as `written_argument` was given it: of those that may be floats, none is text."""
-    if name not in _REALS:
-        return value
-    if isinstance(value, tuple):
-        return tuple(read_argument(name, entry) for entry in value)
-    return _as_float(value) if isinstance(value, str) and value in _NAMES.values() else value
-
-
 def _as_float(value: Any) -> float:
     """Return a float; of NaN, which is not equal to itself, always the same object: tuples of it are equal then."""
     number = float(value)
