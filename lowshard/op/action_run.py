@@ -18,8 +18,7 @@ from lowshard.foreign_array import is_foreign, like, view_of
 from lowshard.kernels.buffer import address_range, is_gpu
 from lowshard.layout import Layout
 from lowshard.mesh import DeviceMesh
-from lowshard.op.op_part import Part, subgroup
-from lowshard.op.op_registry import Array, find_kernel, run_kernel
+from lowshard.op.op_part import Array, Part, find_kernel, run_kernel, subgroup
 from lowshard.placement import Replicated
 from lowshard.redistribute_plan import plan_redistribute
 from lowshard.solver.action import Action, action_set

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from lowshard import dtypes
-from lowshard.op.op_part import Part
-from lowshard.op.op_registry import Array, converted, in_accumulator, kernel
+from lowshard.op.op_part import Array, Part, converted, in_accumulator, kernel
 from lowshard.special import erf
 
 _INV_SQRT2 = math.sqrt(0.5)

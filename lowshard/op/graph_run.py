@@ -29,7 +29,7 @@ from lowshard.execute import execute
 from lowshard.foreign_array import is_foreign, like, view_of
 from lowshard.layout import Layout
 from lowshard.op.action_run import compute, kept_apart, unsharded
-from lowshard.op.op_registry import find_kernel
+from lowshard.op.op_part import find_kernel
 from lowshard.redistribute_plan import plan_redistribute
 from lowshard.solver.graph.bound_graph import BoundGraph
 from lowshard.solver.graph.graph_plan import GraphPlan

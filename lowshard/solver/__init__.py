@@ -12,9 +12,16 @@ from lowshard.solver.action import (
     force_replicated_action_set,
 )
 from lowshard.solver.assignment import AxisAssignment, Result
-from lowshard.solver.context import isolated_solver, solver
 from lowshard.solver.graph import Graph, GraphPlan, GraphSolver, Rates, solve_graph
-from lowshard.solver.greedy import GreedyReshard, NoReshard, PartialsOnly, current_solver, force_replicated
+from lowshard.solver.greedy import (
+    GreedyReshard,
+    NoReshard,
+    PartialsOnly,
+    current_solver,
+    force_replicated,
+    isolated_solver,
+    solver,
+)
 from lowshard.solver.pick import clear_picks, pick
 from lowshard.solver.pricing import Candidate
 from lowshard.solver.table import REFUSED

@@ -20,11 +20,15 @@ from lowshard.placement import Placement
 from lowshard.solver.assignment import (
     HOW,
     AxisAssignment,
+    Collective,
+    Prices,
     Result,
     Style,
+    collective_of,
     cut_by_others,
     group_bytes,
     one_row_an_axis,
+    price_bytes,
     replicated_row,
 )
 from lowshard.solver.pricing import Candidate, Priced, family_of, price_rows
@@ -35,7 +39,6 @@ from lowshard.solver.table.op_argument import (
     told_apart,
     written_argument,
 )
-from lowshard.solver.transition import Collective, Prices, collective_of, price_bytes
 
 OPERANDS = "layouts are a sequence of Layout, one a tensor operand"
 _ROWS = "rows are a sequence of AxisAssignment"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import prod
+from math import inf, prod
 from typing import Any, Literal, NamedTuple
 
 from lowshard.argument import instance, whole
@@ -14,7 +14,58 @@ from lowshard.errors import LayoutError
 from lowshard.layout import Layout
 from lowshard.mesh import DeviceMesh
 from lowshard.placement import Partial, Placement, Replicated, Sharded
-from lowshard.solver.transition import Collective, Prices, price_bytes
+
+Prices = Literal["published", "volume"]
+Collective = Literal[
+    "noop",
+    "local_slice",
+    "keep_one_copy",
+    "all_gather",
+    "all_to_all",
+    "all_reduce",
+    "reduce_scatter",
+    "exchange",
+    "infeasible",
+]
+
+
+def collective_of(src: Placement, dst: Placement, prices: Prices = "published") -> Collective:
+    """Return the collective that takes `src` to `dst` on one mesh axis."""
+    # "published" knows no R to P, and does not reduce min, max or prod; "volume" does both.
+    if src == dst:
+        return "noop"
+    if isinstance(src, Partial):
+        if prices == "published" and src.op not in ("sum", "avg"):
+            return "infeasible"
+        if isinstance(dst, Replicated):
+            return "all_reduce"
+        return "reduce_scatter" if isinstance(dst, Sharded) else "infeasible"
+    if isinstance(src, Replicated):
+        if isinstance(dst, Sharded):
+            return "local_slice"
+        return "keep_one_copy" if prices == "volume" else "infeasible"
+    if isinstance(dst, Replicated):
+        return "all_gather"
+    return "all_to_all" if isinstance(dst, Sharded) else "infeasible"
+
+
+def price_bytes(
+    collective: Collective, size: int, tensor_bytes: float, prices: Prices = "published"
+) -> float:
+    """Return the bytes a collective over `size` ranks is priced at; 0 over one rank, infinite if infeasible."""
+    # Ring volumes of B bytes that a group holds together: Thakur, Rabenseifner, Gropp, Optimization of Collective
+    # Communication Operations in MPICH, 2005.
+    if size == 1 or collective in ("noop", "local_slice", "keep_one_copy"):
+        return 0.0
+    if collective == "infeasible":
+        return inf
+    if collective == "exchange":  # B is the busiest rank's bytes times N
+        return tensor_bytes / size
+    ring = tensor_bytes * (size - 1) / size
+    if collective == "all_reduce":
+        return 2 * ring
+    return ring / size if collective == "all_to_all" and prices == "volume" else ring
+
 
 How = Literal["local", "mask", "scale", "statistics", "scan", "pairs", "halo"]
 HOW: dict[str, str] = {

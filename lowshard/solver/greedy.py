@@ -8,21 +8,76 @@ allows, the cheapest, the earliest of equals.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import product
 from math import inf
 from typing import Literal
 
-from lowshard.argument import choice, instance, truth
+from lowshard.argument import brief, choice, instance, truth
 from lowshard.errors import BudgetError, PolicyError, ShardingError, SolverError
 from lowshard.layout import Layout
 from lowshard.placement import Partial, Replicated, Sharded
-from lowshard.solver import context
 from lowshard.solver.action import Action, ActionSet, Solver, candidate_table
 from lowshard.solver.assignment import AxisAssignment, replicated_row
-from lowshard.solver.device_budget import budget_text, needed_bytes, smallest_budget
 from lowshard.solver.pricing import Candidate
+
+_BOUND: ContextVar[tuple[Solver, ...]] = ContextVar("lowshard_solvers", default=())
+
+
+def require_solver(solver: object) -> None:
+    """Raise SolverError unless something can be called as a solver; a class of solvers is none."""
+    if not callable(solver) or isinstance(solver, type):
+        raise SolverError(
+            f"solver is (ActionSet, layouts) -> Action, such as GreedyReshard(), got {brief(solver)}"
+        )
+
+
+def push(solver: Solver) -> None:
+    """Make a solver the current one, or raise SolverError where it is none."""
+    require_solver(solver)
+    _BOUND.set((*_BOUND.get(), solver))
+
+
+def pop() -> None:
+    """Make the solver before the current one current again."""
+    _BOUND.set(_BOUND.get()[:-1])
+
+
+@contextmanager
+def solver(chosen: Solver) -> Iterator[Solver]:
+    """Use a solver for every pick in the block that names none; also a decorator.
+
+    Any callable `(ActionSet, layouts) -> Action` will do. Bound in a context variable: other threads and tasks keep
+    theirs.
+
+    Raises:
+        SolverError: what was chosen cannot be called.
+    """
+    push(chosen)
+    try:
+        yield chosen
+    finally:
+        pop()
+
+
+@contextmanager
+def isolated_solver() -> Iterator[None]:
+    """Forget, within the block, every solver bound around it."""
+    before = _BOUND.set(())
+    try:
+        yield
+    finally:
+        _BOUND.reset(before)
+
+
+def bound_solver() -> Solver | None:
+    """Return the innermost bound solver, or None."""
+    bound = _BOUND.get()
+    return bound[-1] if bound else None
+
 
 OnReshard = Literal["silent", "warn", "raise"]
 _OFFER = "a solver is called with an ActionSet and the layouts of the operands"
@@ -38,11 +93,11 @@ class Bindable:
         raise NotImplementedError
 
     def __enter__(self) -> Bindable:
-        context.push(self)
+        push(self)
         return self
 
     def __exit__(self, *exc: object) -> None:
-        context.pop()
+        pop()
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +145,7 @@ class GreedyReshard(Bindable):
             return self._jointly(action_set, budget)
         # Prices add up over the axes: without a budget the best combination is the best row of each axis.
         best: list[AxisAssignment | None] = []
-        for costs, reduces, _ in action_set.priced:
+        for costs, reduces in action_set.priced:
             if not self.allow_partial_to_sharded and True in reduces:
                 costs = [inf if reducing else cost for cost, reducing in zip(costs, reduces, strict=True)]
             least = min(costs)
@@ -181,7 +236,7 @@ def force_replicated(action_set: ActionSet, layouts: Sequence[Layout], /) -> Act
 
 def current_solver() -> Solver:
     """Return the solver that `with solver(...)` bound, or a plain GreedyReshard."""
-    return context.bound_solver() or _DEFAULT
+    return bound_solver() or _DEFAULT
 
 
 _DEFAULT = GreedyReshard()
@@ -235,3 +290,45 @@ def _strongest(action_set: ActionSet, candidates: Sequence[Candidate]) -> list[C
         if key not in best or candidate.cost_bytes < best[key].cost_bytes:
             best[key] = candidate
     return sorted(best.values(), key=lambda c: c.row_index)
+
+
+def smallest_budget(action_set: ActionSet) -> float | None:
+    """Return the least memory budget that a device of the mesh has, in bytes, or None."""
+    budget = action_set.mesh.smallest_budget_bytes
+    return None if budget is None else float(budget)
+
+
+def needed_bytes(action_set: ActionSet, rows: Sequence[AxisAssignment]) -> float:
+    """Return the bytes that the operands, as the rows need them, take on a device: the mean over the shards."""
+    return sum(operand_bytes(action_set, rows))
+
+
+def operand_bytes(action_set: ActionSet, rows: Sequence[AxisAssignment]) -> list[float]:
+    """Return the bytes of each operand on a device, as the rows need it: the mean over its shards."""
+    found = []
+    for k, layout in enumerate(action_set.layouts):
+        share = float(layout.size_bytes)
+        for row, size in zip(rows, action_set.mesh.shape, strict=True):
+            if isinstance(row.needed_inputs[k], Sharded):
+                share /= size
+        found.append(share)
+    return found
+
+
+def budget_text(action_set: ActionSet, least: Sequence[AxisAssignment], budget: float) -> str:
+    """Return why nothing fits into a budget: the tightest tensor, and the smallest budget that would do."""
+    shares = operand_bytes(action_set, least)
+    tightest = max(range(len(shares)), key=shares.__getitem__)
+    parts = ", ".join(f"operand {k} {share:,.0f}" for k, share in enumerate(shares))
+    needs = ",".join(str(row.needed_inputs[tightest]) for row in least)
+    return (
+        f"no action fits into the memory budget of {budget:,.0f} bytes a device: the operands take "
+        f"{sum(shares):,.0f} bytes at the least ({parts}). The tightest tensor is operand {tightest}, "
+        f"{action_set.layouts[tightest]}: {shares[tightest]:,.0f} bytes a device even as {needs}. The smallest "
+        f"budget that would do is {_up(sum(shares))} bytes: give the mesh "
+        f"memory_budget_bytes_per_device={_up(sum(shares))}, or more ranks"
+    )
+
+
+def _up(value: float) -> int:
+    return -int(-value // 1)

@@ -10,8 +10,7 @@ from lowshard.bounded import BoundedCache
 from lowshard.errors import LayoutError, SolverError
 from lowshard.layout import Layout
 from lowshard.solver.action import OPERANDS, Action, Solver, action_set
-from lowshard.solver.context import require_solver
-from lowshard.solver.greedy import GreedyReshard, current_solver
+from lowshard.solver.greedy import GreedyReshard, current_solver, require_solver
 from lowshard.solver.table import Rules
 from lowshard.solver.table.op_argument import freeze_args, told_apart
 

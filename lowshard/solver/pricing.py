@@ -10,12 +10,14 @@ from lowshard.layout import Layout
 from lowshard.placement import Partial, Placement, Replicated, Sharded
 from lowshard.solver.assignment import (
     AxisAssignment,
+    Prices,
     Result,
+    collective_of,
     cut_by_others,
     group_bytes,
     is_reduced_to_shards,
+    price_bytes,
 )
-from lowshard.solver.transition import Prices, collective_of, price_bytes
 
 
 class Candidate(NamedTuple):

@@ -17,15 +17,16 @@ from lowshard.solver.action import Action, ActionSet, Solver
 from lowshard.solver.graph.bound_graph import BoundGraph, Graph
 from lowshard.solver.graph.graph_plan import PROVED, GraphMove, GraphPlan, Holding, show_bytes
 from lowshard.solver.graph.graph_rates import Objective, Rates, Timing
-from lowshard.solver.graph.graph_schedule import (
+from lowshard.solver.graph.program import Program, WayPrices, has_scipy
+from lowshard.solver.graph.space import (
     Assignment,
+    Choice,
     Schedule,
+    Space,
     holders,
     is_feasible,
     schedule,
 )
-from lowshard.solver.graph.program import Program, WayPrices, has_scipy
-from lowshard.solver.graph.space import Choice, Space
 from lowshard.solver.greedy import Bindable, GreedyReshard
 from lowshard.solver.pick import pick
 from lowshard.solver.table import Rules

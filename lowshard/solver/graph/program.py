@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lowshard.errors import SolverError
-from lowshard.solver.graph.graph_schedule import Assignment
-from lowshard.solver.graph.space import Space
+from lowshard.solver.graph.space import Assignment, Space
 
 Array = np.ndarray[Any, Any]
 _SCALE = 1e4

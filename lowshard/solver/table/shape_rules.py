@@ -8,18 +8,27 @@ from math import prod
 from lowshard.argument import choice, whole
 from lowshard.errors import LayoutError
 from lowshard.solver.assignment import AxisAssignment, Result
-from lowshard.solver.table.exchange_bytes import (
+from lowshard.solver.table.op_argument import MOST_ENTRIES
+from lowshard.solver.table.op_rule import (
+    FLOAT,
+    Call,
     Inner,
+    Offer,
+    Refused,
+    Rows,
+    S,
     cutting_sizes,
     exchange,
+    groups,
     index_bytes,
+    major,
     most_received,
+    passing,
     require_countable,
+    row,
+    rule,
     shares,
 )
-from lowshard.solver.table.op_argument import MOST_ENTRIES
-from lowshard.solver.table.op_rule import FLOAT, Call, Offer, Refused, Rows, S, passing, row, rule
-from lowshard.solver.table.reshape_groups import groups, major
 
 CONCAT = Refused(("concat",), "(Sa, Sa) -> Sa along the joined dim", "joining shards permutes the elements")
 SPLIT = Refused(
