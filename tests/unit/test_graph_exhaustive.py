@@ -38,8 +38,6 @@ def test_no_assignment_is_better(number: int, rng: np.random.Generator) -> None:
     assert plan.gap == 0
     np.testing.assert_allclose(plan.price, found[0], rtol=1e-9)
     prove(plan)
-    linear = GraphSolver(solver.profile, solver.rates, method="ilp").solve(graph, mesh)
-    np.testing.assert_allclose(linear.price, found[0], rtol=1e-6)
     greedy = solve_graph(graph, mesh, GreedyReshard(allow_partial_to_sharded=True), prices=solver)
     assert plan.price <= greedy.price * (1 + 1e-9)
     prove(greedy)
