@@ -10,12 +10,7 @@ from lowshard import dtypes
 from lowshard.box import Interval
 from lowshard.op.op_part import Array, Held, Part, Run, along, converted, exchange, in_accumulator, kernel
 from lowshard.solver.table.op_rule import Call, groups, major
-from lowshard.solver.table.shape_rules import (
-    pad_pairs,
-    permutation,
-    piece_sizes,
-    slice_ranges,
-)  # fmt: skip
+from lowshard.solver.table.shape_rules import pad_pairs, permutation, piece_sizes, slice_ranges  # fmt: skip
 
 
 def _call(part: Part) -> Call:

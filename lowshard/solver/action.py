@@ -33,12 +33,7 @@ from lowshard.solver.assignment import (
 )
 from lowshard.solver.pricing import Candidate, Priced, family_of, price_rows
 from lowshard.solver.table import RULES, Call, Rules, check_names, check_rules, offer
-from lowshard.solver.table.op_argument import (
-    freeze_args,
-    plain_args,
-    told_apart,
-    written_argument,
-)
+from lowshard.solver.table.op_argument import freeze_args, plain_args, told_apart, written_argument
 
 OPERANDS = "layouts are a sequence of Layout, one a tensor operand"
 _ROWS = "rows are a sequence of AxisAssignment"

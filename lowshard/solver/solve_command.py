@@ -58,10 +58,7 @@ def add_solve_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentPar
     )
     parser.add_argument("--flops", type=float, metavar="N", help="flops a device does in a second (5e10)")
     parser.add_argument(
-        "--memory-bandwidth",
-        type=float,
-        metavar="BYTES",
-        help="bytes a device moves in a second (1e10)",
+        "--memory-bandwidth", type=float, metavar="BYTES", help="bytes a device moves in a second (1e10)"
     )
     parser.add_argument("--node-size", type=int, metavar="N", help="ranks a node; default: all on one")
     parser.add_argument(
@@ -186,11 +183,7 @@ def _check_size(graph: BoundGraph) -> None:
 
 
 def _json(plan: GraphPlan, greedy: GraphPlan | None, errors: dict[str, float]) -> dict[str, Any]:
-    return {
-        "graph": _one(plan),
-        "greedy": None if greedy is None else _one(greedy),
-        "largest_error": errors,
-    }
+    return {"graph": _one(plan), "greedy": None if greedy is None else _one(greedy), "largest_error": errors}
 
 
 def _one(plan: GraphPlan) -> dict[str, Any]:

@@ -16,13 +16,7 @@ from lowshard.mesh import DeviceMesh
 from lowshard.placement import Placement, Replicated, Sharded, parse_placement
 from lowshard.solver.assignment import Result
 from lowshard.solver.table import Call, check_names, find_rule, offer
-from lowshard.solver.table.op_argument import (
-    MOST_ENTRIES,
-    few,
-    freeze_args,
-    plain_argument,
-    written_argument,
-)
+from lowshard.solver.table.op_argument import MOST_ENTRIES, few, freeze_args, plain_argument, written_argument
 
 Place = str | Mapping[str, Placement] | None
 """\"R\" (replicated), text such as "dp=S0 tp=P", a mapping of mesh axis to placement, or None: the solver chooses."""

@@ -152,10 +152,7 @@ def largest_bytes(layout: Layout) -> int:
 
 
 def op_flops(
-    op: str,
-    args: Mapping[str, Any],
-    inputs: Sequence[tuple[int, ...]],
-    outputs: Sequence[tuple[int, ...]],
+    op: str, args: Mapping[str, Any], inputs: Sequence[tuple[int, ...]], outputs: Sequence[tuple[int, ...]]
 ) -> float:
     """Return the floating-point operations of an op on local shapes: 2 a multiply-add, 1 an element elsewhere."""
     if op == "matmul":

@@ -18,15 +18,7 @@ from lowshard.solver.graph.bound_graph import BoundGraph, Graph
 from lowshard.solver.graph.graph_plan import PROVED, GraphMove, GraphPlan, Holding, show_bytes
 from lowshard.solver.graph.graph_rates import Objective, Rates, Timing
 from lowshard.solver.graph.program import Program, WayPrices, has_scipy
-from lowshard.solver.graph.space import (
-    Assignment,
-    Choice,
-    Schedule,
-    Space,
-    holders,
-    is_feasible,
-    schedule,
-)
+from lowshard.solver.graph.space import Assignment, Choice, Schedule, Space, holders, is_feasible, schedule
 from lowshard.solver.greedy import Bindable, GreedyReshard
 from lowshard.solver.pick import pick
 from lowshard.solver.table import Rules
@@ -373,11 +365,7 @@ def _plan(
         tuple(actions),
         tuple(
             GraphMove(
-                m.tensor,
-                m.step,
-                family[m.tensor].layouts[m.src],
-                family[m.tensor].layouts[m.dst],
-                m.price,
+                m.tensor, m.step, family[m.tensor].layouts[m.src], family[m.tensor].layouts[m.dst], m.price
             )
             for m in found.moves
         ),
