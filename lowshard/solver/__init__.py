@@ -19,7 +19,6 @@ from lowshard.solver.greedy import (
     PartialsOnly,
     current_solver,
     force_replicated,
-    isolated_solver,
     solver,
 )
 from lowshard.solver.pick import clear_picks, pick
@@ -48,7 +47,6 @@ __all__ = [
     "current_solver",
     "force_replicated",
     "force_replicated_action_set",
-    "isolated_solver",
     "pick",
     "solve_graph",
     "solver",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -33,7 +32,7 @@ from lowshard.solver.assignment import (
 )
 from lowshard.solver.pricing import Candidate, Priced, family_of, price_rows
 from lowshard.solver.table import RULES, Call, Rules, check_names, check_rules, offer
-from lowshard.solver.table.op_argument import freeze_args, plain_args, told_apart, written_argument
+from lowshard.solver.table.op_argument import freeze_args, plain_args, told_apart
 
 OPERANDS = "layouts are a sequence of Layout, one a tensor operand"
 _ROWS = "rows are a sequence of AxisAssignment"
@@ -49,17 +48,6 @@ class Reshard:
     target: Placement
     collective: Collective
     cost_bytes: float
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain data."""
-        return {
-            "operand": self.operand,
-            "mesh_axis": self.mesh_axis,
-            "from": str(self.source),
-            "to": str(self.target),
-            "collective": self.collective,
-            "cost_bytes": self.cost_bytes,
-        }
 
     def __str__(self) -> str:
         return f"{self.mesh_axis}: {self.source} -> {self.target} by {self.collective}, {self.cost_bytes:,.0f} bytes"
@@ -148,21 +136,11 @@ class Action:
         """Return the action as text: operands, what moves, results, and every candidate row with its price."""
         return _explain(self)
 
-    def to_json(self) -> dict[str, Any]:
-        """Return plain data."""
-        return {
-            "op": self.op,
-            "args": [[name, written_argument(value)] for name, value in self.args],
-            "sources": [layout.to_json() for layout in self.sources],
-            "rows": [row.to_json() for row in self.rows],
-            "results": [[list(r.shape), r.dtype] for r in self.results],
-            "prices": self.prices,
-        }
-
     @cached_property
     def _digest(self) -> str:
-        text = json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"), default=str)
-        return text_digest(text).hex()
+        layouts = [layout.digest() for layout in self.sources]
+        rows = [(str(row), [(name, float(own)) for name, own in row.inner], row.only) for row in self.rows]
+        return text_digest(repr((self.op, self.args, layouts, rows, self.results, self.prices))).hex()
 
     def digest(self) -> str:
         """Return 32 hex digits that two actions share exactly when they are equal."""

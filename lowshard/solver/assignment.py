@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import inf, prod
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from lowshard.argument import instance, whole
 from lowshard.bounded import bounded_cache
@@ -131,19 +131,6 @@ class AxisAssignment:
             price_bytes(name, size, own * size if name == "all_gather" else own, prices)
             for name, own in self.inner
         )
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain data."""
-        out = [str(p) for p in self.output] if isinstance(self.output, tuple) else str(self.output)
-        return {
-            "needs": [str(p) for p in self.needed_inputs],
-            "output": out,
-            "how": self.how,
-            "inner": [[name, float(own)] for name, own in self.inner],
-            "only": list(self.only),
-            "kinds": sorted(self.kinds),
-            "finite_only": self.finite_only,
-        }
 
     def __str__(self) -> str:
         out = ",".join(map(str, self.output)) if isinstance(self.output, tuple) else str(self.output)

@@ -63,16 +63,6 @@ def solver(chosen: Solver) -> Iterator[Solver]:
         pop()
 
 
-@contextmanager
-def isolated_solver() -> Iterator[None]:
-    """Forget, within the block, every solver bound around it."""
-    before = _BOUND.set(())
-    try:
-        yield
-    finally:
-        _BOUND.reset(before)
-
-
 def bound_solver() -> Solver | None:
     """Return the innermost bound solver, or None."""
     bound = _BOUND.get()

@@ -7,17 +7,16 @@ import json
 import re
 from collections.abc import Sequence
 from math import prod
-from typing import Any
 
 from lowshard import dtypes
 from lowshard.argument import brief
 from lowshard.errors import LayoutError, MeshError, ShardingError, SolverError
 from lowshard.mesh import DeviceMesh
 from lowshard.placement import MOST_DIGITS
-from lowshard.plain_console import busy, make_console
+from lowshard.plain_console import busy
 from lowshard.solver.graph.bound_graph import BoundGraph
 from lowshard.solver.graph.graph_file import examples, load_graph
-from lowshard.solver.graph.graph_plan import HEADS, GraphPlan, folded, moved_bytes, rows, summary
+from lowshard.solver.graph.graph_plan import GraphPlan
 from lowshard.solver.graph.graph_rates import Rates
 from lowshard.solver.graph.graph_solver import GraphSolver, solve_graph
 from lowshard.solver.greedy import GreedyReshard
@@ -98,7 +97,8 @@ def run_solve(args: argparse.Namespace) -> int:
     with busy("solve", f"solving {len(bound.nodes)} ops on {mesh}"):
         plan, greedy, errors = _plans(solver, bound, mesh, args)
     if args.json:
-        print(json.dumps(_json(plan, greedy, errors), indent=1))
+        plans = {"graph": plan.to_json(), "greedy": None if greedy is None else greedy.to_json()}
+        print(json.dumps({**plans, "largest_error": errors}, indent=1))
     else:
         _show(plan, greedy, errors)
     return 0
@@ -182,55 +182,10 @@ def _check_size(graph: BoundGraph) -> None:
         )
 
 
-def _json(plan: GraphPlan, greedy: GraphPlan | None, errors: dict[str, float]) -> dict[str, Any]:
-    return {"graph": _one(plan), "greedy": None if greedy is None else _one(greedy), "largest_error": errors}
-
-
-def _one(plan: GraphPlan) -> dict[str, Any]:
-    return {
-        "price": plan.price,
-        "unit": plan.unit,
-        "compute": plan.compute,
-        "moves": plan.moved,
-        "inside_ops": plan.inner,
-        "bound": plan.bound,
-        "gap": plan.gap,
-        "method": plan.method,
-        "collectives": plan.collectives,
-        "received_bytes": moved_bytes(plan),
-        "peak_bytes": plan.peak_bytes,
-        "why": plan.why(),
-        "tensors": {
-            i.name: " ".join(f"{a}={p}" for a, p in zip(plan.mesh.axis_names, x.placements, strict=True))
-            for i, x in zip(plan.graph.tensors, plan.layouts, strict=True)
-        },
-        "plan": plan.to_json(),
-    }
-
-
 def _show(plan: GraphPlan, greedy: GraphPlan | None, errors: dict[str, float]) -> None:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    console = make_console()
-    table = Table(box=SIMPLE_HEAD, title=f"{plan.graph.name} on mesh {plan.mesh}", title_justify="left")
-    for head in HEADS:
-        table.add_column(head, overflow="fold")
-    every = folded(rows(plan))
-    for row in every[:_SHOWN]:
-        table.add_row(*row)
-    console.print(table)
-    if len(every) > _SHOWN:
-        console.print(f"... {len(every) - _SHOWN} more tensors; --json has all of them")
-    beside = Table("", "graph", *(["greedy"] if greedy is not None else []), box=SIMPLE_HEAD)
-    other = [value for _, value in summary(greedy)] if greedy is not None else []
-    for i, (label, value) in enumerate(summary(plan)):
-        beside.add_row(label, value, *other[i : i + 1])
-    console.print(beside)
-    for line in plan.why():
-        console.print(line)
-    console.print("times are of the built-in profile, not of this machine")
+    print(plan.explain(_SHOWN))
+    if greedy is not None:
+        print("\n  ".join(["", f"op by op: {greedy}", *greedy.why()])[1:])
+    print("times are of the built-in profile, not of this machine")
     for name, error in errors.items():
-        console.print(
-            f"ran {name} on {plan.mesh.size} ranks: equal to the unsharded result within {error:.1e}"
-        )
+        print(f"ran {name} on {plan.mesh.size} ranks: equal to the unsharded result within {error:.1e}")

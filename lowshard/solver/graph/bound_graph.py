@@ -16,7 +16,7 @@ from lowshard.mesh import DeviceMesh
 from lowshard.placement import Placement, Replicated, Sharded, parse_placement
 from lowshard.solver.assignment import Result
 from lowshard.solver.table import Call, check_names, find_rule, offer
-from lowshard.solver.table.op_argument import MOST_ENTRIES, few, freeze_args, plain_argument, written_argument
+from lowshard.solver.table.op_argument import MOST_ENTRIES, few, freeze_args, plain_argument
 
 Place = str | Mapping[str, Placement] | None
 """\"R\" (replicated), text such as "dp=S0 tp=P", a mapping of mesh axis to placement, or None: the solver chooses."""
@@ -25,16 +25,9 @@ Extent = int | str
 """A number, or a symbol such as "tokens", or a product such as "batch*length"."""
 Kind = Literal["input", "weight", "result"]
 
-OPS_MOST = 20_000
-"""Ops of one graph."""
-TENSORS_MOST = 100_000
-"""Inputs, weights and results of one graph."""
-SYMBOLS_MOST = 1_000
-"""Symbols in the shapes of one graph."""
 DIMS_MOST = 32
 _FACTOR = re.compile(r"[A-Za-z_][A-Za-z0-9_.\-]*|[0-9]{1,19}", re.ASCII)
 _PLACE = "a place is 'R' or axis=placement pairs such as 'dp=S0 tp=R', as text or as a mapping, or None"
-_CUT = re.compile(r"S(-?[0-9]{1,9})(?::(ceil|balanced))?", re.ASCII)
 _SHAPE = 'a shape is a sequence of extents >= 0 and symbols such as ("tokens", 512)'
 
 
@@ -167,7 +160,7 @@ class Graph:
                 the solver may choose; it does not choose terms of a sum.
 
         Raises:
-            LayoutError: a name that is taken, a shape or a place that cannot be, a graph of too many tensors.
+            LayoutError: a name that is taken, a shape or a place that cannot be.
             DTypeError: an unknown dtype.
         """
         return self._leaf(name, "input", shape, dtype, place)
@@ -205,8 +198,6 @@ class Graph:
         least, most = find_rule(op).operands
         if len(operands) < least or (most is not None and len(operands) > most):
             raise LayoutError(f"{op} takes {least} to {most or 'any number of'} tensors, got {len(operands)}")
-        if len(self._nodes) >= OPS_MOST:
-            raise LayoutError(f"a graph has at most {OPS_MOST:,} ops: graph {self.name!r} would have more")
         taken = tuple(self._index(t) for t in operands)
         check_names(op, args)
         kept = {n: self._argument(op, n, value) for n, value in args.items()}
@@ -355,10 +346,6 @@ class Graph:
         return found
 
     def _add(self, info: Info) -> Tensor:
-        if len(self._tensors) >= TENSORS_MOST:
-            raise LayoutError(
-                f"a graph has at most {TENSORS_MOST:,} tensors: graph {self.name!r} would have more"
-            )
         number = self._numbers[self._name(info.name)] = len(self._tensors)
         self._tensors.append(info)
         return Tensor(number, info.name, self)
@@ -378,8 +365,6 @@ class Graph:
         if len(extent) > 200 or not all(_FACTOR.fullmatch(part) for part in factors):
             raise LayoutError(f'{rule}; a symbol is "tokens", a product "batch*length": got {brief(extent)}')
         self._symbols.update(dict.fromkeys(part for part in factors if not part.isdecimal()))
-        if len(self._symbols) > SYMBOLS_MOST:
-            raise LayoutError(f"a graph has at most {SYMBOLS_MOST:,} symbols: {self.name!r} would have more")
         return extent
 
     def _argument(self, op: str, name: str, value: object) -> Any:
@@ -479,35 +464,7 @@ def place_on(place: Place, mesh: DeviceMesh) -> str:
 
 
 def _placement(text: str) -> Placement:
-    """Return the placement of a text; other than in layouts, a dim may be counted from the end."""
-    cut = _CUT.fullmatch(text)
-    if cut is not None:
-        return Sharded(int(cut[1]), "ceil" if cut[2] == "ceil" else "balanced")
     try:
         return parse_placement(text)
     except ShardingError as error:
         raise LayoutError(f"{_PLACE}; {error}") from None
-
-
-# ---- as data
-
-
-def graph_to_json(graph: BoundGraph) -> dict[str, Any]:
-    """Return plain data."""
-    return {
-        "name": graph.name,
-        "tensors": [
-            {"name": i.name, "kind": i.kind, "shape": list(s), "dtype": d, "place": i.place}
-            for i, s, d in zip(graph.tensors, graph.shapes, graph.dtypes, strict=True)
-        ],
-        "nodes": [
-            {
-                "op": n.op,
-                "operands": list(n.operands),
-                "results": list(n.results),
-                "args": {a: written_argument(v) for a, v in n.args},
-            }
-            for n in graph.nodes
-        ],
-        "outputs": [[t, place] for t, place in graph.outputs],
-    }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ from lowshard.mesh import DeviceMesh
 from lowshard.redistribute_plan import plan_redistribute
 from lowshard.solver.action import Action, aligned
 from lowshard.solver.assignment import HOW
-from lowshard.solver.graph.bound_graph import BoundGraph, graph_to_json
+from lowshard.solver.graph.bound_graph import BoundGraph
 from lowshard.solver.graph.graph_rates import largest_bytes
 from lowshard.step_search import classify, state_of
 
@@ -50,15 +49,6 @@ class GraphMove:
         return self.collective in ("slice", "keep_one")
 
 
-@dataclass(frozen=True, slots=True)
-class Holding:
-    """A tensor, or a copy of it, on the fullest device at its fullest step."""
-
-    name: str
-    layout: Layout
-    bytes: int
-
-
 @dataclass(frozen=True)
 class GraphPlan:
     """A solved graph. `lowshard.op.run_graph` runs it.
@@ -72,7 +62,6 @@ class GraphPlan:
         compute: price of the ops: seconds, or 0 where bytes are minimised.
         inner: price of the collectives inside ops.
         memory_bytes: what the fullest device holds at each op, and after the last.
-        fullest: what that is at the fullest step, the largest first.
         bound: no plan that fits has a smaller price; equal to the price where the plan is proved best, 0 where nothing
             is known.
         unit: "s", or "bytes": then each use of a tensor in another layout makes its own move.
@@ -90,7 +79,6 @@ class GraphPlan:
     compute: float = field(compare=False)
     inner: float = field(compare=False)
     memory_bytes: tuple[int, ...] = field(compare=False)
-    fullest: tuple[Holding, ...] = field(compare=False, repr=False)
     bound: float = field(compare=False)
     unit: str
     method: str = field(compare=False)
@@ -180,28 +168,36 @@ class GraphPlan:
         return found
 
     def why(self) -> list[str]:
-        """Return in a line or two what decided: what the time goes to, and whether memory set a limit."""
+        """Return in a few lines what decided: what the time goes to, what is proved, whether memory set a limit."""
         parts = {"compute": self.compute, "moves": self.moved, "collectives inside ops": self.inner}
-        whole = self.price or 1.0
-        shares = ", ".join(f"{n} {100 * v / whole:.0f}%" for n, v in parts.items() if v > 0)
-        lines = [f"{self.method}; {show(self.price, self.unit)}: {shares or 'nothing moves'}"]
+        shares = ", ".join(f"{n} {100 * v / (self.price or 1):.0f}%" for n, v in parts.items() if v > 0)
+        calls = ", ".join(f"{n} {name}" for name, n in sorted(self.collectives.items())) or "none"
+        proof = f"bound {show(self.bound, self.unit)}, gap {100 * self.gap:.2g}%"
         if not self.bound and self.price:
-            lines.append("how much better a plan could be is not known")
-        elif self.gap:
-            lines.append(
-                f"at most {100 * self.gap:.2g}% above the best possible ({show(self.bound, self.unit)})"
-            )
-        else:
-            lines.append("proved: no plan in the solver's space is cheaper by a millionth")
+            proof = "how much better a plan could be is not known"
+        elif not self.gap:
+            proof += ": no plan in the solver's space is cheaper by a millionth"
+        held = f"the fullest device holds {show_bytes(self.peak_bytes)}"
         if self.budget_bytes is not None:
-            lines.append(
-                f"the fullest device holds {show_bytes(self.peak_bytes)} of {show_bytes(self.budget_bytes)}"
-            )
-        return lines
+            over = " (over budget)" if self.peak_bytes > self.budget_bytes else ""
+            held += f" of {show_bytes(self.budget_bytes)}{over}"
+        return [
+            f"found by {self.method}; {show(self.price, self.unit)}: {shares or 'nothing moves'}",
+            proof,
+            f"collectives: {calls}; bytes moved: {show_bytes(moved_bytes(self))}",
+            held,
+        ]
 
-    def explain(self) -> str:
-        """Return the plan as text: every tensor, how it is made, what moves before, its price, and what decided."""
-        return _explain(self)
+    def explain(self, most: int | None = None) -> str:
+        """Return the plan as text: every tensor (or so many rows), how it is made, what moves before, what decided."""
+        every = folded(rows(self))
+        lines = [str(self), *("  " + line for line in self.why()), *aligned([HEADS, *every[:most]])]
+        if most is not None and len(every) > most:
+            lines.append(f"... {len(every) - most} more tensors; --json has all of them")
+        ways = {
+            row.how for a in self.actions for row, n in zip(a.rows, self.mesh.shape, strict=True) if n > 1
+        }
+        return "\n".join([*lines, *(f"[{how}]: {HOW[how]}" for how in sorted(ways - {"local"}))])
 
     def __str__(self) -> str:
         return (
@@ -212,36 +208,49 @@ class GraphPlan:
     # ---- data
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain data (the profile is not part of it)."""
+        """Return plain data for other programs. To ranks that did not solve the graph a plan goes as a pickle."""
+        tensors = self.graph.tensors
         return {
-            "graph": graph_to_json(self.graph),
+            "graph": self.graph.name,
             "mesh": self.mesh.to_json(),
-            "layouts": [str(x) for x in self.layouts],
-            "actions": [a.to_json() for a in self.actions],
+            "method": self.method,
+            "unit": self.unit,
+            "price": self.price,
+            "bound": self.bound,
+            "gap": self.gap,
+            "compute": self.compute,
+            "moved": self.moved,
+            "inside_ops": self.inner,
+            "collectives": self.collectives,
+            "received_bytes": moved_bytes(self),
+            "memory_bytes": list(self.memory_bytes),
+            "peak_bytes": self.peak_bytes,
+            "budget_bytes": self.budget_bytes,
+            "why": self.why(),
+            "layouts": {info.name: str(x) for info, x in zip(tensors, self.layouts, strict=True)},
+            "outputs": {name: str(x) for name, x in self.output_layouts.items()},
+            "ops": [
+                {"op": a.op, "results": [tensors[t].name for t in n.results], "rows": list(map(str, a.rows))}
+                for n, a in zip(self.graph.nodes, self.actions, strict=True)
+            ],
             "moves": [
-                {"tensor": m.tensor, "step": m.step, "from": str(m.src), "to": str(m.dst), "price": m.price}
+                {
+                    "tensor": tensors[m.tensor].name,
+                    "step": m.step,
+                    "from": str(m.src),
+                    "to": str(m.dst),
+                    "collective": m.collective,
+                    "price": m.price,
+                }
                 for m in self.moves
             ],
-            "compute": self.compute,
-            "inner": self.inner,
-            "memory_bytes": list(self.memory_bytes),
-            "fullest": [{"name": h.name, "layout": str(h.layout), "bytes": h.bytes} for h in self.fullest],
-            "bound": self.bound,
-            "unit": self.unit,
-            "method": self.method,
-            "budget_bytes": self.budget_bytes,
-            "node_size": self.node_size,
         }
 
     @cached_property
     def _digest(self) -> str:
         moves = [(m.tensor, m.step, m.src.digest(), m.dst.digest()) for m in self.moves]
-        parts = [
-            graph_to_json(self.graph), [x.digest() for x in self.layouts], [a.digest() for a in self.actions], moves,
-            self.node_size, self.unit,
-        ]  # fmt: skip
-        text = json.dumps(parts, sort_keys=True, separators=(",", ":"))
-        return text_digest(text).hex()
+        done = [x.digest() for x in (*self.layouts, *self.actions)]
+        return text_digest(repr((self.graph, done, moves, self.node_size, self.unit))).hex()
 
     def digest(self) -> str:
         """Return 32 hex digits that two plans share exactly when they do the same."""
@@ -310,23 +319,6 @@ def folded(every: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
     ]
 
 
-def summary(plan: GraphPlan) -> list[tuple[str, str]]:
-    """Return what a plan comes to: label and value."""
-    moved = [m for m in plan.moves if not m.is_local]
-    calls = ", ".join(f"{n} {name}" for name, n in sorted(plan.collectives.items())) or "none"
-    over = plan.budget_bytes is not None and plan.peak_bytes > plan.budget_bytes
-    return [
-        ("price", show(plan.price, plan.unit)),
-        ("compute", show(plan.compute, plan.unit)),
-        ("moves", f"{show(plan.moved, plan.unit)} in {len(moved)}"),
-        ("inside ops", show(plan.inner, plan.unit)),
-        ("collectives", calls),
-        ("bytes moved", show_bytes(moved_bytes(plan))),
-        ("peak a device", show_bytes(plan.peak_bytes) + (" (over budget)" if over else "")),
-        ("found by", plan.method),
-    ]
-
-
 def moved_bytes(plan: GraphPlan) -> float:
     """Return the bytes that the moves bring to the rank that receives most of each, added up."""
     known: dict[tuple[object, object], int] = {}
@@ -338,24 +330,6 @@ def moved_bytes(plan: GraphPlan) -> float:
             known[key] = max(route.received_bytes(rank) for rank in plan.mesh.ranks)
         total += known[key]
     return total
-
-
-def _explain(plan: GraphPlan) -> str:
-    """Return a plan as text of several lines."""
-    lines = [str(plan), *("  " + line for line in plan.why())]
-    lines += aligned([HEADS, *rows(plan)])
-    ways = {row.how for a in plan.actions for row, n in zip(a.rows, plan.mesh.shape, strict=True) if n > 1}
-    lines += [f"[{how}]: {HOW[how]}" for how in sorted(ways - {"local"})]
-    lines.append(f"fullest: {_fullest(plan)}")
-    return "\n".join(lines)
-
-
-def _fullest(plan: GraphPlan) -> str:
-    step = max(range(len(plan.memory_bytes)), key=plan.memory_bytes.__getitem__)
-    nodes = plan.graph.nodes
-    where = plan.graph.tensors[nodes[step].results[0]].name if step < len(nodes) else "the end"
-    held = ", ".join(f"{h.name} {show_bytes(h.bytes)}" for h in plan.fullest[:4])
-    return f"{show_bytes(plan.peak_bytes)} a device at {where}: {held}"
 
 
 def _move_text(plan: GraphPlan, move: GraphMove) -> str:
