@@ -17,11 +17,12 @@ from lowshard.solver.greedy import (
     GreedyReshard,
     NoReshard,
     PartialsOnly,
+    clear_picks,
     current_solver,
     force_replicated,
+    pick,
     solver,
 )
-from lowshard.solver.pick import clear_picks, pick
 from lowshard.solver.pricing import Candidate
 from lowshard.solver.table import REFUSED
 

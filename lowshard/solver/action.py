@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
@@ -179,25 +179,6 @@ class Action:
         return found
 
 
-class Solver(Protocol):
-    """Anything that picks one action: `(ActionSet, layouts) -> Action`.
-
-    It reads `action_set.candidates(axis)` or `action_set.actions()` and returns `action_set.action(rows)`.
-    """
-
-    def __call__(self, action_set: ActionSet, layouts: Sequence[Layout], /) -> Action:
-        """Return the action to take for operands that come in `layouts`."""
-        ...
-
-
-class Finalize(Protocol):
-    """Called on the action that was picked; returns it or one in its place."""
-
-    def __call__(self, action: Action, /) -> Action:
-        """Return the action to take."""
-        ...
-
-
 @dataclass(frozen=True)
 class ActionSet:
     """What an op offers a solver: rows in order of preference, and the layouts the operands come in."""
@@ -209,7 +190,7 @@ class ActionSet:
     extras: tuple[tuple[str, Any], ...] = ()
     """Arguments of the op that are no tensors, by name."""
     prices: Prices = "published"
-    finalize: Finalize | None = field(default=None, compare=False)
+    finalize: Callable[[Action], Action] | None = field(default=None, compare=False)
     refused: tuple[object, ...] = field(default=(), compare=False)
     """Published rows that are left out because they do not preserve values, and why."""
 
@@ -296,13 +277,21 @@ class ActionSet:
                 )
 
 
+class Solver(Protocol):
+    """Picks one action: reads `action_set.candidates(axis)` or `.actions()`, and returns `action_set.action(rows)`."""
+
+    def __call__(self, action_set: ActionSet, layouts: Sequence[Layout], /) -> Action:
+        """Return the action to take for operands that come in `layouts`."""
+        ...
+
+
 def build_action_set(
     rows: Sequence[AxisAssignment],
     *,
     layouts: Sequence[Layout],
     extras: Mapping[str, Any] | None = None,
     result_shape: Sequence[int] | None = None,
-    finalize: Finalize | None = None,
+    finalize: Callable[[Action], Action] | None = None,
     op: str = "op",
     results: Sequence[Result] | None = None,
     prices: Prices = "published",

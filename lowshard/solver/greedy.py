@@ -14,15 +14,18 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import product
 from math import inf
-from typing import Literal
+from typing import Any, Literal
 
-from lowshard.argument import brief, choice, instance, truth
-from lowshard.errors import BudgetError, PolicyError, ShardingError, SolverError
+from lowshard.argument import brief, choice, instance, items, truth
+from lowshard.bounded import BoundedCache
+from lowshard.errors import BudgetError, LayoutError, PolicyError, ShardingError, SolverError
 from lowshard.layout import Layout
 from lowshard.placement import Partial, Replicated, Sharded
-from lowshard.solver.action import Action, ActionSet, Solver, candidate_table
+from lowshard.solver.action import OPERANDS, Action, ActionSet, Solver, action_set, candidate_table
 from lowshard.solver.assignment import AxisAssignment, replicated_row
 from lowshard.solver.pricing import Candidate
+from lowshard.solver.table import Rules
+from lowshard.solver.table.op_argument import freeze_args, told_apart
 
 _BOUND: ContextVar[tuple[Solver, ...]] = ContextVar("lowshard_solvers", default=())
 
@@ -130,7 +133,7 @@ class GreedyReshard(Bindable):
     def choose(self, action_set: ActionSet) -> tuple[AxisAssignment, ...]:
         """Return the row of each mesh axis."""
         action_set.need_candidates()
-        budget = smallest_budget(action_set)
+        budget = action_set.mesh.smallest_budget_bytes
         if action_set.may_not_commute:
             return self._jointly(action_set, budget)
         # Prices add up over the axes: without a budget the best combination is the best row of each axis.
@@ -282,12 +285,6 @@ def _strongest(action_set: ActionSet, candidates: Sequence[Candidate]) -> list[C
     return sorted(best.values(), key=lambda c: c.row_index)
 
 
-def smallest_budget(action_set: ActionSet) -> float | None:
-    """Return the least memory budget that a device of the mesh has, in bytes, or None."""
-    budget = action_set.mesh.smallest_budget_bytes
-    return None if budget is None else float(budget)
-
-
 def needed_bytes(action_set: ActionSet, rows: Sequence[AxisAssignment]) -> float:
     """Return the bytes that the operands, as the rows need them, take on a device: the mean over the shards."""
     return sum(operand_bytes(action_set, rows))
@@ -322,3 +319,67 @@ def budget_text(action_set: ActionSet, least: Sequence[AxisAssignment], budget: 
 
 def _up(value: float) -> int:
     return -int(-value // 1)
+
+
+def pick(
+    op: str,
+    layouts: Sequence[Layout],
+    *,
+    solver: Solver | None = None,
+    rules: Rules = "extended",
+    **op_args: Any,
+) -> Action:
+    """Return the action a solver picks for an op on operands that come in these layouts.
+
+    Rows that do not hold for the dtypes of the operands are not offered, under either rules. Beyond that itemsizes and
+    extents decide; whether the op takes the dtype at all is checked when it runs. Pure: every rank gets the same action
+    from the same layouts. The picks of a silent GreedyReshard are kept.
+
+    Args:
+        op: name of the op, such as "matmul".
+        layouts: one a tensor operand, in order, all on one mesh.
+        solver: any `(ActionSet, layouts) -> Action`; by default the one bound by `with solver(...)`, else a plain
+            GreedyReshard.
+        rules: as for `action_set`.
+        **op_args: arguments that are no tensors (axis, shape, dims, ...).
+
+    Raises:
+        LayoutError: as `action_set`.
+        SolverError: the solver finds no action (BudgetError, PolicyError: see GreedyReshard), or returns something else
+            than an action of this op on these layouts.
+    """
+    chosen = current_solver() if solver is None else solver
+    if solver is not None:
+        require_solver(solver)
+    operands = items(layouts, OPERANDS, LayoutError)
+    # The one solver known to pick the same from the same layouts, always.
+    if type(chosen) is not GreedyReshard or chosen.on_reshard != "silent":
+        return _checked(chosen(action_set(op, operands, rules, **op_args), operands), op, operands)
+    key = (op, operands, rules, chosen.allow_partial_to_sharded, told_apart(freeze_args(op_args)))
+    try:
+        found = _PICKED.get(key)
+    except TypeError:  # an argument that cannot be hashed
+        return _checked(chosen(action_set(op, operands, rules, **op_args), operands), op, operands)
+    if found is None:
+        found = chosen(action_set(op, operands, rules, **op_args), operands)
+        _PICKED.put(key, found)
+    return found
+
+
+_PICKED = BoundedCache[Any, Action]("picks", 8 << 20, lambda key, action: 1024 + 1536 * len(key[1]))
+
+
+def _checked(found: object, op: str, operands: tuple[Layout, ...]) -> Action:
+    """Return what a solver found, or raise SolverError where it is no action of the op on these operands."""
+    action = instance(found, Action, f"{op}: a solver returns an Action", SolverError)
+    if action.op != op or action.sources != operands:
+        raise SolverError(
+            f"{op}: a solver returns an Action of the ActionSet that it was given, from its action(rows), got one of "
+            f"{action.op} on {', '.join(map(str, action.sources))}"
+        )
+    return action
+
+
+def clear_picks() -> None:
+    """Forget what was picked."""
+    _PICKED.clear()

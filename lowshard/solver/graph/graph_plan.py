@@ -25,6 +25,12 @@ PROVED = 1e-6
 """A plan is called the best where no other can be cheaper by more than this share."""
 
 
+_WRITTEN = (
+    "method", "unit", "price", "bound", "gap", "compute", "moved", "inner", "collectives", "memory_bytes",
+    "peak_bytes", "budget_bytes",
+)  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True)
 class GraphMove:
     """A tensor is brought into another layout before a step; the copy serves every later use of that layout, or that
@@ -213,19 +219,8 @@ class GraphPlan:
         return {
             "graph": self.graph.name,
             "mesh": self.mesh.to_json(),
-            "method": self.method,
-            "unit": self.unit,
-            "price": self.price,
-            "bound": self.bound,
-            "gap": self.gap,
-            "compute": self.compute,
-            "moved": self.moved,
-            "inside_ops": self.inner,
-            "collectives": self.collectives,
+            **{name: getattr(self, name) for name in _WRITTEN},
             "received_bytes": moved_bytes(self),
-            "memory_bytes": list(self.memory_bytes),
-            "peak_bytes": self.peak_bytes,
-            "budget_bytes": self.budget_bytes,
             "why": self.why(),
             "layouts": {info.name: str(x) for info, x in zip(tensors, self.layouts, strict=True)},
             "outputs": {name: str(x) for name, x in self.output_layouts.items()},
@@ -234,17 +229,11 @@ class GraphPlan:
                 for n, a in zip(self.graph.nodes, self.actions, strict=True)
             ],
             "moves": [
-                {
-                    "tensor": tensors[m.tensor].name,
-                    "step": m.step,
-                    "from": str(m.src),
-                    "to": str(m.dst),
-                    "collective": m.collective,
-                    "price": m.price,
-                }
+                {"tensor": tensors[m.tensor].name, "step": m.step, "from": str(m.src), "to": str(m.dst),
+                 "collective": m.collective, "price": m.price}
                 for m in self.moves
             ],
-        }
+        }  # fmt: skip
 
     @cached_property
     def _digest(self) -> str:

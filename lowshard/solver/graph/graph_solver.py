@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil, inf
 from typing import get_args
@@ -11,16 +11,14 @@ from typing import get_args
 from lowshard.argument import brief, choice, instance, real, whole
 from lowshard.cost import ClusterProfile
 from lowshard.errors import BudgetError, DependencyError, LayoutError, MeshError, SolverError
-from lowshard.layout import Layout
 from lowshard.mesh import DeviceMesh
-from lowshard.solver.action import Action, ActionSet, Solver
+from lowshard.solver.action import Solver
 from lowshard.solver.graph.bound_graph import BoundGraph, Graph
 from lowshard.solver.graph.graph_plan import PROVED, GraphMove, GraphPlan, show_bytes
 from lowshard.solver.graph.graph_rates import Objective, Rates, Timing
 from lowshard.solver.graph.program import Program, WayPrices, has_scipy
 from lowshard.solver.graph.space import Assignment, Choice, Schedule, Space, holders, is_feasible, schedule
-from lowshard.solver.greedy import Bindable, GreedyReshard
-from lowshard.solver.pick import pick
+from lowshard.solver.greedy import GreedyReshard, pick
 from lowshard.solver.table import Rules
 
 WAYS_MOST = 4_000
@@ -29,12 +27,12 @@ NO_SCIPY = "op by op, for want of SciPy: pip install 'lowshard[solve]'"
 
 
 @dataclass(frozen=True, slots=True)
-class GraphSolver(Bindable):
+class GraphSolver:
     """Picks the layouts of a whole graph at once: least compute + collectives + redistribution, within the memory.
 
-    `solve` takes a graph and gives it to SciPy's HiGHS; without SciPy it is GreedyReshard's walk, and the plan's
-    `method` says so. As a per-op solver (`pick(..., solver=GraphSolver())`) it takes the action of least seconds.
-    Deterministic. Never worse than GreedyReshard at the same prices.
+    `solve` gives a graph to SciPy's HiGHS. Without SciPy it is GreedyReshard's walk, and the plan's `method` says so.
+    Deterministic but for the time limit: where that may strike, solve on one rank and send the plan to the others.
+    Never worse than GreedyReshard at the same prices.
 
     It chooses among all rows of each op on each mesh axis, also where they make shards without elements. Free inputs
     and weights lie whole or as an op needs them, within a budget cut in any other way too, but never as terms. Replicas
@@ -82,22 +80,6 @@ class GraphSolver(Bindable):
         """The prices it minimises."""
         rates = Rates.of(self.profile) if self.rates is None else self.rates
         return Timing(self.objective, self.profile, rates, self.node_size, self.allow_partial_to_sharded)
-
-    def __call__(self, action_set: ActionSet, layouts: Sequence[Layout], /) -> Action:
-        """Return the action of least price for one op alone, the earliest of equals."""
-        instance(action_set, ActionSet, "a solver picks from an ActionSet", SolverError)
-        action_set.need_candidates()
-        timing = self.timing
-        best: tuple[float, Action] | None = None
-        for action in action_set.actions():
-            moves = sum(timing.move(a, b) for a, b in zip(action.sources, action.inputs, strict=True))
-            price = moves + timing.inner(action.rows, action.inputs[0])
-            price += timing.compute(action.op, dict(action.args), action.inputs, action.outputs)
-            if price != inf and (best is None or price < best[0]):
-                best = price, action
-        if best is None:
-            raise SolverError(f"{action_set.op}: allow_partial_to_sharded=False leaves no action")
-        return best[1]
 
     def solve(
         self,
@@ -156,35 +138,23 @@ class GraphSolver(Bindable):
                 best = _cheaper(best, schedule(some, answer.assignment), budget)
             return min(answer.bound, worth)
 
-        if sum(map(len, space.choices)) <= WAYS_MOST:
+        prices = WayPrices(space) if sum(map(len, space.choices)) > WAYS_MOST else None
+        if prices is None:
             low = solve(space)
-        else:
-            prices = WayPrices(space)
-            low, ranked = prices.low, prices
-            byte_price = low / budget / 64 if budget else 0.0
-            tried = [schedule(space, prices.guess)]
-            while budget and best is None and not is_feasible(tried[-1], budget) and len(tried) < 10:
-                ranked = WayPrices(space, byte_price)
-                byte_price *= 4
-                tried.append(schedule(space, ranked.guess))
+        else:  # first among the ways that look best, then among all that a better plan can have
+            low = prices.low
+            ranked, tried = _cheap_start(space, prices, None if best else budget)
             best = _cheaper(best, tried[-1], budget)
-            # First among the ways that look best, then among all that a better plan can have.
-            for some, most in ((ranked, WAYS_MOST), (prices, WAYS_MOST), (prices, 4 * WAYS_MOST)):
-                reach = inf if best is None else best.price - low
-                above = min(reach, some.above_of(most))
-                if time.monotonic() > end_s or (some is prices and above < reach and most > WAYS_MOST):
-                    break
-                found = solve(some.within(above))
-                if some is prices and above == reach:
-                    low = max(low, found)
-                    break
-            if best is None and budget is not None:
-                leanest = min(tried, key=lambda one: one.peak_bytes)
-                raise self._budget_error(space, leanest, 0.0, budget)
+            solve(ranked.within(ranked.above_of(WAYS_MOST)))
+            reach = inf if best is None else best.price - low
+            if time.monotonic() < end_s and reach <= prices.above_of(4 * WAYS_MOST):
+                low = max(low, solve(prices.within(reach)))
         if best is not None:
             return best, low
         if budget is None:
             raise _no_way(space.graph) if is_infeasible else self._too_late(space)
+        if prices is not None:
+            raise self._budget_error(space, min(tried, key=lambda one: one.peak_bytes), 0.0, budget)
         return self._leanest(space, budget), low
 
     def _leanest(self, space: Space, budget: float) -> Schedule:
@@ -211,16 +181,14 @@ class GraphSolver(Bindable):
         nodes = space.graph.nodes
         where = nodes[step].label if step < len(nodes) else "the end"
         others = ", ".join(f"{space.graph.tensors[t].name} {show_bytes(b)}" for b, t, _ in held[1:4])
-        need = ceil(least.peak_bytes)
-        proved = (
-            "" if need <= ceil(bound * (1 + 1e-4)) else (f" that was found (none below {ceil(bound):,} does)")
-        )
-        info = space.graph.tensors[tensor]
+        info, need = space.graph.tensors[tensor], ceil(least.peak_bytes)
         limit = f"{budget:,.0f} bytes a device on mesh {space.mesh}"
-        said = f"graph {space.graph.name!r} does not fit into {limit}: it needs"
+        said, proved = f"graph {space.graph.name!r} does not fit into {limit}: it needs", ""
+        if need > ceil(bound * (1 + 1e-4)):
+            proved = f" that was found (none below {ceil(bound):,} does)"
         if bound <= budget:  # the search was cut short
             said = (
-                f"graph {space.graph.name!r}: no plan was found within {self.time_limit_s:g} s that fits into {limit}; "
+                f"graph {space.graph.name!r}: within {self.time_limit_s:g} s no plan was found that fits into {limit}; "
                 "raise time_limit_s. The leanest that was found needs"
             )
         return BudgetError(
@@ -313,6 +281,17 @@ def walk(space: Space, solver: Solver) -> Schedule:
         choices.append(choice)
         at.update(zip(node.results, choice.outputs, strict=True))
     return schedule(space, Assignment(leaves, tuple(choices)))
+
+
+def _cheap_start(space: Space, prices: WayPrices, budget: float | None) -> tuple[WayPrices, list[Schedule]]:
+    """Return prices of ways whose guess fits a budget, if that is found, and what was tried, the last one best."""
+    tried = [schedule(space, prices.guess)]
+    byte_price = prices.low / budget / 64 if budget else 0.0
+    while byte_price and not is_feasible(tried[-1], budget) and len(tried) < 10:
+        prices = WayPrices(space, byte_price)
+        tried.append(schedule(space, prices.guess))
+        byte_price *= 4
+    return prices, tried
 
 
 def _cheaper(best: Schedule | None, found: Schedule, budget: float | None) -> Schedule | None:

@@ -320,8 +320,6 @@ def broadcast(call: Call) -> tuple[int, ...]:
 Run = tuple[int, int, int, int]
 """Operand, first index there, first index in the result, length."""
 Inner = tuple[tuple[Collective, float], ...]
-MOST_COUNTED = 1 << 17
-"""Shares of a dim: counting these takes some tenths of a second."""
 
 
 def cutting_sizes(call: Call, dim: int) -> list[int]:
@@ -333,21 +331,10 @@ def cutting_sizes(call: Call, dim: int) -> list[int]:
 
 def shares(extent: int, sizes: Sequence[int], scale: int = 1) -> list[Interval]:
     """Return what each rank has of an extent that mesh axes of these sizes cut, nested, times `scale`."""
-    require_countable(sizes)
     found = [(0, extent)]
     for size in sizes:
         found = [split_interval(part, size, i) for part in found for i in range(size)]
     return [(start * scale, stop * scale) for start, stop in found]
-
-
-def require_countable(sizes: Sequence[int], pieces: int = 1) -> None:
-    """Raise LayoutError where ranks along a dim, times the pieces that each wants, are too many to count one by one."""
-    if prod(sizes) * pieces > MOST_COUNTED:
-        of_each = f" of {pieces:,} pieces each" if pieces > 1 else ""
-        raise LayoutError(
-            f"an exchange along a dim is priced rank by rank, up to {MOST_COUNTED:,} shares in all; mesh axes of sizes "
-            f"{', '.join(map(str, sizes))} have {prod(sizes):,} ranks{of_each}"
-        )
 
 
 def most_received(have: Sequence[Sequence[Interval]], want: Sequence[Interval], runs: Sequence[Run]) -> int:

@@ -24,7 +24,6 @@ from lowshard.solver.table.op_rule import (
     major,
     most_received,
     passing,
-    require_countable,
     row,
     rule,
     shares,
@@ -244,7 +243,6 @@ def split(call: Call) -> Offer:
     rows = [row(S(d), out=S(d)) for d in range(call.ndim()) if d != at]
     if call.extended and min(sizes, default=0) >= 1:
         cut, start, missing = cutting_sizes(call, at), 0, 0
-        require_countable(cut, len(sizes))
         have = shares(extent, cut)
         for n in sizes:
             missing += most_received([have], shares(n, cut), [(0, start, 0, n)])
