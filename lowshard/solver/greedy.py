@@ -1,4 +1,4 @@
-"""The solvers that look at one op: GreedyReshard, NoReshard, PartialsOnly, force_replicated.
+"""pick, and the solvers that look at one op: GreedyReshard, NoReshard, PartialsOnly, force_replicated.
 
 GreedyReshard follows what MAX documents of its own (docs.modular.com, max.experimental.sharding, generation with the
 memory budget on the mesh): every combination of rows over the mesh axes, those within the budget, those the policy

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from lowshard.argument import instance, whole
+from lowshard.argument import instance
 from lowshard.content_hash import text_digest
 from lowshard.cost import ClusterProfile
 from lowshard.errors import LayoutError
@@ -163,8 +163,7 @@ class GraphPlan:
 
     def needed_moves(self, step: int) -> list[GraphMove]:
         """Return the moves that are made before a step."""
-        number = step if type(step) is int else whole(step, "a step is an integer", LayoutError)
-        return self._moves_by_step.get(number, [])
+        return self._moves_by_step.get(step, [])
 
     @cached_property
     def _moves_by_step(self) -> dict[int, list[GraphMove]]:
