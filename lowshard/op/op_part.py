@@ -153,7 +153,6 @@ def _cuts(placement: object, dim: int) -> bool:
     return isinstance(placement, Sharded) and placement.dim == dim
 
 
-Array = Any
 Kernel = Callable[..., Any]
 KERNELS: dict[str, Kernel] = {}
 
@@ -226,9 +225,6 @@ def run_kernel(part: Part, *arrays: Array) -> tuple[Array, ...]:
             converted(part.xp, x, dtypes.get(layout.dtype))
             for x, layout in zip(results, outputs, strict=True)
         )
-
-
-Array = Any
 
 
 @dataclass(frozen=True, slots=True)

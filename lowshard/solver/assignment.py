@@ -16,6 +16,11 @@ from lowshard.mesh import DeviceMesh
 from lowshard.placement import Partial, Placement, Replicated, Sharded
 
 Prices = Literal["published", "volume"]
+"""Two price lists. "published" is that of MAX's GreedyReshard (modular/modular, max.experimental.sharding): bytes of
+the whole tensor, whatever the other mesh axes cut; an all-to-all costs what an all-gather costs; R to P is impossible.
+"volume" is what a rank sends on a ring: bytes of the part that the other mesh axes leave to a group, an all-to-all at
+its true volume. No price of "volume" is above the published one.
+"""
 Collective = Literal[
     "noop",
     "local_slice",

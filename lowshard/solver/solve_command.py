@@ -116,8 +116,8 @@ def run_solve(args: argparse.Namespace) -> int:
     if "greedy" in plans:
         print(f"op by op: {plans['greedy']}", *plans["greedy"].why(), sep="\n  ")
     print("times are of the built-in profile, not of this machine")
-    for name, error in errors.items():
-        print(f"ran {name} on {mesh.size} ranks: equal to the unsharded result within {error:.1e}")
+    for name, largest in errors.items():
+        print(f"ran {name} on {mesh.size} ranks: equal to the unsharded result within {largest:.1e}")
     return 0
 
 

@@ -514,6 +514,14 @@ def test_the_copy_that_an_op_needs_counts_at_every_price(objective: Any) -> None
         GraphSolver(objective=objective, budget_bytes=plan.layout("x").local_bytes(0)).solve(g, TP)
 
 
+def test_a_graph_without_ops_has_a_plan() -> None:
+    for name in ((), ("x",)):
+        g = Graph("no ops")
+        for x in name:
+            g.input(x, (8,))
+        assert GraphSolver(budget_bytes=100).solve(g, TP).price == 0
+
+
 def test_shapes_with_symbols_need_numbers() -> None:
     g = Graph("symbols")
     x = g.input("x", ("tokens", 8), place="R")

@@ -237,8 +237,8 @@ class GraphPlan:
     @cached_property
     def _digest(self) -> str:
         moves = [(m.tensor, m.step, m.src.digest(), m.dst.digest()) for m in self.moves]
-        done = [x.digest() for x in (*self.layouts, *self.actions)]
-        return text_digest(repr((self.graph, done, moves, self.node_size, self.unit))).hex()
+        layouts, actions = [x.digest() for x in self.layouts], [a.digest() for a in self.actions]
+        return text_digest(repr((self.graph, layouts, actions, moves, self.node_size, self.unit))).hex()
 
     def digest(self) -> str:
         """Return 32 hex digits that two plans share exactly when they do the same."""

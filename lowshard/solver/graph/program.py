@@ -65,6 +65,7 @@ class Program:
         self._whole: list[Array] = []
         self._changes: list[list[tuple[Array, Array]]] = [[] for _ in range(space.steps + 2)]
         self._counts_bytes = minimises_peak or budget_bytes is not None
+        self._one_of([0.0])  # so that a graph without tensors has a program
         self._ways = [self._one_of([c.price for c in ways]) for ways in space.choices]
         for step, ways in enumerate(space.choices):
             self._hold(range(step, step + 1), self._ways[step], [c.temporary_bytes for c in ways])

@@ -453,9 +453,6 @@ def subsets(count: int) -> list[tuple[bool, ...]]:
     return [flags for flags in product((False, True), repeat=count) if any(flags)]
 
 
-__all__ = ["Choice", "Family", "Space"]
-
-
 class Move(NamedTuple):
     """A tensor is brought into another layout before a step. Layouts are numbered in the tensor's family."""
 
