@@ -258,7 +258,7 @@ def test_an_explanation_names_moves_prices_and_the_choice() -> None:
     assert "all-reduce a maximum or sums" in inside
     # A refused published row is told of.
     assert "refused: (Sk, Sq)" in pick("gather", [lay((8, 4), R), lay((4,), R)], axis=0).explain()
-    # A pick for another row count has the same text as a fresh one.
+    # A pick that was made before has the same text.
     clear_picks()
     pick("matmul", [lay((64, 8), R), lay((8, 8), R)])
     again = pick("matmul", [lay((128, 8), R), lay((8, 8), R)]).explain()

@@ -103,7 +103,8 @@ class Program:
             return Answer(None, np.inf, True)
         if found.status not in (0, 1):
             raise SolverError(f"HiGHS did not solve the graph: {found.message}")
-        bound = -np.inf if found.mip_dual_bound is None else float(found.mip_dual_bound) * unit
+        low = found.get("mip_dual_bound")
+        bound = -np.inf if low is None else float(low) * unit
         return Answer(None if found.x is None else self._assignment(found.x), bound, False)
 
     def _assignment(self, x: Array) -> Assignment:
