@@ -18,8 +18,7 @@ from lowshard.foreign_array import is_foreign, like, view_of
 from lowshard.kernels.buffer import address_range, is_gpu
 from lowshard.layout import Layout
 from lowshard.mesh import DeviceMesh
-from lowshard.op.op_part import Part, subgroup
-from lowshard.op.op_registry import Array, find_kernel, run_kernel
+from lowshard.op.op_part import Array, Part, find_kernel, run_kernel, subgroup
 from lowshard.placement import Replicated
 from lowshard.redistribute_plan import plan_redistribute
 from lowshard.solver.action import Action, action_set
@@ -215,16 +214,22 @@ def _argument_error(
     refused = dtype_error(action.op, action.sources, action.rows)
     if refused is not None or comm.rank not in action.mesh:
         return refused
-    for k, (operand, layout) in enumerate(zip(operands, action.sources, strict=True)):
-        shape = layout.local_shape(comm.rank)
-        if not isinstance(operand, comm.xp.ndarray):
-            return BufferMismatchError(
-                f"{action.op}: operand {k} is a {comm.xp.__name__} array of {layout.dtype} and shape {shape}, got "
-                f"{type(operand).__name__}"
-            )
-        if tuple(operand.shape) != shape or operand.dtype != layout.numpy_dtype:
-            return BufferMismatchError(
-                f"{action.op}: operand {k} of rank {comm.rank} in {layout} has shape {shape} and dtype "
-                f"{layout.dtype}, got shape {tuple(operand.shape)} and dtype {operand.dtype}"
-            )
-    return None
+    errors = (
+        part_error(f"{action.op}: operand {k}", operand, layout, comm)
+        for k, (operand, layout) in enumerate(zip(operands, action.sources, strict=True))
+    )
+    return next(filter(None, errors), None)
+
+
+def part_error(what: str, part: Any, layout: Layout, comm: Communicator) -> LowshardError | None:
+    """Return what is wrong with this rank's part of an array, or None."""
+    shape = layout.local_shape(comm.rank)
+    if isinstance(part, comm.xp.ndarray) and tuple(part.shape) == shape and part.dtype == layout.numpy_dtype:
+        return None
+    came = (
+        f"shape {tuple(part.shape)} and dtype {part.dtype}" if hasattr(part, "dtype") else type(part).__name__
+    )
+    return BufferMismatchError(
+        f"{what} in {layout} is on rank {comm.rank} a {comm.xp.__name__} array of shape {shape} and dtype "
+        f"{layout.dtype}, got {came}"
+    )

@@ -11,8 +11,7 @@ import numpy as np
 
 from lowshard import dtypes
 from lowshard.kernels.erf import erf
-from lowshard.op.op_part import Part
-from lowshard.op.op_registry import Array, converted, in_accumulator, kernel
+from lowshard.op.op_part import Array, Part, converted, in_accumulator, kernel
 
 _INV_SQRT2 = math.sqrt(0.5)
 

@@ -28,8 +28,8 @@ from lowshard.errors import (
 from lowshard.execute import execute
 from lowshard.foreign_array import is_foreign, like, view_of
 from lowshard.layout import Layout
-from lowshard.op.action_run import compute, kept_apart, unsharded
-from lowshard.op.op_registry import find_kernel
+from lowshard.op.action_run import compute, kept_apart, part_error, unsharded
+from lowshard.op.op_part import find_kernel
 from lowshard.redistribute_plan import plan_redistribute
 from lowshard.solver.graph.bound_graph import BoundGraph
 from lowshard.solver.graph.graph_plan import GraphPlan
@@ -333,18 +333,11 @@ def _input_error(
             return BufferMismatchError(
                 f"graph {graph.name!r} reads {name!r}: pass this rank's part of {layout}"
             )
-        if comm.rank not in mesh:
-            continue
-        part: Any = inputs[name]
-        shape = layout.local_shape(comm.rank)
-        if (
-            not isinstance(part, comm.xp.ndarray)
-            or tuple(part.shape) != shape
-            or part.dtype != layout.numpy_dtype
-        ):
-            came = f"{part.dtype}{list(part.shape)}" if hasattr(part, "dtype") else type(part).__name__
-            return BufferMismatchError(
-                f"graph {graph.name!r}: {name!r} in {layout} is {layout.dtype}{list(shape)} on rank {comm.rank}, got "
-                f"{came}"
-            )
+        wrong = (
+            part_error(f"graph {graph.name!r}: {name!r}", inputs[name], layout, comm)
+            if comm.rank in mesh
+            else None
+        )
+        if wrong is not None:
+            return wrong
     return None

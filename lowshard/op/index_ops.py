@@ -8,9 +8,7 @@ import numpy as np
 
 from lowshard import dtypes
 from lowshard.op.elementwise_ops import sigmoid
-from lowshard.op.op_part import Part
-from lowshard.op.op_registry import Array, converted, in_accumulator, kernel
-from lowshard.op.run_moves import Held, Run, along, exchange
+from lowshard.op.op_part import Array, Held, Part, Run, along, converted, exchange, in_accumulator, kernel
 
 
 def _places(part: Part, indices: Array, extent: int) -> Array:

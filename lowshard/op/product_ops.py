@@ -6,8 +6,7 @@ from itertools import product
 from typing import Any
 
 from lowshard import dtypes
-from lowshard.op.op_part import Part
-from lowshard.op.op_registry import Array, in_accumulator, kernel
+from lowshard.op.op_part import Array, Part, in_accumulator, kernel
 from lowshard.solver.table.product_rules import conv_geometry
 
 

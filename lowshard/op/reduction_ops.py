@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from lowshard.comm.reduction import identity
-from lowshard.op.op_part import Part
-from lowshard.op.op_registry import Array, in_accumulator, kernel
+from lowshard.op.op_part import Array, Part, in_accumulator, kernel
 from lowshard.solver.table.reduction_rules import pool_geometry
 
 

@@ -8,17 +8,9 @@ import numpy as np
 
 from lowshard import dtypes
 from lowshard.box import Interval
-from lowshard.op.op_part import Part
-from lowshard.op.op_registry import Array, converted, in_accumulator, kernel
-from lowshard.op.run_moves import Held, Run, along, exchange
-from lowshard.solver.table.op_rule import Call
-from lowshard.solver.table.reshape_groups import groups, major
-from lowshard.solver.table.shape_rules import (
-    pad_pairs,
-    permutation,
-    piece_sizes,
-    slice_ranges,
-)  # fmt: skip
+from lowshard.op.op_part import Array, Held, Part, Run, along, converted, exchange, in_accumulator, kernel
+from lowshard.solver.table.op_rule import Call, groups, major
+from lowshard.solver.table.shape_rules import pad_pairs, permutation, piece_sizes, slice_ranges  # fmt: skip
 
 
 def _call(part: Part) -> Call:

@@ -12,40 +12,26 @@ from lowshard.solver.action import (
     force_replicated_action_set,
 )
 from lowshard.solver.assignment import AxisAssignment, Result
-from lowshard.solver.context import isolated_solver, solver
 from lowshard.solver.graph import Graph, GraphPlan, GraphSolver, Rates, solve_graph
-from lowshard.solver.greedy import GreedyReshard, NoReshard, PartialsOnly, current_solver, force_replicated
-from lowshard.solver.pick import clear_picks, pick
+from lowshard.solver.greedy import (
+    GreedyReshard,
+    NoReshard,
+    PartialsOnly,
+    clear_picks,
+    current_solver,
+    force_replicated,
+    pick,
+    solver,
+)
 from lowshard.solver.pricing import Candidate
 from lowshard.solver.table import REFUSED
 
 __all__ = [
-    "REFUSED",
-    "Action",
-    "ActionSet",
-    "AxisAssignment",
-    "Candidate",
-    "Graph",
-    "GraphPlan",
-    "GraphSolver",
-    "GreedyReshard",
-    "NoReshard",
-    "PartialsOnly",
-    "Rates",
-    "Reshard",
-    "Result",
-    "Solver",
-    "action_set",
-    "build_action_set",
-    "clear_picks",
-    "current_solver",
-    "force_replicated",
-    "force_replicated_action_set",
-    "isolated_solver",
-    "pick",
-    "solve_graph",
-    "solver",
-]
+    "REFUSED", "Action", "ActionSet", "AxisAssignment", "Candidate", "Graph", "GraphPlan", "GraphSolver",
+    "GreedyReshard", "NoReshard", "PartialsOnly", "Rates", "Reshard", "Result", "Solver", "action_set",
+    "build_action_set", "clear_picks", "current_solver", "force_replicated", "force_replicated_action_set", "pick",
+    "solve_graph", "solver",
+]  # fmt: skip
 
 
 def __dir__() -> list[str]:

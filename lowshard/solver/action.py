@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
@@ -13,32 +12,27 @@ from typing import Any, Protocol, get_args
 from lowshard import dtypes
 from lowshard.argument import as_shape, brief, instance, items, mapping, one_of, truth, whole
 from lowshard.content_hash import text_digest
-from lowshard.errors import LayoutError, PlanError, SolverError
+from lowshard.errors import LayoutError, SolverError
 from lowshard.layout import Layout
 from lowshard.mesh import DeviceMesh
 from lowshard.placement import Placement
-from lowshard.reading import reader
 from lowshard.solver.assignment import (
     HOW,
     AxisAssignment,
+    Collective,
+    Prices,
     Result,
     Style,
-    WrittenRow,
+    collective_of,
     cut_by_others,
     group_bytes,
     one_row_an_axis,
+    price_bytes,
     replicated_row,
 )
 from lowshard.solver.pricing import Candidate, Priced, family_of, price_rows
 from lowshard.solver.table import RULES, Call, Rules, check_names, check_rules, offer
-from lowshard.solver.table.op_argument import (
-    freeze_args,
-    plain_args,
-    read_argument,
-    told_apart,
-    written_argument,
-)
-from lowshard.solver.transition import Collective, Prices, collective_of, price_bytes
+from lowshard.solver.table.op_argument import freeze_args, plain_args, told_apart
 
 OPERANDS = "layouts are a sequence of Layout, one a tensor operand"
 _ROWS = "rows are a sequence of AxisAssignment"
@@ -54,17 +48,6 @@ class Reshard:
     target: Placement
     collective: Collective
     cost_bytes: float
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain data."""
-        return {
-            "operand": self.operand,
-            "mesh_axis": self.mesh_axis,
-            "from": str(self.source),
-            "to": str(self.target),
-            "collective": self.collective,
-            "cost_bytes": self.cost_bytes,
-        }
 
     def __str__(self) -> str:
         return f"{self.mesh_axis}: {self.source} -> {self.target} by {self.collective}, {self.cost_bytes:,.0f} bytes"
@@ -87,23 +70,6 @@ class Action:
     results: tuple[Result, ...]
     prices: Prices = "published"
     action_set: ActionSet | None = field(default=None, repr=False)
-
-    @classmethod
-    def quick(
-        cls,
-        op: str,
-        args: tuple[tuple[str, Any], ...],
-        sources: tuple[Layout, ...],
-        rows: tuple[AxisAssignment, ...],
-        results: tuple[Result, ...],
-        prices: Prices,
-    ) -> Action:
-        """Return the action of these fields; as the constructor does, at a third of the time."""
-        made = cls.__new__(cls)
-        made.__dict__.update(
-            op=op, args=args, sources=sources, rows=rows, results=results, prices=prices, action_set=None
-        )
-        return made
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Action):
@@ -170,30 +136,11 @@ class Action:
         """Return the action as text: operands, what moves, results, and every candidate row with its price."""
         return _explain(self)
 
-    def to_json(self) -> dict[str, Any]:
-        """Return plain data that `from_json` reads back."""
-        return {
-            "op": self.op,
-            "args": [[name, written_argument(value)] for name, value in self.args],
-            "sources": [layout.to_json() for layout in self.sources],
-            "rows": [row.to_json() for row in self.rows],
-            "results": [[list(r.shape), r.dtype] for r in self.results],
-            "prices": self.prices,
-        }
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Action:
-        """Return the action that `to_json` wrote, checked against the rule of its op.
-
-        Raises:
-            PlanError: a field is missing or does not fit, or the rule has no such row.
-        """
-        return _read(data)
-
     @cached_property
     def _digest(self) -> str:
-        text = json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"), default=str)
-        return text_digest(text).hex()
+        layouts = [layout.digest() for layout in self.sources]
+        rows = [(str(row), [(name, float(own)) for name, own in row.inner], row.only) for row in self.rows]
+        return text_digest(repr((self.op, self.args, layouts, rows, self.results, self.prices))).hex()
 
     def digest(self) -> str:
         """Return 32 hex digits that two actions share exactly when they are equal."""
@@ -232,25 +179,6 @@ class Action:
         return found
 
 
-class Solver(Protocol):
-    """Anything that picks one action: `(ActionSet, layouts) -> Action`.
-
-    It reads `action_set.candidates(axis)` or `action_set.actions()` and returns `action_set.action(rows)`.
-    """
-
-    def __call__(self, action_set: ActionSet, layouts: Sequence[Layout], /) -> Action:
-        """Return the action to take for operands that come in `layouts`."""
-        ...
-
-
-class Finalize(Protocol):
-    """Called on the action that was picked; returns it or one in its place."""
-
-    def __call__(self, action: Action, /) -> Action:
-        """Return the action to take."""
-        ...
-
-
 @dataclass(frozen=True)
 class ActionSet:
     """What an op offers a solver: rows in order of preference, and the layouts the operands come in."""
@@ -262,7 +190,7 @@ class ActionSet:
     extras: tuple[tuple[str, Any], ...] = ()
     """Arguments of the op that are no tensors, by name."""
     prices: Prices = "published"
-    finalize: Finalize | None = field(default=None, compare=False)
+    finalize: Callable[[Action], Action] | None = field(default=None, compare=False)
     refused: tuple[object, ...] = field(default=(), compare=False)
     """Published rows that are left out because they do not preserve values, and why."""
 
@@ -290,13 +218,7 @@ class ActionSet:
     def _candidates(self) -> tuple[tuple[Candidate, ...], ...]:
         return tuple(
             tuple(
-                Candidate(
-                    index,
-                    row,
-                    priced.costs[index],
-                    priced.reduces[index],
-                    tuple(m[index][0] for m in priced.moves),
-                )
+                Candidate(index, row, priced.costs[index], priced.reduces[index])
                 for index, row in enumerate(self.axis_assignments)
                 if priced.costs[index] != inf
             )
@@ -355,13 +277,21 @@ class ActionSet:
                 )
 
 
+class Solver(Protocol):
+    """Picks one action: reads `action_set.candidates(axis)` or `.actions()`, and returns `action_set.action(rows)`."""
+
+    def __call__(self, action_set: ActionSet, layouts: Sequence[Layout], /) -> Action:
+        """Return the action to take for operands that come in `layouts`."""
+        ...
+
+
 def build_action_set(
     rows: Sequence[AxisAssignment],
     *,
     layouts: Sequence[Layout],
     extras: Mapping[str, Any] | None = None,
     result_shape: Sequence[int] | None = None,
-    finalize: Finalize | None = None,
+    finalize: Callable[[Action], Action] | None = None,
     op: str = "op",
     results: Sequence[Result] | None = None,
     prices: Prices = "published",
@@ -487,46 +417,6 @@ def action_set(op: str, layouts: Sequence[Layout], rules: Rules = "extended", **
         refused=offered.refused,
         fallback=False,
     )
-
-
-# ---- reading
-
-
-@reader("action", PlanError)
-def _read(
-    op: str,
-    args: tuple[tuple[str, Any], ...],
-    sources: tuple[Layout, ...],
-    rows: tuple[WrittenRow, ...],
-    results: tuple[tuple[tuple[int, ...], str], ...],
-    prices: Prices,
-) -> Action:
-    """Return an action, checked: its rows are those of the op's rule, and its results what the rule gives."""
-    if not sources or any(source.mesh != sources[0].mesh for source in sources):
-        raise PlanError(f"{op}: an action has operands, all on one mesh")
-    made = tuple(Result(shape, dtype) for shape, dtype in results)
-    args = tuple((name, read_argument(name, value)) for name, value in args)
-    action = Action(op, args, sources, tuple(row.assignment() for row in rows), made, prices)
-    one_row_an_axis(action.rows, action.mesh)
-    if op in RULES:
-        _verify_rows(action)
-    _ = action.inputs, action.outputs  # every placement fits the array it is for
-    return action
-
-
-def _verify_rows(action: Action) -> None:
-    """Raise PlanError unless the op's rule offers each row, on its mesh axis, and gives these results."""
-    rules: Rules = "extended" if action.prices == "volume" else "documented"
-    offered = action_set(action.op, action.sources, rules, **dict(action.args))
-    for axis, row in zip(action.mesh.axis_names, action.rows, strict=True):
-        if row not in offered.axis_assignments or (row.only and axis not in row.only):
-            raise PlanError(
-                f"{action.op}: on mesh axis {axis!r} the rule has no row {row} for these operands"
-            )
-    if action.results != offered.results or not offered.commute(action.rows):
-        raise PlanError(
-            f"{action.op}: its rows go together and its results are {offered.results}, got {action.results}"
-        )
 
 
 # ---- as text

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import prod
-from typing import Any, Literal, NamedTuple
+from math import inf, prod
+from typing import Literal, NamedTuple
 
 from lowshard.argument import instance, whole
 from lowshard.bounded import bounded_cache
@@ -13,8 +13,64 @@ from lowshard.dtypes import Kind
 from lowshard.errors import LayoutError
 from lowshard.layout import Layout
 from lowshard.mesh import DeviceMesh
-from lowshard.placement import Partial, Placement, Replicated, Sharded, parse_placement
-from lowshard.solver.transition import Collective, Prices, price_bytes
+from lowshard.placement import Partial, Placement, Replicated, Sharded
+
+Prices = Literal["published", "volume"]
+"""Two price lists. "published" is that of MAX's GreedyReshard (modular/modular, max.experimental.sharding): bytes of
+the whole tensor, whatever the other mesh axes cut; an all-to-all costs what an all-gather costs; R to P is impossible.
+"volume" is what a rank sends on a ring: bytes of the part that the other mesh axes leave to a group, an all-to-all at
+its true volume. No price of "volume" is above the published one.
+"""
+Collective = Literal[
+    "noop",
+    "local_slice",
+    "keep_one_copy",
+    "all_gather",
+    "all_to_all",
+    "all_reduce",
+    "reduce_scatter",
+    "exchange",
+    "infeasible",
+]
+
+
+def collective_of(src: Placement, dst: Placement, prices: Prices = "published") -> Collective:
+    """Return the collective that takes `src` to `dst` on one mesh axis."""
+    # "published" knows no R to P, and does not reduce min, max or prod; "volume" does both.
+    if src == dst:
+        return "noop"
+    if isinstance(src, Partial):
+        if prices == "published" and src.op not in ("sum", "avg"):
+            return "infeasible"
+        if isinstance(dst, Replicated):
+            return "all_reduce"
+        return "reduce_scatter" if isinstance(dst, Sharded) else "infeasible"
+    if isinstance(src, Replicated):
+        if isinstance(dst, Sharded):
+            return "local_slice"
+        return "keep_one_copy" if prices == "volume" else "infeasible"
+    if isinstance(dst, Replicated):
+        return "all_gather"
+    return "all_to_all" if isinstance(dst, Sharded) else "infeasible"
+
+
+def price_bytes(
+    collective: Collective, size: int, tensor_bytes: float, prices: Prices = "published"
+) -> float:
+    """Return the bytes a collective over `size` ranks is priced at; 0 over one rank, infinite if infeasible."""
+    # Ring volumes of B bytes that a group holds together: Thakur, Rabenseifner, Gropp, Optimization of Collective
+    # Communication Operations in MPICH, 2005.
+    if size == 1 or collective in ("noop", "local_slice", "keep_one_copy"):
+        return 0.0
+    if collective == "infeasible":
+        return inf
+    if collective == "exchange":  # B is the busiest rank's bytes times N
+        return tensor_bytes / size
+    ring = tensor_bytes * (size - 1) / size
+    if collective == "all_reduce":
+        return 2 * ring
+    return ring / size if collective == "all_to_all" and prices == "volume" else ring
+
 
 How = Literal["local", "mask", "scale", "statistics", "scan", "pairs", "halo"]
 HOW: dict[str, str] = {
@@ -81,19 +137,6 @@ class AxisAssignment:
             for name, own in self.inner
         )
 
-    def to_json(self) -> dict[str, Any]:
-        """Return plain data, as `WrittenRow` reads it."""
-        out = [str(p) for p in self.output] if isinstance(self.output, tuple) else str(self.output)
-        return {
-            "needs": [str(p) for p in self.needed_inputs],
-            "output": out,
-            "how": self.how,
-            "inner": [[name, float(own)] for name, own in self.inner],
-            "only": list(self.only),
-            "kinds": sorted(self.kinds),
-            "finite_only": self.finite_only,
-        }
-
     def __str__(self) -> str:
         out = ",".join(map(str, self.output)) if isinstance(self.output, tuple) else str(self.output)
         notes: list[str] = [] if self.how == "local" else [self.how]
@@ -111,27 +154,6 @@ class Result(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: str
-
-
-@dataclass(frozen=True)
-class WrittenRow:
-    """A row as it stands in a file."""
-
-    needs: tuple[str, ...]
-    output: str | tuple[str, ...]
-    how: How
-    inner: tuple[tuple[Collective, float], ...]
-    only: tuple[str, ...]
-    kinds: tuple[Kind, ...]
-    finite_only: bool
-
-    def assignment(self) -> AxisAssignment:
-        """Return the row."""
-        needs = tuple(map(parse_placement, self.needs))
-        given = self.output
-        out = parse_placement(given) if isinstance(given, str) else tuple(map(parse_placement, given))
-        kinds = frozenset(self.kinds)
-        return AxisAssignment(needs, out, self.how, self.inner, self.only, kinds, self.finite_only)
 
 
 @bounded_cache(1 << 18)

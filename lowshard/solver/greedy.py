@@ -1,4 +1,4 @@
-"""The solvers that look at one op: GreedyReshard, NoReshard, PartialsOnly, force_replicated.
+"""pick, and the solvers that look at one op: GreedyReshard, NoReshard, PartialsOnly, force_replicated.
 
 GreedyReshard follows what MAX documents of its own (docs.modular.com, max.experimental.sharding, generation with the
 memory budget on the mesh): every combination of rows over the mesh axes, those within the budget, those the policy
@@ -8,21 +8,69 @@ allows, the cheapest, the earliest of equals.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import product
 from math import inf
-from typing import Literal
+from typing import Any, Literal
 
-from lowshard.argument import choice, instance, truth
-from lowshard.errors import BudgetError, PolicyError, ShardingError, SolverError
+from lowshard.argument import brief, choice, instance, items, truth
+from lowshard.bounded import BoundedCache
+from lowshard.errors import BudgetError, LayoutError, PolicyError, ShardingError, SolverError
 from lowshard.layout import Layout
 from lowshard.placement import Partial, Replicated, Sharded
-from lowshard.solver import context
-from lowshard.solver.action import Action, ActionSet, Solver, candidate_table
+from lowshard.solver.action import OPERANDS, Action, ActionSet, Solver, action_set, candidate_table
 from lowshard.solver.assignment import AxisAssignment, replicated_row
-from lowshard.solver.device_budget import budget_text, needed_bytes, smallest_budget
 from lowshard.solver.pricing import Candidate
+from lowshard.solver.table import Rules
+from lowshard.solver.table.op_argument import freeze_args, told_apart
+
+_BOUND: ContextVar[tuple[Solver, ...]] = ContextVar("lowshard_solvers", default=())
+
+
+def require_solver(solver: object) -> None:
+    """Raise SolverError unless something can be called as a solver; a class of solvers is none."""
+    if not callable(solver) or isinstance(solver, type):
+        raise SolverError(
+            f"solver is (ActionSet, layouts) -> Action, such as GreedyReshard(), got {brief(solver)}"
+        )
+
+
+def push(solver: Solver) -> None:
+    """Make a solver the current one, or raise SolverError where it is none."""
+    require_solver(solver)
+    _BOUND.set((*_BOUND.get(), solver))
+
+
+def pop() -> None:
+    """Make the solver before the current one current again."""
+    _BOUND.set(_BOUND.get()[:-1])
+
+
+@contextmanager
+def solver(chosen: Solver) -> Iterator[Solver]:
+    """Use a solver for every pick in the block that names none; also a decorator.
+
+    Any callable `(ActionSet, layouts) -> Action` will do. Bound in a context variable: other threads and tasks keep
+    theirs.
+
+    Raises:
+        SolverError: what was chosen cannot be called.
+    """
+    push(chosen)
+    try:
+        yield chosen
+    finally:
+        pop()
+
+
+def bound_solver() -> Solver | None:
+    """Return the innermost bound solver, or None."""
+    bound = _BOUND.get()
+    return bound[-1] if bound else None
+
 
 OnReshard = Literal["silent", "warn", "raise"]
 _OFFER = "a solver is called with an ActionSet and the layouts of the operands"
@@ -38,11 +86,11 @@ class Bindable:
         raise NotImplementedError
 
     def __enter__(self) -> Bindable:
-        context.push(self)
+        push(self)
         return self
 
     def __exit__(self, *exc: object) -> None:
-        context.pop()
+        pop()
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +133,12 @@ class GreedyReshard(Bindable):
     def choose(self, action_set: ActionSet) -> tuple[AxisAssignment, ...]:
         """Return the row of each mesh axis."""
         action_set.need_candidates()
-        budget = smallest_budget(action_set)
+        budget = action_set.mesh.smallest_budget_bytes
         if action_set.may_not_commute:
             return self._jointly(action_set, budget)
         # Prices add up over the axes: without a budget the best combination is the best row of each axis.
         best: list[AxisAssignment | None] = []
-        for costs, reduces, _ in action_set.priced:
+        for costs, reduces in action_set.priced:
             if not self.allow_partial_to_sharded and True in reduces:
                 costs = [inf if reducing else cost for cost, reducing in zip(costs, reduces, strict=True)]
             least = min(costs)
@@ -181,7 +229,7 @@ def force_replicated(action_set: ActionSet, layouts: Sequence[Layout], /) -> Act
 
 def current_solver() -> Solver:
     """Return the solver that `with solver(...)` bound, or a plain GreedyReshard."""
-    return context.bound_solver() or _DEFAULT
+    return bound_solver() or _DEFAULT
 
 
 _DEFAULT = GreedyReshard()
@@ -235,3 +283,103 @@ def _strongest(action_set: ActionSet, candidates: Sequence[Candidate]) -> list[C
         if key not in best or candidate.cost_bytes < best[key].cost_bytes:
             best[key] = candidate
     return sorted(best.values(), key=lambda c: c.row_index)
+
+
+def needed_bytes(action_set: ActionSet, rows: Sequence[AxisAssignment]) -> float:
+    """Return the bytes that the operands, as the rows need them, take on a device: the mean over the shards."""
+    return sum(operand_bytes(action_set, rows))
+
+
+def operand_bytes(action_set: ActionSet, rows: Sequence[AxisAssignment]) -> list[float]:
+    """Return the bytes of each operand on a device, as the rows need it: the mean over its shards."""
+    found = []
+    for k, layout in enumerate(action_set.layouts):
+        share = float(layout.size_bytes)
+        for row, size in zip(rows, action_set.mesh.shape, strict=True):
+            if isinstance(row.needed_inputs[k], Sharded):
+                share /= size
+        found.append(share)
+    return found
+
+
+def budget_text(action_set: ActionSet, least: Sequence[AxisAssignment], budget: float) -> str:
+    """Return why nothing fits into a budget: the tightest tensor, and the smallest budget that would do."""
+    shares = operand_bytes(action_set, least)
+    tightest = max(range(len(shares)), key=shares.__getitem__)
+    parts = ", ".join(f"operand {k} {share:,.0f}" for k, share in enumerate(shares))
+    needs = ",".join(str(row.needed_inputs[tightest]) for row in least)
+    return (
+        f"no action fits into the memory budget of {budget:,.0f} bytes a device: the operands take "
+        f"{sum(shares):,.0f} bytes at the least ({parts}). The tightest tensor is operand {tightest}, "
+        f"{action_set.layouts[tightest]}: {shares[tightest]:,.0f} bytes a device even as {needs}. The smallest "
+        f"budget that would do is {_up(sum(shares))} bytes: give the mesh "
+        f"memory_budget_bytes_per_device={_up(sum(shares))}, or more ranks"
+    )
+
+
+def _up(value: float) -> int:
+    return -int(-value // 1)
+
+
+def pick(
+    op: str,
+    layouts: Sequence[Layout],
+    *,
+    solver: Solver | None = None,
+    rules: Rules = "extended",
+    **op_args: Any,
+) -> Action:
+    """Return the action a solver picks for an op on operands that come in these layouts.
+
+    Rows that do not hold for the dtypes of the operands are not offered, under either rules. Beyond that itemsizes and
+    extents decide; whether the op takes the dtype at all is checked when it runs. Pure: every rank gets the same action
+    from the same layouts. The picks of a silent GreedyReshard are kept.
+
+    Args:
+        op: name of the op, such as "matmul".
+        layouts: one a tensor operand, in order, all on one mesh.
+        solver: any `(ActionSet, layouts) -> Action`; by default the one bound by `with solver(...)`, else a plain
+            GreedyReshard.
+        rules: as for `action_set`.
+        **op_args: arguments that are no tensors (axis, shape, dims, ...).
+
+    Raises:
+        LayoutError: as `action_set`.
+        SolverError: the solver finds no action (BudgetError, PolicyError: see GreedyReshard), or returns something else
+            than an action of this op on these layouts.
+    """
+    chosen = current_solver() if solver is None else solver
+    if solver is not None:
+        require_solver(solver)
+    operands = items(layouts, OPERANDS, LayoutError)
+    # The one solver known to pick the same from the same layouts, always.
+    if type(chosen) is not GreedyReshard or chosen.on_reshard != "silent":
+        return _checked(chosen(action_set(op, operands, rules, **op_args), operands), op, operands)
+    key = (op, operands, rules, chosen.allow_partial_to_sharded, told_apart(freeze_args(op_args)))
+    try:
+        found = _PICKED.get(key)
+    except TypeError:  # an argument that cannot be hashed
+        return _checked(chosen(action_set(op, operands, rules, **op_args), operands), op, operands)
+    if found is None:
+        found = chosen(action_set(op, operands, rules, **op_args), operands)
+        _PICKED.put(key, found)
+    return found
+
+
+_PICKED = BoundedCache[Any, Action]("picks", 8 << 20, lambda key, action: 1024 + 1536 * len(key[1]))
+
+
+def _checked(found: object, op: str, operands: tuple[Layout, ...]) -> Action:
+    """Return what a solver found, or raise SolverError where it is no action of the op on these operands."""
+    action = instance(found, Action, f"{op}: a solver returns an Action", SolverError)
+    if action.op != op or action.sources != operands:
+        raise SolverError(
+            f"{op}: a solver returns an Action of the ActionSet that it was given, from its action(rows), got one of "
+            f"{action.op} on {', '.join(map(str, action.sources))}"
+        )
+    return action
+
+
+def clear_picks() -> None:
+    """Forget what was picked."""
+    _PICKED.clear()

@@ -10,12 +10,14 @@ from lowshard.layout import Layout
 from lowshard.placement import Partial, Placement, Replicated, Sharded
 from lowshard.solver.assignment import (
     AxisAssignment,
+    Prices,
     Result,
+    collective_of,
     cut_by_others,
     group_bytes,
     is_reduced_to_shards,
+    price_bytes,
 )
-from lowshard.solver.transition import Prices, collective_of, price_bytes
 
 
 class Candidate(NamedTuple):
@@ -27,8 +29,6 @@ class Candidate(NamedTuple):
     cost_bytes: float
     reduces_to_shards: bool
     """A partial operand would become sharded: what `allow_partial_to_sharded` is about."""
-    moves_bytes: tuple[float, ...]
-    """The part of the price that each operand's move makes up; the rest are collectives inside the op."""
 
 
 class Priced(NamedTuple):
@@ -36,8 +36,6 @@ class Priced(NamedTuple):
 
     costs: list[float]
     reduces: list[bool]
-    moves: list[list[tuple[float, bool]]]
-    """For each operand, each row's price and whether P becomes S."""
 
 
 def price_rows(
@@ -45,25 +43,18 @@ def price_rows(
 ) -> tuple[Priced, ...]:
     """Return for each mesh axis every row's price."""
     mesh = layouts[0].mesh
-    placements = [layout.placements for layout in layouts]
-    held_bytes = [group_bytes(layout, prices) for layout in layouts]
-    fits = _Feasibility(layouts, placements, results)
+    pricer = _Pricer(layouts, results, prices)
     columns = list(zip(*[row.needed_inputs for row in rows], strict=True))
     special = [i for i, row in enumerate(rows) if row.only or row.inner]
-    alike = fits.is_roomy and not any(rows[i].only for i in special)
+    alike = pricer.is_roomy and not any(rows[i].only for i in special)
     found = []
     like: dict[object, Priced] = {}
     for axis, size in enumerate(mesh.shape):
-        held = [p[axis] for p in placements]
-        bytes_ = [b[axis] for b in held_bytes]
-        key = (size, *held, *bytes_)
+        key = (size, *[p[axis] for p in pricer.placements], *[b[axis] for b in pricer.bytes])
         if alike and key in like:  # another axis that everything is alike on
             found.append(like[key])
             continue
-        moves = [
-            _moves(held[k], column, size, bytes_[k], fits, k, axis, prices)
-            for k, column in enumerate(columns)
-        ]
+        moves = [pricer.moves(k, axis, column) for k, column in enumerate(columns)]
         if len(moves) == 2:
             costs = [a[0] + b[0] for a, b in zip(*moves, strict=True)]
             reduces = [a[1] or b[1] for a, b in zip(*moves, strict=True)]
@@ -75,20 +66,26 @@ def price_rows(
             wrong = row.only and mesh.axis_names[axis] not in row.only
             inside = row.inner_bytes(size, prices) / cut_by_others(layouts[0], axis)
             costs[i] = inf if wrong else costs[i] + inside
-        if fits.short_results:
-            costs = [c if fits.result(row, axis) else inf for c, row in zip(costs, rows, strict=True)]
-        like[key] = Priced(costs, reduces, moves)
+        if pricer.short_results:
+            costs = [c if pricer.result(row, axis) else inf for c, row in zip(costs, rows, strict=True)]
+        like[key] = Priced(costs, reduces)
         found.append(like[key])
     return tuple(found)
 
 
-class _Feasibility:
-    """Whether a need can be met: the conditions that MAX documents. Shards without elements are never made anew."""
+_FREE = (0.0, False)
+_NEVER = (inf, False)
 
-    def __init__(
-        self, layouts: Sequence[Layout], placements: Sequence[Sequence[Placement]], results: Sequence[Result]
-    ) -> None:
-        self.layouts, self.placements, self.results = layouts, placements, results
+
+class _Pricer:
+    """What moves cost, and whether a need can be met: the conditions that MAX documents. Shards without elements are
+    never made anew.
+    """
+
+    def __init__(self, layouts: Sequence[Layout], results: Sequence[Result], prices: Prices) -> None:
+        self.layouts, self.results, self.prices = layouts, results, prices
+        self.placements = placements = [layout.placements for layout in layouts]
+        self.bytes = [group_bytes(layout, prices) for layout in layouts]
         self.mesh = layouts[0].mesh
         widest = max(self.mesh.shape)
         self.is_roomy = not any(n < self.mesh.size for layout in layouts for n in layout.shape)
@@ -98,11 +95,37 @@ class _Feasibility:
             for a in range(self.mesh.ndim)
         ]
 
-    def need(self, k: int, axis: int, need: Sharded) -> bool:
+    def moves(self, k: int, axis: int, needs: Sequence[Placement]) -> list[tuple[float, bool]]:
+        """Return for each need the price of bringing an operand to it, and whether P becomes S."""
+        # Many rows, few different needs: each is priced once. Rules share their placements, so their identity will
+        # do, which is quicker to look up than their value.
+        known: dict[int, tuple[float, bool]] = {}
+        found = []
+        for need in needs:
+            move = known.get(id(need))
+            if move is None:
+                move = known[id(need)] = self._move(k, axis, need)
+            found.append(move)
+        return found
+
+    def _move(self, k: int, axis: int, need: Placement) -> tuple[float, bool]:
+        have = self.placements[k][axis]
+        if type(have) is type(need):
+            if have == need or (isinstance(have, Sharded) and have.dim == need.dim):  # type: ignore[attr-defined]
+                return _FREE  # of another split rule, the action keeps the operand's
+            if isinstance(have, Partial):
+                return _NEVER
+        if isinstance(need, Sharded):
+            if not self._can_cut(k, axis, need):
+                return _NEVER
+            if isinstance(have, Replicated):
+                return _FREE
+        name = collective_of(have, need, self.prices)
+        price = price_bytes(name, self.mesh.shape[axis], self.bytes[k][axis], self.prices)
+        return price, is_reduced_to_shards(have, need)
+
+    def _can_cut(self, k: int, axis: int, need: Sharded) -> bool:
         layout, dim = self.layouts[k], need.dim
-        held = self.placements[k][axis]
-        if isinstance(held, Sharded) and held.dim == dim:
-            return True
         if dim >= layout.ndim:
             return False
         size, least = self.mesh.shape[axis], layout.shape[dim]
@@ -142,54 +165,3 @@ def family_of(placement: Placement) -> str | None:
     if not isinstance(placement, Partial):
         return None
     return "sum" if placement.op == "avg" else placement.op
-
-
-def _moves(
-    have: Placement,
-    needs: Sequence[Placement],
-    size: int,
-    tensor_bytes: float,
-    fits: _Feasibility,
-    k: int,
-    axis: int,
-    prices: Prices,
-) -> list[tuple[float, bool]]:
-    """Return for each need the price of bringing an operand to it, and whether P becomes S."""
-    # Many rows, few different needs: each is priced once. Rules share their placements, so their identity will do,
-    # which is quicker to look up than their value.
-    known: dict[int, tuple[float, bool]] = {}
-    found = []
-    for need in needs:
-        move = known.get(id(need))
-        if move is None:
-            move = known[id(need)] = _move(have, need, size, tensor_bytes, fits, k, axis, prices)
-        found.append(move)
-    return found
-
-
-def _move(
-    have: Placement,
-    need: Placement,
-    size: int,
-    tensor_bytes: float,
-    fits: _Feasibility,
-    k: int,
-    axis: int,
-    prices: Prices,
-) -> tuple[float, bool]:
-    if type(have) is type(need):
-        if have == need or (isinstance(have, Sharded) and have.dim == need.dim):  # type: ignore[attr-defined]
-            return _FREE  # of another split rule, the action keeps the operand's
-        if isinstance(have, Partial):
-            return _NEVER
-    if isinstance(need, Sharded):
-        if not fits.need(k, axis, need):
-            return _NEVER
-        if isinstance(have, Replicated):
-            return _FREE
-    name = collective_of(have, need, prices)
-    return price_bytes(name, size, tensor_bytes, prices), is_reduced_to_shards(have, need)
-
-
-_FREE = (0.0, False)
-_NEVER = (inf, False)

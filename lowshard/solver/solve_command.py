@@ -7,17 +7,15 @@ import json
 import re
 from collections.abc import Sequence
 from math import prod
-from typing import Any
 
 from lowshard import dtypes
 from lowshard.argument import brief
 from lowshard.errors import LayoutError, MeshError, ShardingError, SolverError
 from lowshard.mesh import DeviceMesh
 from lowshard.placement import MOST_DIGITS
-from lowshard.plain_console import add_json_argument, busy, make_console, put_json
+from lowshard.plain_console import add_json_argument, busy, put_json
 from lowshard.solver.graph.bound_graph import BoundGraph
 from lowshard.solver.graph.graph_file import examples, load_graph
-from lowshard.solver.graph.graph_plan import HEADS, GraphPlan, folded, moved_bytes, rows, summary
 from lowshard.solver.graph.graph_rates import Rates
 from lowshard.solver.graph.graph_solver import GraphSolver, solve_graph
 from lowshard.solver.greedy import GreedyReshard
@@ -42,46 +40,39 @@ def add_solve_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentPar
     parser = subparsers.add_parser(
         "solve", help="layouts for a graph file, greedy beside graph", description=DESCRIPTION, epilog=EPILOG
     )
-    parser.add_argument(
-        "graph", metavar="GRAPH.yaml", help=f"a graph file, or an example: {', '.join(examples())}"
-    )
-    parser.add_argument("--mesh", required=True, metavar="AXIS=N,...", help="the mesh, such as dp=2,tp=4")
-    parser.add_argument(
-        "--budget", metavar="BYTES", help="what a device may hold at any time, such as 40GB or 512MiB"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("graph", metavar="GRAPH.yaml", help=f"a graph file, or an example: {', '.join(examples())}")
+    add("--mesh", required=True, metavar="AXIS=N,...", help="the mesh, such as dp=2,tp=4")
+    add("--budget", metavar="BYTES", help="what a device may hold at any time, such as 40GB or 512MiB")
+    add(
         "--size",
         action="append",
         default=[],
         metavar="NAME=N",
-        help="a number for a symbol in shapes; may be repeated",
+        help="a number for a symbol in shapes; repeated",
     )
-    parser.add_argument("--flops", type=float, metavar="N", help="flops a device does in a second (5e10)")
-    parser.add_argument(
+    add("--flops", type=float, default=5e10, metavar="N", help="flops a device does in a second (5e10)")
+    add(
         "--memory-bandwidth",
         type=float,
+        default=1e10,
         metavar="BYTES",
-        help="bytes a device moves in a second (1e10)",
+        help="bytes a device moves a second (1e10)",
     )
-    parser.add_argument("--node-size", type=int, metavar="N", help="ranks a node; default: all on one")
-    parser.add_argument(
+    add("--node-size", type=int, metavar="N", help="ranks a node; default: all on one")
+    add(
         "--keep-activations",
         action="store_true",
-        help="count every tensor to the end, as a backward pass needs them",
+        help="count tensors to the end, as a backward pass needs them",
     )
-    parser.add_argument(
-        "--no-partial-to-sharded", action="store_true", help="never reduce a partial tensor to shards"
+    add("--no-partial-to-sharded", action="store_true", help="never reduce a partial tensor to shards")
+    add("--rules", choices=("extended", "documented"), default="extended", help="rows that ops offer")
+    add("--time-limit", type=float, default=15.0, metavar="S", help="seconds for HiGHS (15)")
+    add(
+        "--run",
+        action="store_true",
+        help="run the plan on random arrays, a thread a rank, and compare the results",
     )
-    parser.add_argument(
-        "--rules", choices=("extended", "documented"), default="extended", help="rows that ops offer"
-    )
-    parser.add_argument(
-        "--time-limit", type=float, default=15.0, metavar="S", help="seconds for budgets and wide graphs (15)"
-    )
-    parser.add_argument(
-        "--run", action="store_true",
-        help="prove it: run the plan on random arrays, a thread a rank, and compare with the unsharded result",
-    )  # fmt: skip
     add_json_argument(parser)
     parser.set_defaults(func=run_solve)
 
@@ -93,51 +84,40 @@ def run_solve(args: argparse.Namespace) -> int:
     sizes.update(_sizes(args.size, graph.symbols))
     bound = graph.bind(sizes)
     try:
-        solver = _solver(args)
+        solver = GraphSolver(
+            rates=Rates(args.flops, args.memory_bandwidth),
+            budget_bytes=None if args.budget is None else parse_bytes(args.budget),
+            allow_partial_to_sharded=not args.no_partial_to_sharded,
+            keep_activations=args.keep_activations,
+            node_size=args.node_size,
+            time_limit_s=args.time_limit,
+        )
     except SolverError as error:  # an option that cannot be is wrong usage
         raise ShardingError(str(error)) from None
     if args.run:
         _check_size(bound)
     with busy("solve", f"solving {len(bound.nodes)} ops on {mesh}"):
-        plan, greedy, errors = _plans(solver, bound, mesh, args)
-    if not put_json(args.json, lambda: json.dumps(_json(plan, greedy, errors), indent=1)):
-        _show(plan, greedy, errors)
+        plans = {"graph": solver.solve(bound, mesh, rules=args.rules)}
+        try:
+            per_op = GreedyReshard(allow_partial_to_sharded=not args.no_partial_to_sharded)
+            plans["greedy"] = solve_graph(bound, mesh, per_op, rules=args.rules, prices=solver)
+        except SolverError:
+            pass
+        errors: dict[str, float] = {}
+        if args.run:
+            from lowshard.op.graph_run import prove
+
+            errors = {name: prove(plan) for name, plan in plans.items()}
+    told = {"greedy": None, **{name: plan.to_json() for name, plan in plans.items()}}
+    if put_json(args.json, lambda: json.dumps({**told, "largest_error": errors}, indent=1)):
+        return 0
+    print(plans["graph"].explain(_SHOWN))
+    if "greedy" in plans:
+        print(f"op by op: {plans['greedy']}", *plans["greedy"].why(), sep="\n  ")
+    print("times are of the built-in profile, not of this machine")
+    for name, largest in errors.items():
+        print(f"ran {name} on {mesh.size} ranks: equal to the unsharded result within {largest:.1e}")
     return 0
-
-
-def _plans(
-    solver: GraphSolver, bound: BoundGraph, mesh: DeviceMesh, args: argparse.Namespace
-) -> tuple[GraphPlan, GraphPlan | None, dict[str, float]]:
-    """Return the plan, the greedy one if there is one, and with --run how far each is from the unsharded result."""
-    plan = solver.solve(bound, mesh, rules=args.rules)
-    greedy: GraphPlan | None = None
-    try:
-        per_op = GreedyReshard(allow_partial_to_sharded=not args.no_partial_to_sharded)
-        greedy = solve_graph(bound, mesh, per_op, rules=args.rules, prices=solver)
-    except SolverError:
-        pass
-    errors: dict[str, float] = {}
-    if args.run:
-        from lowshard.op.graph_run import prove
-
-        errors["graph"] = prove(plan)
-        if greedy is not None:
-            errors["greedy"] = prove(greedy)
-    return plan, greedy, errors
-
-
-def _solver(args: argparse.Namespace) -> GraphSolver:
-    given = Rates()
-    flops = given.flops_per_s if args.flops is None else args.flops
-    bandwidth = given.memory_bytes_per_s if args.memory_bandwidth is None else args.memory_bandwidth
-    return GraphSolver(
-        rates=Rates(flops, bandwidth),
-        budget_bytes=None if args.budget is None else parse_bytes(args.budget),
-        allow_partial_to_sharded=not args.no_partial_to_sharded,
-        keep_activations=args.keep_activations,
-        node_size=args.node_size,
-        time_limit_s=args.time_limit,
-    )
 
 
 def parse_mesh(text: str) -> DeviceMesh:
@@ -180,62 +160,4 @@ def _check_size(graph: BoundGraph) -> None:
         raise LayoutError(
             f"--run holds all tensors of graph {graph.name!r} in this process: {total / 1e9:.3g} GB, allowed are "
             f"{_RUN_BYTES / 1e9:g}; make it smaller with --size NAME=N"
-        )
-
-
-def _json(plan: GraphPlan, greedy: GraphPlan | None, errors: dict[str, float]) -> dict[str, Any]:
-    return {
-        "graph": _one(plan),
-        "greedy": None if greedy is None else _one(greedy),
-        "largest_error": errors,
-    }
-
-
-def _one(plan: GraphPlan) -> dict[str, Any]:
-    return {
-        "price": plan.price,
-        "unit": plan.unit,
-        "compute": plan.compute,
-        "moves": plan.moved,
-        "inside_ops": plan.inner,
-        "bound": plan.bound,
-        "gap": plan.gap,
-        "method": plan.method,
-        "collectives": plan.collectives,
-        "received_bytes": moved_bytes(plan),
-        "peak_bytes": plan.peak_bytes,
-        "why": plan.why(),
-        "tensors": {
-            i.name: " ".join(f"{a}={p}" for a, p in zip(plan.mesh.axis_names, x.placements, strict=True))
-            for i, x in zip(plan.graph.tensors, plan.layouts, strict=True)
-        },
-        "plan": plan.to_json(),
-    }
-
-
-def _show(plan: GraphPlan, greedy: GraphPlan | None, errors: dict[str, float]) -> None:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    console = make_console()
-    table = Table(box=SIMPLE_HEAD, title=f"{plan.graph.name} on mesh {plan.mesh}", title_justify="left")
-    for head in HEADS:
-        table.add_column(head, overflow="fold")
-    every = folded(rows(plan))
-    for row in every[:_SHOWN]:
-        table.add_row(*row)
-    console.print(table)
-    if len(every) > _SHOWN:
-        console.print(f"... {len(every) - _SHOWN} more tensors; --json has all of them")
-    beside = Table("", "graph", *(["greedy"] if greedy is not None else []), box=SIMPLE_HEAD)
-    other = [value for _, value in summary(greedy)] if greedy is not None else []
-    for i, (label, value) in enumerate(summary(plan)):
-        beside.add_row(label, value, *other[i : i + 1])
-    console.print(beside)
-    for line in plan.why():
-        console.print(line)
-    console.print("times are of the built-in profile, not of this machine")
-    for name, error in errors.items():
-        console.print(
-            f"ran {name} on {plan.mesh.size} ranks: equal to the unsharded result within {error:.1e}"
         )

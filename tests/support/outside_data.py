@@ -32,7 +32,6 @@ from lowshard.reshard import build_reshard_plan
 from lowshard.reshard.dim_sharding import DimSharding
 from lowshard.reshard.tensor_layout import TensorLayout
 from lowshard.rules.golden import parse_dump
-from lowshard.solver import GraphSolver, pick
 from lowshard.solver.graph.graph_file import EXAMPLES, load_graph
 from lowshard.tiling import Tiling
 from lowshard.weights import ShardingStrategy, load_sharded, saved_tilings
@@ -85,30 +84,6 @@ def reshard() -> Any:
     return build_reshard_plan(src, dst)
 
 
-@cache
-def graph_plan() -> Any:
-    """Return the plan of a small graph."""
-    text = {
-        "inputs": {"x": {"shape": [4, 6], "place": "tp=S0"}},
-        "weights": {"up": [6, 8], "down": [8, 6]},
-        "ops": [
-            {"op": "matmul", "in": ["x", "up"], "out": "h"},
-            {"op": "relu", "in": "h", "out": "a"},
-            {"op": "matmul", "in": ["a", "down"], "out": "y"},
-        ],
-        "outputs": {"y": "tp=S0"},
-    }
-    graph, sizes = load_graph(text)
-    return GraphSolver().solve(graph, DeviceMesh((2,), ("tp",)), sizes)
-
-
-def action() -> Any:
-    """Return what a matmul picks."""
-    mesh = DeviceMesh((2,), ("tp",))
-    a, b = Layout(mesh, (4, 6), "float64", (Sharded(1),)), Layout(mesh, (6, 8), "float64", (Sharded(0),))
-    return pick("matmul", [a, b])
-
-
 def index() -> Index:
     """Return the index of two parts in two files."""
     parts = (
@@ -150,8 +125,7 @@ def samples() -> Mapping[str, Any]:
         "outputs": ["x"],
     }
     rule = {"pattern": "**.{q,k}_proj.weight", "strategy": {"axiswise": {"axis": 0}}}
-    plan, redistributed, moves = (
-        plain(graph_plan().to_json()),
+    redistributed, moves = (
         plain(redistribution().to_json()),
         plain(reshard().to_json()),
     )
@@ -172,10 +146,6 @@ def samples() -> Mapping[str, Any]:
         "exchange": redistributed["steps"][0]["exchanges"][0],
         "redistribution plan": redistributed,
         "flat plan": json.loads(flat.to_json()),
-        "action": plain(action().to_json()),
-        "graph": plan["graph"],
-        "move of a graph plan": {"tensor": 0, "step": 1, "from": "f32[4] tp=S0", "to": "f32[4] tp=R", "price": 0.5},
-        "graph plan": plan,
         "graph file": graph,
         "op of a graph": block["ops"][0],
         "block of a graph": block,

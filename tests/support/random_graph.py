@@ -9,8 +9,7 @@ import numpy as np
 from lowshard import DeviceMesh
 from lowshard.cost import OPS, ClusterProfile, Curve, Piece
 from lowshard.solver import Graph, Rates
-from lowshard.solver.graph.graph_schedule import Assignment, schedule
-from lowshard.solver.graph.space import Choice, Space
+from lowshard.solver.graph.space import Assignment, Choice, Space, schedule
 
 Rng = np.random.Generator
 UNARY = (

@@ -9,10 +9,8 @@ import numpy as np
 import pytest
 
 from lowshard import DeviceMesh, LowshardError, Partial, Sharded
-from lowshard.errors import LayoutError
 from lowshard.op import prove
 from lowshard.solver import Graph, GraphSolver, Rates, solve_graph
-from lowshard.solver.graph import bound_graph as limits
 
 TP = DeviceMesh((2,), ("tp",))
 NO_SHAPES: tuple[Any, ...] = (None, 4, "ab", (4.0, 3), (True, 3), (-2, 3), ("a b",), (1 << 63,), (2,) * 33)
@@ -138,20 +136,3 @@ def test_numbers_of_numpy_are_numbers() -> None:
     assert bound.tensors[0].place == "tp=S1"
     assert bound.outputs == ((4, "tp=S0 dp=P"),)
     prove(GraphSolver(budget_bytes=np.int64(10_000)).solve(bound, TP))
-
-
-def test_a_graph_has_a_bound() -> None:
-    g, x = two()
-    for _ in range(limits.OPS_MOST):
-        x = g.pointwise("relu", x)
-    with pytest.raises(LayoutError, match="at most 20,000 ops"):
-        g.pointwise("relu", x)
-    for i in range(limits.SYMBOLS_MOST):
-        g.input(f"s{i}", (f"n{i}",))
-    with pytest.raises(LayoutError, match="at most 1,000 symbols"):
-        g.input("more", ("more",))
-    g = Graph("many")
-    for i in range(limits.TENSORS_MOST):
-        g.weight(f"w{i}", (1,))
-    with pytest.raises(LayoutError, match="at most 100,000 tensors"):
-        g.weight("more", (1,))

@@ -36,7 +36,6 @@ OTHERS = (
     GreedyReshard(allow_partial_to_sharded=True),
     PartialsOnly(),
     force_replicated,
-    GraphSolver().__call__,
 )
 LOOKED_AT_MOST = 20_000
 HURRIED = "raise time_limit_s"

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import json
+import pickle
 import re
 from math import prod
 from typing import Any
 
+import numpy as np
 import pytest
+from support.random_graph import random_graph, random_profile, random_rates
 from support.recorded import oracle
 
 from lowshard import DeviceMesh
-from lowshard.errors import BudgetError, InternalError, LayoutError, SolverError
+from lowshard.errors import BudgetError, DependencyError, LayoutError, SolverError
 from lowshard.op import prove
-from lowshard.solver import Graph, GraphPlan, GraphSolver, GreedyReshard, NoReshard, Rates, pick, solve_graph
+from lowshard.solver import Graph, GraphPlan, GraphSolver, GreedyReshard, NoReshard, Rates, solve_graph
+from lowshard.solver.graph import graph_solver
 from lowshard.solver.graph import space as space_module
-from lowshard.solver.graph.ilp import has_scipy
-from lowshard.solver.graph.network import Network
-from lowshard.solver.graph.pruning import Relaxation
-from lowshard.solver.graph.space import Space
+from lowshard.solver.graph.program import Program, WayPrices
+from lowshard.solver.graph.space import Space, schedule
 from lowshard.solver.table import Rules
 
 TP = DeviceMesh((4,), ("tp",))
@@ -161,8 +163,7 @@ CHAINS = {c["id"]: c for c in oracle("max_greedy")["chains"]}
 
 
 @pytest.mark.parametrize("name", [n for n in CHAINS if n.startswith("optimum")])
-@pytest.mark.parametrize("method", ["dp", "ilp"])
-def test_a_published_whole_graph_optimum(name: str, method: Any) -> None:
+def test_a_published_whole_graph_optimum(name: str) -> None:
     case = CHAINS[name]
     base = CHAINS[name.replace("optimum", "mlp_block").replace("free_final", "documented")]
     axes = base["mesh"]["axes"]
@@ -176,9 +177,7 @@ def test_a_published_whole_graph_optimum(name: str, method: Any) -> None:
     for step in base["steps"]:
         known[step["out"]] = g.op(step["op"], *(known[n] for n in step["inputs"]), name=step["out"])
     mesh = DeviceMesh(base["mesh"]["shape"], axes)
-    solver = GraphSolver(
-        objective="published", allow_partial_to_sharded=case["allow_partial_to_sharded"], method=method
-    )
+    solver = GraphSolver(objective="published", allow_partial_to_sharded=case["allow_partial_to_sharded"])
     plan = solver.solve(g, mesh, rules="documented")
     assert plan.price == case["total_cost_bytes"]
     assert plan.price <= base["total_cost_bytes"]
@@ -298,14 +297,12 @@ def test_the_budget_of_the_mesh_counts() -> None:
 
 
 def test_partials_never_become_shards_when_that_is_off() -> None:
-    for solver in (GraphSolver(allow_partial_to_sharded=False), GraphSolver(method="ilp",
-                   allow_partial_to_sharded=False)):  # fmt: skip
-        for mesh in (TP, DeviceMesh((2, 2), ("dp", "tp"))):
-            plan = solver.solve(block(16, "R"), mesh)
-            prove(plan)
-            for m in plan.moves:
-                pairs = zip(m.src.placements, m.dst.placements, strict=True)
-                assert not any(str(a).startswith("P") and str(b).startswith("S") for a, b in pairs)
+    for mesh in (TP, DeviceMesh((2, 2), ("dp", "tp"))):
+        plan = GraphSolver(allow_partial_to_sharded=False).solve(block(16, "R"), mesh)
+        prove(plan)
+        for m in plan.moves:
+            pairs = zip(m.src.placements, m.dst.placements, strict=True)
+            assert not any(str(a).startswith("P") and str(b).startswith("S") for a, b in pairs)
 
 
 def test_a_moved_copy_serves_every_later_use() -> None:
@@ -328,37 +325,25 @@ def test_the_same_graph_gives_the_same_plan() -> None:
     plans = [GraphSolver(rates=SLOW, budget_bytes=60000).solve(block(32), mesh) for _ in range(2)]
     assert plans[0] == plans[1]
     assert plans[0].digest() == plans[1].digest()
-    again = GraphPlan.from_json(json.loads(json.dumps(plans[0].to_json())))
+    again = pickle.loads(pickle.dumps(plans[0]))  # how it comes to ranks that did not solve it
     assert again == plans[0]
     assert again.digest() == plans[0].digest()
     assert again.price == plans[0].price
     prove(again)
+    assert json.loads(json.dumps(again.to_json()))["layouts"]["x0"] == str(again.layout("x0"))
 
 
-def test_a_plan_of_ops_with_several_results_and_arrays_of_no_dims_is_read_and_proved() -> None:
+def test_a_plan_of_ops_with_several_results_and_arrays_of_no_dims_is_proved() -> None:
     g = Graph("several")
     one = g.op("exp", g.input("one", ()))
     values, places = g.op("top_k", g.input("x", (6,)), k=4, name="best")
     for part in g.op("split", g.op("mul", values, one), sizes=[1, 3]):
         g.output(part)
     g.output(g.op("cast", places, dtype="float32"), place="R")
-    plan = GraphSolver().solve(g, TP)
-    again = GraphPlan.from_json(json.loads(json.dumps(plan.to_json())))
-    assert (again, again.digest()) == (plan, plan.digest())
-    prove(again)
+    prove(GraphSolver().solve(g, TP))
 
 
 # ---- one protocol
-
-
-def test_it_is_a_solver_of_single_ops_too() -> None:
-    from lowshard import Layout, Partial, Replicated, Sharded
-
-    a = Layout(TP, (8, 64), "float32", (Partial("sum"),))
-    action = pick("relu", [a], solver=GraphSolver())
-    assert action.inputs[0].placements == (Sharded(0),)
-    with GraphSolver(allow_partial_to_sharded=False):
-        assert pick("relu", [a]).inputs[0].placements == (Replicated(),)
 
 
 def test_any_per_op_solver_plans_a_graph() -> None:
@@ -369,19 +354,16 @@ def test_any_per_op_solver_plans_a_graph() -> None:
     prove(plan)
 
 
-def test_what_is_too_wide_goes_to_the_integer_program_with_a_bound() -> None:
+def test_a_tensor_of_many_readers_is_moved_once_for_each_layout() -> None:
     g = Graph("wide")
     x = g.input("x", (8, 8), place="tp=P")
-    for i in range(30):  # a table over 30 uses would be too large
+    for i in range(30):
         g.output(g.softmax(x, axis=i % 2, name=f"y{i}"))
     plan = GraphSolver(rates=SLOW).solve(g, TP)
-    assert has_scipy()
     assert plan.gap == 0
     assert plan.method == "integer program"
     assert sorted(m.collective for m in plan.moves) == ["all_to_all", "reduce_scatter"]
     prove(plan)
-    with pytest.raises(SolverError, match="too wide"):
-        GraphSolver(rates=SLOW, method="dp").solve(g, TP)
 
 
 def test_uses_that_are_fixed_are_told_from_uses_with_one_choice() -> None:
@@ -394,10 +376,8 @@ def test_uses_that_are_fixed_are_told_from_uses_with_one_choice() -> None:
     one.output(one.permute(one.input("x", (1,)), (0,), name="y"), place="R")
     for graph, mesh in ((g, DeviceMesh((2,), ("a",))), (one, DeviceMesh((2, 2), ("a", "b")))):
         plan = GraphSolver().solve(graph, mesh)
+        assert plan.gap == 0
         prove(plan)
-        # The tables over all uses of a tensor, which `solve` leaves out where simpler ones prove the plan.
-        space = Space(graph.bind(), mesh, GraphSolver().timing, "extended")
-        assert Network(space).solve()[0] == pytest.approx(plan.price)
 
 
 def one_row(place: str) -> Graph:
@@ -482,13 +462,6 @@ def test_weights_that_ops_need_whole_are_cut_to_fit_a_budget() -> None:
     prove(plan)
 
 
-def test_a_bound_above_a_price_that_was_reached_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = Relaxation.solve
-    monkeypatch.setattr(Relaxation, "solve", lambda self: (1.01 * real(self)[0], real(self)[1]))
-    with pytest.raises(InternalError, match="defect of lowshard"):
-        GraphSolver().solve(mlp(), TP)
-
-
 def test_what_cannot_be_reached_is_said() -> None:
     g = Graph("no way")
     g.output(g.pointwise("relu", g.input("x", (8,), place="tp=S0")), place="tp=P:prod")
@@ -507,11 +480,11 @@ def test_terms_that_nothing_reduces_at_published_prices_are_said(budget_bytes: f
         GraphSolver(objective="published", budget_bytes=budget_bytes).solve(g, TP)
 
 
-def test_what_the_integer_program_proves_impossible_is_not_blamed_on_time() -> None:
+def test_what_is_proved_impossible_is_not_blamed_on_time() -> None:
     g = Graph("no way")
     g.output(g.op("exp", g.input("x", (4,), place="tp=P:min")))
     with pytest.raises(SolverError, match="no layouts lead to the wanted outputs"):
-        GraphSolver(objective="published", method="ilp").solve(g, TP, rules="documented")
+        GraphSolver(objective="published").solve(g, TP, rules="documented")
 
 
 def test_a_bound_that_is_all_rounding_is_no_defect() -> None:
@@ -520,7 +493,7 @@ def test_a_bound_that_is_all_rounding_is_no_defect() -> None:
     g.weight("beside", (6, 5, 2), "int32")
     g.op("concat", x, x, axis=-1)
     mesh = DeviceMesh((2, 2), ("a", "b"))
-    solver = GraphSolver(objective="published", method="dp", allow_partial_to_sharded=False, budget_bytes=300)
+    solver = GraphSolver(objective="published", allow_partial_to_sharded=False, budget_bytes=300)
     plan = solver.solve(g, mesh, rules="documented")
     assert plan.price == 0
     assert plan.peak_bytes <= 300
@@ -539,6 +512,14 @@ def test_the_copy_that_an_op_needs_counts_at_every_price(objective: Any) -> None
     assert least.peak_bytes <= plan.peak_bytes
     with pytest.raises(BudgetError, match="The smallest budget that would do"):
         GraphSolver(objective=objective, budget_bytes=plan.layout("x").local_bytes(0)).solve(g, TP)
+
+
+def test_a_graph_without_ops_has_a_plan() -> None:
+    for name in ((), ("x",)):
+        g = Graph("no ops")
+        for x in name:
+            g.input(x, (8,))
+        assert GraphSolver(budget_bytes=100).solve(g, TP).price == 0
 
 
 def test_shapes_with_symbols_need_numbers() -> None:
@@ -564,9 +545,65 @@ def test_what_is_not_solved_in_time_is_at_least_as_good_as_greedy() -> None:
         )
     g.output(total, place="R")
     mesh = DeviceMesh((2, 2), ("dp", "tp"))
-    hurried = GraphSolver(method="ilp", time_limit_s=1e-3)
+    hurried = GraphSolver(time_limit_s=1e-3)
     greedy = solve_graph(g, mesh, GreedyReshard(allow_partial_to_sharded=True), prices=hurried)
     plan = hurried.solve(g, mesh)
     assert plan.price <= greedy.price
     assert plan.bound <= plan.price
     prove(plan)
+
+
+# ---- graphs of many ways
+
+
+@pytest.mark.parametrize("fits", [None, 0.6])
+def test_a_graph_of_many_ways_is_solved_among_those_that_a_better_plan_can_have(
+    fits: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mesh = DeviceMesh((2, 2), ("dp", "tp"))
+    graph = block(32, "R")
+    budget = None if fits is None else fits * GraphSolver(rates=SLOW).solve(graph, mesh).peak_bytes
+    solver = GraphSolver(rates=SLOW, budget_bytes=budget)
+    whole = solver.solve(graph, mesh)
+    monkeypatch.setattr(graph_solver, "WAYS_MOST", 40)
+    plan = solver.solve(graph, mesh)
+    prove(plan)
+    assert plan.bound <= whole.price * (1 + 1e-9)
+    assert plan.price >= whole.price * (1 - 1e-9)
+    assert budget is None or plan.peak_bytes <= budget
+    assert plan.gap > 0 or plan.price == pytest.approx(whole.price, rel=1e-6)
+
+
+def test_the_prices_of_ways_bound_every_plan_that_has_them(rng: np.random.Generator) -> None:
+    mesh = DeviceMesh((2,), ("tp",))
+    for ops in (2, 3, 4, 5):
+        solver = GraphSolver(random_profile(rng), random_rates(rng))
+        space = Space(random_graph(rng, ops).bind(), mesh, solver.timing, "extended")
+        prices = WayPrices(space)
+        best = Program(space).solve(60).assignment
+        assert best is not None
+        least = schedule(space, best).price
+        assert prices.low <= least * (1 + 1e-9) <= schedule(space, prices.guess).price * (1 + 2e-9)
+        kept = prices.within(least - prices.low + 1e-9 * least)
+        assert all(way in ways for way, ways in zip(best.choices, kept.choices, strict=True))
+        for step, ways in enumerate(space.choices):  # what is left out leads to no better plan
+            for way in ways:
+                if way not in kept.choices[step]:
+                    forced = space.restricted(
+                        [[way] if i == step else w for i, w in enumerate(space.choices)], space.leaf_layouts
+                    )
+                    assert Program(forced).solve(60).bound >= least * (1 - 1e-9)
+
+
+# ---- without SciPy
+
+
+def test_without_scipy_it_is_the_greedy_walk_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graph_solver, "has_scipy", lambda: False)
+    plan = GraphSolver().solve(mlp(), TP)
+    assert plan == solve_graph(mlp(), TP, GreedyReshard(allow_partial_to_sharded=True))
+    assert "lowshard[solve]" in plan.method
+    assert plan.bound == 0
+    assert plan.gap == 1
+    with pytest.raises(DependencyError, match=r"that fits.*lowshard\[solve\]"):
+        GraphSolver(budget_bytes=plan.peak_bytes - 1).solve(mlp(), TP)

@@ -11,11 +11,10 @@ from support.op_samples import SAMPLES
 from support.recorded import oracle
 
 from lowshard import DeviceMesh, Layout, Replicated
-from lowshard.errors import LayoutError, PlanError
+from lowshard.errors import LayoutError
 from lowshard.op import unsharded
-from lowshard.op.op_part import Part
-from lowshard.op.op_registry import KERNELS, run_kernel
-from lowshard.solver import Action, Graph, action_set, pick
+from lowshard.op.op_part import KERNELS, Part, run_kernel
+from lowshard.solver import Graph, action_set, pick
 from lowshard.solver.graph.graph_file import load_graph
 from lowshard.solver.table import RULES, Call, check_names, offer
 
@@ -92,13 +91,6 @@ def test_a_graph_has_no_op_with_an_argument_it_does_not_have() -> None:
     ops = [{"op": "matmul", "in": ["x", "w"], "out": "y", "foo": 3}]
     with pytest.raises(LayoutError, match="matmul has no argument 'foo'"):
         load_graph({"inputs": {"x": [2, 3]}, "weights": {"w": [3, 4]}, "ops": ops, "outputs": ["y"]})
-
-
-def test_no_action_is_read_with_an_argument_its_op_does_not_have() -> None:
-    data = pick("softmax", [X], axis=0).to_json()
-    data["args"] = [["dim", 0]]
-    with pytest.raises((LayoutError, PlanError), match="softmax has no argument 'dim'"):
-        Action.from_json(data)
 
 
 def test_an_op_that_runs_in_the_callers_code_takes_any_argument() -> None:

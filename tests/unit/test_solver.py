@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
+import pickle
 import re
-import subprocess
-import sys
 import warnings
 from collections.abc import Sequence
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,11 +29,10 @@ from lowshard.solver import (
     current_solver,
     force_replicated,
     force_replicated_action_set,
-    isolated_solver,
     pick,
     solver,
 )
-from lowshard.solver.device_budget import needed_bytes
+from lowshard.solver.greedy import needed_bytes
 
 R, P = Replicated(), Partial("sum")
 Rng = np.random.Generator
@@ -262,7 +258,7 @@ def test_an_explanation_names_moves_prices_and_the_choice() -> None:
     assert "all-reduce a maximum or sums" in inside
     # A refused published row is told of.
     assert "refused: (Sk, Sq)" in pick("gather", [lay((8, 4), R), lay((4,), R)], axis=0).explain()
-    # A pick for another row count has the same text as a fresh one.
+    # A pick that was made before has the same text.
     clear_picks()
     pick("matmul", [lay((64, 8), R), lay((8, 8), R)])
     again = pick("matmul", [lay((128, 8), R), lay((8, 8), R)]).explain()
@@ -327,8 +323,6 @@ def test_solvers_are_bound_by_context() -> None:
         assert pick("relu", given).inputs[0].placements == (Sharded(0),)
         with NoReshard(), pytest.raises(SolverError):
             pick("relu", given)
-        with isolated_solver():
-            assert current_solver() == GreedyReshard()
         assert current_solver() is strict
     with pytest.raises(KeyError), solver(strict):
         raise KeyError
@@ -344,11 +338,11 @@ def test_solvers_are_bound_by_context() -> None:
 # ---- values
 
 
-def test_an_action_survives_json(rng: Rng) -> None:
+def test_an_action_survives_a_pickle(rng: Rng) -> None:
     for op in sorted(SAMPLES):
         layouts, args = random_case(rng, op, "extended")
         action = pick(op, layouts, **args)
-        again = Action.from_json(json.loads(json.dumps(action.to_json())))
+        again = pickle.loads(pickle.dumps(action))
         assert again == action
         assert again.digest() == action.digest()
         assert again.inputs == action.inputs
@@ -419,36 +413,6 @@ def test_operands_lie_on_one_mesh() -> None:
 
 
 @pytest.mark.parametrize("rules", ["documented", "extended"])
-def test_a_pick_for_another_row_count_is_the_fresh_one(rules: str, rng: Rng, full: bool) -> None:
-    for _ in range(400 if full else 60):
-        op = str(rng.choice(["matmul", "add", "where", "relu", "softmax", "rms_norm", "sum", "mul"]))
-        layouts, args = random_case(rng, op, rules)
-        flag = GreedyReshard(allow_partial_to_sharded=bool(rng.integers(2)))
-        first = layouts[0].shape[:1]
-        clear_picks()
-        kept, fresh = [], []
-        counts = [int(n) for n in rng.choice([0, 1, 2, 3, 5, 8, 13, 40, 100, 1000, 5000, 10**6], 7)]
-        asked = []
-        for count in counts:
-            moved = [
-                x.with_shape((count, *x.shape[1:]))
-                if first and x.shape[:1] == first and x.ndim == layouts[0].ndim and (op != "matmul" or k == 0)
-                else x
-                for k, x in enumerate(layouts)
-            ]
-            try:
-                kept.append(pick(op, moved, solver=flag, rules=rules, **args))  # type: ignore[arg-type]
-            except (LayoutError, SolverError):
-                continue
-            asked.append(moved)
-        for moved in asked:
-            clear_picks()
-            fresh.append(pick(op, moved, solver=flag, rules=rules, **args))  # type: ignore[arg-type]
-        assert kept == fresh
-        assert [a.cost_bytes for a in kept] == pytest.approx([a.cost_bytes for a in fresh])
-
-
-@pytest.mark.parametrize("rules", ["documented", "extended"])
 def test_a_pick_does_not_depend_on_what_was_picked_before(rules: str, rng: Rng, full: bool) -> None:
     """Every op, over lengths of any dim in random order: kept and fresh picks have the same digest."""
     compared = 0
@@ -479,18 +443,6 @@ def test_a_pick_does_not_depend_on_what_was_picked_before(rules: str, rng: Rng, 
     assert compared > len(SAMPLES)
 
 
-def test_a_pick_is_kept_for_no_row_count_at_which_the_ceiling_rule_leaves_shards_empty() -> None:
-    mesh = DeviceMesh((2, 3), ("a", "b"))
-    for counts in ([1000, *range(2, 50)], [36, 35, 7]):
-        clear_picks()
-        for rows in counts:
-            operands = [
-                Layout.from_spec(mesh, (rows, 3), "int32", (axis, None), split="ceil") for axis in ("b", "a")
-            ]
-            kept = pick("add", operands, rules="documented")
-            assert kept == GreedyReshard()(action_set("add", operands, "documented"), operands)
-
-
 def digest_of(op: str, layouts: Sequence[Layout], args: dict[str, Any], rules: str) -> str | None:
     try:
         return pick(op, layouts, rules=rules, **args).digest()  # type: ignore[arg-type]
@@ -509,45 +461,3 @@ def test_vectors_of_gates_and_arguments_that_compare_equal_are_told_apart() -> N
     assert scaled[0] == scaled[2]
     padded = {pick("pad", [lay((8,), R)], pads=[[1, 1]], value=v).digest() for v in (0, False, 0.0, -0.0)}
     assert len(padded) == 4
-
-
-def test_new_row_counts_do_not_miss(monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-
-    module = sys.modules["lowshard.solver.pick"]
-    weight = lay((512, 512), Sharded(0))
-    clear_picks()
-    assert pick("matmul", [lay((4096, 512), Sharded(1)), weight]).outputs[0].placements == (P,)
-    monkeypatch.setattr(module, "action_set", lambda *a, **k: pytest.fail("a miss"))
-    for rows in (16, 17, 1000, 4095, 10**7):
-        action = pick("matmul", [lay((rows, 512), Sharded(1)), weight])
-        assert action.outputs[0].shape == (rows, 512)
-        assert action.outputs[0].placements == (P,)
-    monkeypatch.undo()
-    # A budget depends on the count: no pattern is kept.
-    mesh = DeviceMesh((4,), ("tp",), 10**6)
-    big = pick("matmul", [lay((10, 512), R, mesh=mesh), lay((512, 64), R, mesh=mesh)])
-    assert big.moves_nothing
-    with pytest.raises(BudgetError):
-        pick("matmul", [lay((10**6, 512), R, mesh=mesh), lay((512, 64), R, mesh=mesh)])
-
-
-@pytest.mark.full_only
-def test_picks_on_meshes_of_the_most_ranks_take_little_time_and_memory_or_are_refused() -> None:
-    ran = subprocess.run(
-        [sys.executable, "-m", "support.huge_meshes"], capture_output=True, text=True, timeout=300, check=False,
-        cwd=Path(__file__).resolve().parents[1],
-    )  # fmt: skip
-    assert ran.returncode == 0, ran.stderr[-2000:]
-    offered, refused = (int(word) for word in re.findall(r"\d+", ran.stdout))
-    assert offered > 10 * refused > 0
-
-
-def test_a_dim_whose_shares_are_too_many_to_count_is_refused_by_name() -> None:
-    mesh = DeviceMesh((1 << 18,), ("dp",))
-    layout = Layout(mesh, (2, 16, 48), "float32", (Sharded(2),))
-    with pytest.raises(LayoutError, match=r"up to 131,072 shares .* sizes 262144 have 262,144 ranks$"):
-        action_set("reshape", [layout], rules="extended", shape=[2, 16, -1, 8])
-    layout = Layout(DeviceMesh((128,), ("dp",)), (3000,), "float32", (Sharded(0),))
-    with pytest.raises(LayoutError, match=r"have 128 ranks of 3,000 pieces each"):
-        action_set("chunk", [layout], rules="extended", chunks=3000, axis=0)

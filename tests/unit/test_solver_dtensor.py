@@ -11,7 +11,7 @@ from support.recorded import oracle_lines
 from lowshard import DeviceMesh, Layout, Partial, Replicated, Sharded
 from lowshard.placement import Placement
 from lowshard.solver import Action, GreedyReshard, NoReshard, pick
-from lowshard.solver.transition import collective_of, price_bytes
+from lowshard.solver.assignment import collective_of, price_bytes
 
 LINES = oracle_lines("dtensor_picks")
 

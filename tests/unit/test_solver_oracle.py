@@ -35,7 +35,16 @@ def codes(lay: Layout) -> list[str]:
 
 def moves(action: Any) -> list[list[dict[str, Any]]]:
     return [
-        [{k: v for k, v in move.to_json().items() if k != "operand"} for move in operand]
+        [
+            {
+                "mesh_axis": m.mesh_axis,
+                "from": str(m.source),
+                "to": str(m.target),
+                "collective": m.collective,
+                "cost_bytes": m.cost_bytes,
+            }
+            for m in operand
+        ]
         for operand in action.reshards
     ]
 

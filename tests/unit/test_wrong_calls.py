@@ -55,7 +55,6 @@ from lowshard.reshard import (
 from lowshard.rules import checkpoint_layouts, load_rules, make_rules, parse_rules
 from lowshard.solver import (
     Graph,
-    GraphPlan,
     GraphSolver,
     GreedyReshard,
     action_set,
@@ -214,12 +213,9 @@ CALLS: dict[str, Prepare] = {
     "Graph.softmax": lambda: added("softmax", 0, axis=1, name="y"),
     "Graph.reshape": lambda: added("reshape", 0, shape=[4, 8], name="y"),
     "Graph.permute": lambda: added("permute", 0, dims=(1, 0), name="y"),
-    "GraphPlan.from_json": lambda: call(
-        GraphPlan.from_json, data=solve_graph(graph(), MESH).to_json(), profile=None
-    ),
     "GraphSolver": lambda: call(
         GraphSolver, profile=PROFILE, objective="volume", budget_bytes=1e9, allow_partial_to_sharded=True,
-        keep_activations=True, node_size=2, method="auto", time_limit_s=1.0,
+        keep_activations=True, node_size=2, time_limit_s=1.0,
     ),
     "solve_graph": lambda: call(
         solve_graph, graph=graph(), mesh=MESH, solver=GreedyReshard(), sizes={}, rules="documented"

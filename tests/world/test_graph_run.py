@@ -110,7 +110,7 @@ def test_wrong_inputs_are_refused_on_every_rank() -> None:
     arrays = random_inputs(plan.graph)
     wrongs: list[tuple[dict[str, Any], str]] = [
         ({n: v for n, v in arrays.items() if n != "b"}, "reads 'b'"),
-        ({**arrays, "a": arrays["a"].astype(np.float64)}, "'a' in .* is float32"),
+        ({**arrays, "a": arrays["a"].astype(np.float64)}, "'a' in .* got shape .* and dtype float64"),
         ({**arrays, "x": None}, "got NoneType"),
     ]
     for wrong, text in wrongs:

@@ -13,11 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 from support import mode, outside_data
-from support.every_plan import any_mesh, short_graph
 from support.moves import random_pair, run_plan
 from support.mutation import mutated, places, spoilt
-from support.op_gate import check, random_action
-from support.op_samples import SAMPLES
 from support.reshard_cases import local_part, random_case
 
 from lowshard import (
@@ -35,13 +32,10 @@ from lowshard.errors import LowshardError, PlanError
 from lowshard.exchange import Exchange
 from lowshard.fsdp import Param
 from lowshard.fsdp.flat_plan import FlatPlan
-from lowshard.op.graph_run import prove
 from lowshard.reading import READERS
 from lowshard.redistribute_plan import Step
 from lowshard.reshard import execute_reshard_plan
 from lowshard.reshard.reshard_plan import ReshardPlan
-from lowshard.solver import Action, GraphPlan, GraphSolver
-from lowshard.solver.table import RULES
 
 CASES = 10_000 if mode.full() else 150
 PLANS = 40
@@ -198,20 +192,6 @@ def run_reshard(plan: ReshardPlan) -> bool:
     return True
 
 
-def test_graph_plans(rng: np.random.Generator) -> None:
-    def run(read: GraphPlan) -> bool:
-        if max(map(math.prod, read.graph.shapes)) > MOST_ELEMS or read.mesh.world_size > MOST_RANKS:
-            return False
-        assert prove(read, tolerance=1e-2) <= 1e-2
-        return True
-
-    plans = [outside_data.graph_plan()]
-    for _ in range(PLANS // 4):
-        mesh = any_mesh(rng)
-        plans.append(GraphSolver().solve(short_graph(rng, 2, mesh), mesh))
-    check_damaged("graph plan", [plan.to_json() for plan in plans], run)
-
-
 def test_flat_plans(rng: np.random.Generator) -> None:
     """Shards that are cut by a plan hold every element of every parameter once, where the plan says."""
 
@@ -239,28 +219,3 @@ def test_flat_plans(rng: np.random.Generator) -> None:
         align = int(rng.choice([1, 2, 32]))
         plans.append(FlatPlan.plan(params, int(rng.integers(1, 5)), align=align))
     check_damaged("flat plan", [json.loads(plan.to_json()) for plan in plans], run)
-
-
-def test_actions(rng: np.random.Generator) -> None:
-    """An action that was read gives what the op gives on whole arrays."""
-
-    def run(action: Action) -> bool:
-        sizes = [math.prod(x.shape) for x in action.sources]
-        if action.mesh.world_size > MOST_RANKS or max(sizes) > MOST_ELEMS:
-            return False
-        arrays = [rng.integers(0, 2, x.shape).astype(x.numpy_dtype) for x in action.sources]
-        try:
-            check(action, rng, arrays, dict(action.args))
-        except LowshardError:  # an op without a kernel here, or none for the dtype
-            return False
-        return True
-
-    actions = [outside_data.action()]
-    while len(actions) < PLANS:
-        op = str(rng.choice(sorted(SAMPLES)))
-        if RULES[op].indices or op == "qmatmul":
-            continue  # whose operands are no numbers of any kind
-        arrays, args = SAMPLES[op](rng)
-        found = random_action(rng, op, arrays, args, "extended")
-        actions += [found] if found is not None and found.mesh.world_size <= 4 else []
-    check_damaged("action", [action.to_json() for action in actions], run)

@@ -10,35 +10,24 @@ from typing import Any, Literal
 
 from lowshard import dtypes
 from lowshard.argument import MOST_ELEMS, brief, instance, items, whole, wholes
-from lowshard.errors import DTypeError, LayoutError, PlanError, ShardingError
+from lowshard.errors import DTypeError, LayoutError, ShardingError
 from lowshard.layout import Layout
 from lowshard.mesh import DeviceMesh
-from lowshard.placement import Replicated
-from lowshard.reading import reader
+from lowshard.placement import Placement, Replicated, Sharded, parse_placement
 from lowshard.solver.assignment import Result
-from lowshard.solver.graph.graph_place import Place, place_on, settled_place, written_place
 from lowshard.solver.table import Call, check_names, find_rule, offer
-from lowshard.solver.table.op_argument import (
-    MOST_ENTRIES,
-    few,
-    freeze_args,
-    plain_argument,
-    read_argument,
-    written_argument,
-)
+from lowshard.solver.table.op_argument import MOST_ENTRIES, few, freeze_args, plain_argument
+
+Place = str | Mapping[str, Placement] | None
+"""\"R\" (replicated), text such as "dp=S0 tp=P", a mapping of mesh axis to placement, or None: the solver chooses."""
 
 Extent = int | str
 """A number, or a symbol such as "tokens", or a product such as "batch*length"."""
 Kind = Literal["input", "weight", "result"]
 
-OPS_MOST = 20_000
-"""Ops of one graph."""
-TENSORS_MOST = 100_000
-"""Inputs, weights and results of one graph."""
-SYMBOLS_MOST = 1_000
-"""Symbols in the shapes of one graph."""
 DIMS_MOST = 32
 _FACTOR = re.compile(r"[A-Za-z_][A-Za-z0-9_.\-]*|[0-9]{1,19}", re.ASCII)
+_PLACE = "a place is 'R' or axis=placement pairs such as 'dp=S0 tp=R', as text or as a mapping, or None"
 _SHAPE = 'a shape is a sequence of extents >= 0 and symbols such as ("tokens", 512)'
 
 
@@ -171,7 +160,7 @@ class Graph:
                 the solver may choose; it does not choose terms of a sum.
 
         Raises:
-            LayoutError: a name that is taken, a shape or a place that cannot be, a graph of too many tensors.
+            LayoutError: a name that is taken, a shape or a place that cannot be.
             DTypeError: an unknown dtype.
         """
         return self._leaf(name, "input", shape, dtype, place)
@@ -209,8 +198,6 @@ class Graph:
         least, most = find_rule(op).operands
         if len(operands) < least or (most is not None and len(operands) > most):
             raise LayoutError(f"{op} takes {least} to {most or 'any number of'} tensors, got {len(operands)}")
-        if len(self._nodes) >= OPS_MOST:
-            raise LayoutError(f"a graph has at most {OPS_MOST:,} ops: graph {self.name!r} would have more")
         taken = tuple(self._index(t) for t in operands)
         check_names(op, args)
         kept = {n: self._argument(op, n, value) for n, value in args.items()}
@@ -359,10 +346,6 @@ class Graph:
         return found
 
     def _add(self, info: Info) -> Tensor:
-        if len(self._tensors) >= TENSORS_MOST:
-            raise LayoutError(
-                f"a graph has at most {TENSORS_MOST:,} tensors: graph {self.name!r} would have more"
-            )
         number = self._numbers[self._name(info.name)] = len(self._tensors)
         self._tensors.append(info)
         return Tensor(number, info.name, self)
@@ -382,8 +365,6 @@ class Graph:
         if len(extent) > 200 or not all(_FACTOR.fullmatch(part) for part in factors):
             raise LayoutError(f'{rule}; a symbol is "tokens", a product "batch*length": got {brief(extent)}')
         self._symbols.update(dict.fromkeys(part for part in factors if not part.isdecimal()))
-        if len(self._symbols) > SYMBOLS_MOST:
-            raise LayoutError(f"a graph has at most {SYMBOLS_MOST:,} symbols: {self.name!r} would have more")
         return extent
 
     def _argument(self, op: str, name: str, value: object) -> Any:
@@ -435,89 +416,55 @@ def _result_count(op: str, operands: int, args: Mapping[str, Any]) -> int:
     return 1
 
 
-# ---- as data
+# ---- places
 
 
-def graph_to_json(graph: BoundGraph) -> dict[str, Any]:
-    """Return plain data."""
-    return {
-        "name": graph.name,
-        "tensors": [
-            {"name": i.name, "kind": i.kind, "shape": list(s), "dtype": d, "place": i.place}
-            for i, s, d in zip(graph.tensors, graph.shapes, graph.dtypes, strict=True)
-        ],
-        "nodes": [
-            {
-                "op": n.op,
-                "operands": list(n.operands),
-                "results": list(n.results),
-                "args": {a: written_argument(v) for a, v in n.args},
-            }
-            for n in graph.nodes
-        ],
-        "outputs": [[t, place] for t, place in graph.outputs],
-    }
+def written_place(place: object) -> str | None:
+    """Return a place as text, axis=placement pairs in order; "R" stays."""
+    if place is None:
+        return None
+    if isinstance(place, str):
+        if place.strip() == "R":
+            return "R"
+        pairs = [(axis, text) for axis, _, text in (token.partition("=") for token in place.split())]
+    else:
+        given = instance(place, Mapping, _PLACE, LayoutError)  # type: ignore[type-abstract]
+        pairs = [(axis, str(p) if isinstance(p, Placement) else p) for axis, p in given.items()]
+    is_said = bool(pairs) or not isinstance(place, str)
+    if not is_said or not all(isinstance(part, str) and part for pair in pairs for part in pair):
+        raise LayoutError(f"{_PLACE}; got {brief(place)}")
+    if len({axis for axis, _ in pairs}) < len(pairs):
+        raise LayoutError(f"a place names each mesh axis once, got {brief(place)}")
+    return " ".join(f"{axis}={_placement(text)}" for axis, text in pairs) or "R"
 
 
-@dataclass(frozen=True)
-class _WrittenTensor:
-    name: str
-    kind: Kind
-    shape: tuple[int, ...]
-    dtype: str
-    place: str | None
+def settled_place(place: str | None, ndim: int, what: str) -> str | None:
+    """Return a place with its dims counted from 0."""
+    if place is None or place == "R":
+        return place
+    found = []
+    for axis, _, text in (token.partition("=") for token in place.split()):
+        placement = _placement(text)
+        if isinstance(placement, Sharded):
+            if not -ndim <= placement.dim < ndim:
+                raise LayoutError(
+                    f"{what} has {ndim} dims, and its place {place!r} cuts dim {placement.dim} over mesh axis {axis!r}"
+                )
+            placement = Sharded(placement.dim % ndim, placement.split)
+        found.append(f"{axis}={placement}")
+    return " ".join(found)
 
 
-@dataclass(frozen=True)
-class _WrittenNode:
-    op: str
-    operands: tuple[int, ...]
-    results: tuple[int, ...]
-    args: Mapping[str, Any]
-
-    def frozen_args(self) -> tuple[tuple[str, Any], ...]:
-        return freeze_args({name: read_argument(name, value) for name, value in self.args.items()})
+def place_on(place: Place, mesh: DeviceMesh) -> str:
+    """Return the axis=placement pairs of a place that are about axes of a mesh: the others are passed over."""
+    text = written_place(place)
+    if text is None or text == "R":
+        return ""
+    return " ".join(token for token in text.split() if token.partition("=")[0] in mesh.axis_names)
 
 
-@reader("graph", PlanError)
-def _read_graph(
-    name: str,
-    tensors: tuple[_WrittenTensor, ...],
-    nodes: tuple[_WrittenNode, ...],
-    outputs: tuple[tuple[int, str | None], ...],
-) -> BoundGraph:
-    graph = BoundGraph(
-        name,
-        tuple(Info(t.name, t.kind, t.shape, t.dtype, t.place) for t in tensors),
-        tuple(Node(n.op, n.operands, n.results, n.frozen_args()) for n in nodes),
-        outputs,
-        tuple(t.shape for t in tensors),
-        tuple(t.dtype for t in tensors),
-    )
-    if _rebuilt(graph) != graph:
-        raise PlanError(f"graph {name!r}: shapes, dtypes and results do not follow from its ops")
-    return graph
-
-
-def _rebuilt(graph: BoundGraph) -> BoundGraph:
-    """Return the graph that the same calls make."""
-    made, left = Graph(graph.name), list(graph.nodes)
-    known: list[Tensor] = []
-    for number, info in enumerate(graph.tensors):
-        if number < len(known):  # a further result of the op before
-            continue
-        if info.kind != "result":
-            add = made.input if info.kind == "input" else made.weight
-            known.append(add(info.name, info.shape or (), info.dtype, info.place))
-        elif left and left[0].results and left[0].results[0] == number:
-            node = left.pop(0)
-            if not all(0 <= t < len(known) for t in node.operands):
-                raise PlanError(f"graph {graph.name!r}: {node.op} reads tensors that are not there by then")
-            base = info.name if len(node.results) == 1 else info.name.removesuffix(".0")
-            results = made.op(node.op, *(known[t] for t in node.operands), name=base, **dict(node.args))
-            known.extend(results if isinstance(results, tuple) else (results,))
-    for tensor, place in graph.outputs:
-        if not 0 <= tensor < len(known):
-            raise PlanError(f"graph {graph.name!r}: there is no tensor {tensor} to be an output")
-        made.output(known[tensor], place)
-    return made.bind()
+def _placement(text: str) -> Placement:
+    try:
+        return parse_placement(text)
+    except ShardingError as error:
+        raise LayoutError(f"{_PLACE}; {error}") from None

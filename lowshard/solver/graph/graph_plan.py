@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
-from lowshard.argument import instance, whole
+from lowshard.argument import instance
 from lowshard.content_hash import text_digest
 from lowshard.cost import ClusterProfile
-from lowshard.errors import LayoutError, PlanError
+from lowshard.errors import LayoutError
 from lowshard.layout import Layout
 from lowshard.mesh import DeviceMesh
-from lowshard.reading import reader
 from lowshard.redistribute_plan import plan_redistribute
 from lowshard.solver.action import Action, aligned
 from lowshard.solver.assignment import HOW
-from lowshard.solver.graph.bound_graph import BoundGraph, graph_to_json
+from lowshard.solver.graph.bound_graph import BoundGraph
 from lowshard.solver.graph.graph_rates import largest_bytes
-from lowshard.solver.table.op_argument import told_apart
 from lowshard.step_search import classify, state_of
 
 PROVED = 1e-6
 """A plan is called the best where no other can be cheaper by more than this share."""
+
+
+_WRITTEN = (
+    "method", "unit", "price", "bound", "gap", "compute", "moved", "inner", "collectives", "memory_bytes",
+    "peak_bytes", "budget_bytes",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,15 +55,6 @@ class GraphMove:
         return self.collective in ("slice", "keep_one")
 
 
-@dataclass(frozen=True, slots=True)
-class Holding:
-    """A tensor, or a copy of it, on the fullest device at its fullest step."""
-
-    name: str
-    layout: Layout
-    bytes: int
-
-
 @dataclass(frozen=True)
 class GraphPlan:
     """A solved graph. `lowshard.op.run_graph` runs it.
@@ -74,7 +68,6 @@ class GraphPlan:
         compute: price of the ops: seconds, or 0 where bytes are minimised.
         inner: price of the collectives inside ops.
         memory_bytes: what the fullest device holds at each op, and after the last.
-        fullest: what that is at the fullest step, the largest first.
         bound: no plan that fits has a smaller price; equal to the price where the plan is proved best, 0 where nothing
             is known.
         unit: "s", or "bytes": then each use of a tensor in another layout makes its own move.
@@ -92,7 +85,6 @@ class GraphPlan:
     compute: float = field(compare=False)
     inner: float = field(compare=False)
     memory_bytes: tuple[int, ...] = field(compare=False)
-    fullest: tuple[Holding, ...] = field(compare=False, repr=False)
     bound: float = field(compare=False)
     unit: str
     method: str = field(compare=False)
@@ -143,13 +135,10 @@ class GraphPlan:
     @cached_property
     def output_layouts(self) -> dict[str, Layout]:
         """Where each output of the graph lies at the end."""
-        steps = len(self.graph.nodes)
-        found = {self.graph.tensors[t].name: self.layouts[t] for t, _ in self.graph.outputs}
-        for t, place in self.graph.outputs:
-            if place is not None:
-                found[self.graph.tensors[t].name] = self.graph.layout(self.mesh, t, place)
-        assert all(0 <= m.step <= steps for m in self.moves)
-        return found
+        return {
+            self.graph.tensors[t].name: self.layouts[t] if p is None else self.graph.layout(self.mesh, t, p)
+            for t, p in self.graph.outputs
+        }
 
     @cached_property
     def _numbers(self) -> dict[str, int]:
@@ -174,8 +163,7 @@ class GraphPlan:
 
     def needed_moves(self, step: int) -> list[GraphMove]:
         """Return the moves that are made before a step."""
-        number = step if type(step) is int else whole(step, "a step is an integer", LayoutError)
-        return self._moves_by_step.get(number, [])
+        return self._moves_by_step.get(step, [])
 
     @cached_property
     def _moves_by_step(self) -> dict[int, list[GraphMove]]:
@@ -185,28 +173,36 @@ class GraphPlan:
         return found
 
     def why(self) -> list[str]:
-        """Return in a line or two what decided: what the time goes to, and whether memory set a limit."""
+        """Return in a few lines what decided: what the time goes to, what is proved, whether memory set a limit."""
         parts = {"compute": self.compute, "moves": self.moved, "collectives inside ops": self.inner}
-        whole = self.price or 1.0
-        shares = ", ".join(f"{n} {100 * v / whole:.0f}%" for n, v in parts.items() if v > 0)
-        lines = [f"{self.method}; {show(self.price, self.unit)}: {shares or 'nothing moves'}"]
+        shares = ", ".join(f"{n} {100 * v / (self.price or 1):.0f}%" for n, v in parts.items() if v > 0)
+        calls = ", ".join(f"{n} {name}" for name, n in sorted(self.collectives.items())) or "none"
+        proof = f"bound {show(self.bound, self.unit)}, gap {100 * self.gap:.2g}%"
         if not self.bound and self.price:
-            lines.append("how much better a plan could be is not known")
-        elif self.gap:
-            lines.append(
-                f"at most {100 * self.gap:.2g}% above the best possible ({show(self.bound, self.unit)})"
-            )
-        else:
-            lines.append("proved: no plan in the solver's space is cheaper by a millionth")
+            proof = "how much better a plan could be is not known"
+        elif not self.gap:
+            proof += ": no plan in the solver's space is cheaper by a millionth"
+        held = f"the fullest device holds {show_bytes(self.peak_bytes)}"
         if self.budget_bytes is not None:
-            lines.append(
-                f"the fullest device holds {show_bytes(self.peak_bytes)} of {show_bytes(self.budget_bytes)}"
-            )
-        return lines
+            over = " (over budget)" if self.peak_bytes > self.budget_bytes else ""
+            held += f" of {show_bytes(self.budget_bytes)}{over}"
+        return [
+            f"found by {self.method}; {show(self.price, self.unit)}: {shares or 'nothing moves'}",
+            proof,
+            f"collectives: {calls}; bytes moved: {show_bytes(moved_bytes(self))}",
+            held,
+        ]
 
-    def explain(self) -> str:
-        """Return the plan as text: every tensor, how it is made, what moves before, its price, and what decided."""
-        return _explain(self)
+    def explain(self, most: int | None = None) -> str:
+        """Return the plan as text: every tensor (or so many rows), how it is made, what moves before, what decided."""
+        every = folded(rows(self))
+        lines = [str(self), *("  " + line for line in self.why()), *aligned([HEADS, *every[:most]])]
+        if most is not None and len(every) > most:
+            lines.append(f"... {len(every) - most} more tensors; --json has all of them")
+        ways = {
+            row.how for a in self.actions for row, n in zip(a.rows, self.mesh.shape, strict=True) if n > 1
+        }
+        return "\n".join([*lines, *(f"[{how}]: {HOW[how]}" for how in sorted(ways - {"local"}))])
 
     def __str__(self) -> str:
         return (
@@ -217,45 +213,32 @@ class GraphPlan:
     # ---- data
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain data that `from_json` reads back (the profile is not part of it)."""
+        """Return plain data for other programs. To ranks that did not solve the graph a plan goes as a pickle."""
+        tensors = self.graph.tensors
         return {
-            "graph": graph_to_json(self.graph),
+            "graph": self.graph.name,
             "mesh": self.mesh.to_json(),
-            "layouts": [str(x) for x in self.layouts],
-            "actions": [a.to_json() for a in self.actions],
+            **{name: getattr(self, name) for name in _WRITTEN},
+            "received_bytes": moved_bytes(self),
+            "why": self.why(),
+            "layouts": {info.name: str(x) for info, x in zip(tensors, self.layouts, strict=True)},
+            "outputs": {name: str(x) for name, x in self.output_layouts.items()},
+            "ops": [
+                {"op": a.op, "results": [tensors[t].name for t in n.results], "rows": list(map(str, a.rows))}
+                for n, a in zip(self.graph.nodes, self.actions, strict=True)
+            ],
             "moves": [
-                {"tensor": m.tensor, "step": m.step, "from": str(m.src), "to": str(m.dst), "price": m.price}
+                {"tensor": tensors[m.tensor].name, "step": m.step, "from": str(m.src), "to": str(m.dst),
+                 "collective": m.collective, "price": m.price}
                 for m in self.moves
             ],
-            "compute": self.compute,
-            "inner": self.inner,
-            "memory_bytes": list(self.memory_bytes),
-            "fullest": [{"name": h.name, "layout": str(h.layout), "bytes": h.bytes} for h in self.fullest],
-            "bound": self.bound,
-            "unit": self.unit,
-            "method": self.method,
-            "budget_bytes": self.budget_bytes,
-            "node_size": self.node_size,
-        }
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any], profile: ClusterProfile | None = None) -> GraphPlan:
-        """Return the plan that `to_json` wrote, checked: every step gets what it needs.
-
-        Raises:
-            PlanError: a field is missing or does not fit.
-        """
-        return replace(_read(data), profile=profile)
+        }  # fmt: skip
 
     @cached_property
     def _digest(self) -> str:
         moves = [(m.tensor, m.step, m.src.digest(), m.dst.digest()) for m in self.moves]
-        parts = [
-            graph_to_json(self.graph), [x.digest() for x in self.layouts], [a.digest() for a in self.actions], moves,
-            self.node_size, self.unit,
-        ]  # fmt: skip
-        text = json.dumps(parts, sort_keys=True, separators=(",", ":"))
-        return text_digest(text).hex()
+        layouts, actions = [x.digest() for x in self.layouts], [a.digest() for a in self.actions]
+        return text_digest(repr((self.graph, layouts, actions, moves, self.node_size, self.unit))).hex()
 
     def digest(self) -> str:
         """Return 32 hex digits that two plans share exactly when they do the same."""
@@ -278,118 +261,6 @@ def show_bytes(value: float) -> str:
         if value >= scale:
             return f"{value / scale:.4g} {name}"
     return f"{value:.0f} bytes"
-
-
-# ---- reading
-
-
-@dataclass(frozen=True)
-class _WrittenMove:
-    tensor: int
-    step: int
-    src: str
-    dst: str
-    price: float
-
-
-@reader("move of a graph plan", PlanError)
-def _read_move(tensor: int, step: int, from_: str, to: str, price: float) -> _WrittenMove:
-    return _WrittenMove(tensor, step, from_, to, price)
-
-
-@dataclass(frozen=True)
-class _WrittenHolding:
-    name: str
-    layout: str
-    bytes: int
-
-
-@reader("graph plan", PlanError)
-def _read(
-    graph: BoundGraph,
-    mesh: DeviceMesh,
-    layouts: tuple[str, ...],
-    actions: tuple[Action, ...],
-    moves: tuple[_WrittenMove, ...],
-    compute: float,
-    inner: float,
-    memory_bytes: tuple[int, ...],
-    fullest: tuple[_WrittenHolding, ...],
-    bound: float,
-    unit: Literal["s", "bytes"],
-    method: str,
-    budget_bytes: float | None,
-    node_size: int | None,
-) -> GraphPlan:
-    """Return a plan, checked: every step gets what it needs, from where the tensor is."""
-    plan = GraphPlan(
-        graph,
-        mesh,
-        tuple(Layout.parse(mesh, text) for text in layouts),
-        actions,
-        tuple(
-            GraphMove(m.tensor, m.step, Layout.parse(mesh, m.src), Layout.parse(mesh, m.dst), m.price)
-            for m in moves
-        ),
-        compute,
-        inner,
-        memory_bytes,
-        tuple(Holding(h.name, Layout.parse(mesh, h.layout), h.bytes) for h in fullest),
-        bound,
-        unit,
-        method,
-        budget_bytes,
-        None,
-        node_size,
-    )
-    _verify_plan(plan)
-    return plan
-
-
-def _verify_plan(plan: GraphPlan) -> None:
-    graph, steps = plan.graph, len(plan.graph.nodes)
-    if (len(plan.layouts), len(plan.actions), len(plan.memory_bytes)) != (
-        len(graph.tensors),
-        steps,
-        steps + 1,
-    ):
-        raise PlanError("a graph plan has a layout a tensor, an action an op, and the memory of each step")
-    prices = (plan.compute, plan.inner, plan.bound, *(m.price for m in plan.moves), *plan.memory_bytes)
-    if min(prices) < 0 or (plan.node_size is not None and plan.node_size < 1):
-        raise PlanError("prices, bytes and node_size of a graph plan are not negative")
-    for t, layout in enumerate(plan.layouts):
-        _is_of(plan, t, layout)
-    for step, (node, action) in enumerate(zip(graph.nodes, plan.actions, strict=True)):
-        same_args = told_apart(action.args) == told_apart(node.args)
-        if not same_args or (action.op, len(action.sources)) != (node.op, len(node.operands)):
-            raise PlanError(f"step {step} is {node.label}, its action is of {action.op}")
-        for t, source in zip(node.operands, action.sources, strict=True):
-            _is_of(plan, t, source)
-        if not action.moves_nothing or action.outputs != tuple(plan.layouts[t] for t in node.results):
-            raise PlanError(
-                f"step {step}, {node.label}: its action takes its operands as they come and leaves its results in "
-                f"{[str(plan.layouts[t]) for t in node.results]}; got {action}"
-            )
-    held = [{layout} for layout in plan.layouts]
-    made = {t: step for step, node in enumerate(graph.nodes) for t in node.results}
-    for move in sorted(plan.moves, key=lambda m: m.step):
-        if not 0 <= move.tensor < len(held) or not made.get(move.tensor, -1) < move.step <= steps:
-            raise PlanError(f"a move is of a tensor that is there, before a step; got {move}")
-        _is_of(plan, move.tensor, move.dst)
-        if move.src not in held[move.tensor]:
-            raise PlanError(f"tensor {graph.tensors[move.tensor].name!r} does not lie in {move.src} by then")
-        held[move.tensor].add(move.dst)
-    _ = plan.output_layouts  # the places of outputs fit
-
-
-def _is_of(plan: GraphPlan, tensor: int, layout: Layout) -> None:
-    """Raise PlanError unless a layout is one of a tensor of the graph on the plan's mesh."""
-    wanted = (plan.mesh, plan.graph.shapes[tensor], plan.graph.dtypes[tensor])
-    if (layout.mesh, layout.shape, layout.dtype) != wanted:
-        raise PlanError(
-            f"tensor {plan.graph.tensors[tensor].name!r} is {wanted[2]}{list(wanted[1])} on mesh {plan.mesh}, got "
-            f"{layout} on mesh {layout.mesh}"
-        )
 
 
 # ---- as text
@@ -436,23 +307,6 @@ def folded(every: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
     ]
 
 
-def summary(plan: GraphPlan) -> list[tuple[str, str]]:
-    """Return what a plan comes to: label and value."""
-    moved = [m for m in plan.moves if not m.is_local]
-    calls = ", ".join(f"{n} {name}" for name, n in sorted(plan.collectives.items())) or "none"
-    over = plan.budget_bytes is not None and plan.peak_bytes > plan.budget_bytes
-    return [
-        ("price", show(plan.price, plan.unit)),
-        ("compute", show(plan.compute, plan.unit)),
-        ("moves", f"{show(plan.moved, plan.unit)} in {len(moved)}"),
-        ("inside ops", show(plan.inner, plan.unit)),
-        ("collectives", calls),
-        ("bytes moved", show_bytes(moved_bytes(plan))),
-        ("peak a device", show_bytes(plan.peak_bytes) + (" (over budget)" if over else "")),
-        ("found by", plan.method),
-    ]
-
-
 def moved_bytes(plan: GraphPlan) -> float:
     """Return the bytes that the moves bring to the rank that receives most of each, added up."""
     known: dict[tuple[object, object], int] = {}
@@ -464,24 +318,6 @@ def moved_bytes(plan: GraphPlan) -> float:
             known[key] = max(route.received_bytes(rank) for rank in plan.mesh.ranks)
         total += known[key]
     return total
-
-
-def _explain(plan: GraphPlan) -> str:
-    """Return a plan as text of several lines."""
-    lines = [str(plan), *("  " + line for line in plan.why())]
-    lines += aligned([HEADS, *rows(plan)])
-    ways = {row.how for a in plan.actions for row, n in zip(a.rows, plan.mesh.shape, strict=True) if n > 1}
-    lines += [f"[{how}]: {HOW[how]}" for how in sorted(ways - {"local"})]
-    lines.append(f"fullest: {_fullest(plan)}")
-    return "\n".join(lines)
-
-
-def _fullest(plan: GraphPlan) -> str:
-    step = max(range(len(plan.memory_bytes)), key=plan.memory_bytes.__getitem__)
-    nodes = plan.graph.nodes
-    where = plan.graph.tensors[nodes[step].results[0]].name if step < len(nodes) else "the end"
-    held = ", ".join(f"{h.name} {show_bytes(h.bytes)}" for h in plan.fullest[:4])
-    return f"{show_bytes(plan.peak_bytes)} a device at {where}: {held}"
 
 
 def _move_text(plan: GraphPlan, move: GraphMove) -> str:

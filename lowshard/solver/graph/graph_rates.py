@@ -19,8 +19,14 @@ from lowshard.layout import Layout
 from lowshard.mesh import DeviceMesh
 from lowshard.placement import Partial, Sharded
 from lowshard.redistribute_plan import predict_redistribute
-from lowshard.solver.assignment import AxisAssignment, cut_by_others, group_bytes
-from lowshard.solver.transition import Prices, collective_of, price_bytes
+from lowshard.solver.assignment import (
+    AxisAssignment,
+    Prices,
+    collective_of,
+    cut_by_others,
+    group_bytes,
+    price_bytes,
+)
 from lowshard.step_cost import prices_of
 
 Objective = Literal["seconds", "volume", "published"]
@@ -146,10 +152,7 @@ def largest_bytes(layout: Layout) -> int:
 
 
 def op_flops(
-    op: str,
-    args: Mapping[str, Any],
-    inputs: Sequence[tuple[int, ...]],
-    outputs: Sequence[tuple[int, ...]],
+    op: str, args: Mapping[str, Any], inputs: Sequence[tuple[int, ...]], outputs: Sequence[tuple[int, ...]]
 ) -> float:
     """Return the floating-point operations of an op on local shapes: 2 a multiply-add, 1 an element elsewhere."""
     if op == "matmul":

@@ -3,49 +3,36 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil, inf
-from typing import Literal, get_args
+from typing import get_args
 
 from lowshard.argument import brief, choice, instance, real, whole
 from lowshard.cost import ClusterProfile
-from lowshard.errors import BudgetError, InternalError, LayoutError, MeshError, SolverError
-from lowshard.layout import Layout
+from lowshard.errors import BudgetError, DependencyError, LayoutError, MeshError, SolverError
 from lowshard.mesh import DeviceMesh
-from lowshard.solver.action import Action, ActionSet, Solver
+from lowshard.solver.action import Solver
 from lowshard.solver.graph.bound_graph import BoundGraph, Graph
-from lowshard.solver.graph.elimination import BIG, TooWideError
-from lowshard.solver.graph.graph_plan import PROVED, GraphMove, GraphPlan, Holding, show_bytes
+from lowshard.solver.graph.graph_plan import PROVED, GraphMove, GraphPlan, show_bytes
 from lowshard.solver.graph.graph_rates import Objective, Rates, Timing
-from lowshard.solver.graph.graph_schedule import (
-    Assignment,
-    Schedule,
-    holders,
-    is_feasible,
-    schedule,
-    space_of,
-)
-from lowshard.solver.graph.ilp import COLUMNS_MOST, IntegerProgram, has_scipy
-from lowshard.solver.graph.memory_prices import fit, least_peak
-from lowshard.solver.graph.network import Network
-from lowshard.solver.graph.pruning import Relaxation
-from lowshard.solver.graph.space import Choice, Space
-from lowshard.solver.greedy import Bindable, GreedyReshard
-from lowshard.solver.pick import pick
+from lowshard.solver.graph.program import Program, WayPrices, has_scipy
+from lowshard.solver.graph.space import Assignment, Choice, Schedule, Space, holders, is_feasible, schedule
+from lowshard.solver.greedy import GreedyReshard, pick
 from lowshard.solver.table import Rules
 
-Method = Literal["auto", "dp", "ilp"]
-_NOTHING = 1e-12
-"""Seconds or bytes that are rounding beside every price, where the price is 0."""
+WAYS_MOST = 4_000
+"""Of all ops together that go to HiGHS at once; of more the best go first."""
+NO_SCIPY = "op by op, for want of SciPy: pip install 'lowshard[solve]'"
 
 
 @dataclass(frozen=True, slots=True)
-class GraphSolver(Bindable):
+class GraphSolver:
     """Picks the layouts of a whole graph at once: least compute + collectives + redistribution, within the memory.
 
-    `solve` takes a graph. As a per-op solver (`pick(..., solver=GraphSolver())`) it takes the action of least seconds.
-    Deterministic. Never worse than GreedyReshard at the same prices.
+    `solve` gives a graph to SciPy's HiGHS. Without SciPy it is GreedyReshard's walk, and the plan's `method` says so.
+    Deterministic but for the time limit: where that may strike, solve on one rank and send the plan to the others.
+    Never worse than GreedyReshard at the same prices.
 
     It chooses among all rows of each op on each mesh axis, also where they make shards without elements. Free inputs
     and weights lie whole or as an op needs them, within a budget cut in any other way too, but never as terms. Replicas
@@ -60,9 +47,7 @@ class GraphSolver(Bindable):
         allow_partial_to_sharded: whether a partial tensor may be reduced to shards.
         keep_activations: inputs and results stay to the end, as a backward pass needs them.
         node_size: ranks a node; None for one node.
-        method: "dp" (elimination: exact, whatever is narrow), "ilp" (HiGHS), or "auto": dp, and ilp for what is too
-            wide and to close the gap that a binding budget leaves.
-        time_limit_s: for the search within budgets and for ilp. What is found by then is returned with its gap.
+        time_limit_s: for HiGHS. What is found by then is returned with its gap.
     """
 
     profile: ClusterProfile | None = None
@@ -72,13 +57,11 @@ class GraphSolver(Bindable):
     allow_partial_to_sharded: bool = True
     keep_activations: bool = False
     node_size: int | None = None
-    method: Method = "auto"
     time_limit_s: float = 15.0
 
     def __post_init__(self) -> None:
         rule = "objective is 'seconds', 'volume' or 'published'"
         choice(self.objective, get_args(Objective), rule, SolverError)
-        choice(self.method, get_args(Method), "method is 'auto', 'dp' or 'ilp'", SolverError)
         if self.profile is not None:
             instance(self.profile, ClusterProfile, "profile is a ClusterProfile or None", SolverError)
         if self.rates is not None:
@@ -98,22 +81,6 @@ class GraphSolver(Bindable):
         rates = Rates.of(self.profile) if self.rates is None else self.rates
         return Timing(self.objective, self.profile, rates, self.node_size, self.allow_partial_to_sharded)
 
-    def __call__(self, action_set: ActionSet, layouts: Sequence[Layout], /) -> Action:
-        """Return the action of least price for one op alone, the earliest of equals."""
-        instance(action_set, ActionSet, "a solver picks from an ActionSet", SolverError)
-        action_set.need_candidates()
-        timing = self.timing
-        best: tuple[float, Action] | None = None
-        for action in action_set.actions():
-            moves = sum(timing.move(a, b) for a, b in zip(action.sources, action.inputs, strict=True))
-            price = moves + timing.inner(action.rows, action.inputs[0])
-            price += timing.compute(action.op, dict(action.args), action.inputs, action.outputs)
-            if price != inf and (best is None or price < best[0]):
-                best = price, action
-        if best is None:
-            raise SolverError(f"{action_set.op}: allow_partial_to_sharded=False leaves no action")
-        return best[1]
-
     def solve(
         self,
         graph: Graph | BoundGraph,
@@ -121,7 +88,7 @@ class GraphSolver(Bindable):
         sizes: Mapping[str, int] | None = None,
         rules: Rules = "extended",
     ) -> GraphPlan:
-        """Return the best plan for a graph on a mesh.
+        """Return the best plan for a graph on a mesh that is found in time.
 
         Args:
             graph: the graph.
@@ -133,151 +100,79 @@ class GraphSolver(Bindable):
             LayoutError: a symbol without a number, or shapes that do not fit.
             SolverError: an op has no row that can be used on this mesh, or nothing leads to a wanted layout.
             BudgetError: nothing fits; it names the tightest tensor and the smallest budget that would do.
-            DependencyError: the graph is too wide for dynamic programming, and SciPy is not installed.
+            DependencyError: SciPy is not installed, and GreedyReshard finds no plan, or none that fits.
         """
-        bound = _bound(graph, mesh, sizes)
-        budget = _budget_of(self.budget_bytes, mesh)
-        space = Space(bound, mesh, self.timing, rules, self.keep_activations, spreads=budget is not None)
         end_s = time.monotonic() + self.time_limit_s
+        bound, budget = _bound(graph, mesh, sizes), _budget_of(self.budget_bytes, mesh)
+        space = Space(bound, mesh, self.timing, rules, self.keep_activations, spreads=budget is not None)
         greedy = self._greedy(space)
+        if not has_scipy():
+            if greedy is None or not is_feasible(greedy, budget):
+                raise DependencyError(
+                    f"graph {bound.name!r}: GreedyReshard finds no plan{'' if greedy is None else ' that fits'}, and "
+                    "SciPy, whose HiGHS solves whole graphs, is not installed: pip install 'lowshard[solve]'"
+                )
+            return _plan(space, greedy, 0.0, NO_SCIPY, budget, self.timing)
         if greedy is not None:
             space = space.including(greedy.assignment.leaves, greedy.assignment.choices)
-        best, low, method = self._free(space, greedy, end_s)
-        if greedy is not None and not is_feasible(greedy, budget):
-            greedy = None
-        is_reached = best.price != inf or low < BIG
-        if budget is not None and is_reached and not is_feasible(best, budget):
-            best, low, method = self._within(space, budget, best, low, greedy, end_s)
-        if greedy is not None and greedy.price < best.price * (1 - 1e-9):
-            best, method = greedy, "greedy"
-        if best.price == inf:
-            raise _no_way(bound)
-        if low > best.price * (1 + PROVED) + _NOTHING:
-            raise InternalError(
-                f"graph {bound.name!r} on mesh {mesh}: {method} gave {low!r} as the least price of any plan, and a "
-                f"plan was found for {best.price!r}. This is a defect of lowshard: please report it with the graph"
-            )
+        best = greedy if greedy is not None and is_feasible(greedy, budget) else None
+        found, low = self._search(space, budget, best, end_s)
         # An op with too many ways to list may have better ones: then no bound is known.
-        low = min(max(low, 0.0), best.price) if space.is_whole else 0.0
-        return _plan(space, best, low, method, budget, self.timing)
+        low = min(max(low, 0.0), found.price) if space.is_whole else 0.0
+        is_walk = found is greedy and low < found.price * (1 - PROVED)
+        return _plan(space, found, low, "greedy" if is_walk else "integer program", budget, self.timing)
 
-    # ---- without a budget
+    def _search(
+        self, space: Space, budget: float | None, best: Schedule | None, end_s: float
+    ) -> tuple[Schedule, float]:
+        """Return the best schedule that fits, and a bound."""
+        is_infeasible = False
 
-    def _free(self, space: Space, greedy: Schedule | None, end_s: float) -> tuple[Schedule, float, str]:
-        """Return the best schedule whatever it holds, a bound, and how it was found."""
-        best, low = None, -inf
-        if self.method != "ilp":
-            try:
-                relaxation = Relaxation(space)
-                low, assignment = relaxation.solve()
-                best = schedule(space, assignment)
-                if greedy is not None and greedy.price < best.price:
-                    best = greedy
-                if best.price <= low * (1 + PROVED) or low >= BIG:
-                    return best, low, "dynamic programming"
-                space = relaxation.pruned(best.price)
-            except TooWideError:
-                pass
-            try:
-                low, assignment = Network(space).solve()
-                return schedule(space, assignment), low, "dynamic programming"
-            except TooWideError as error:
-                if self.method == "dp":
-                    raise SolverError(
-                        f"graph {space.graph.name!r} is too wide for dynamic programming ({error}); use method='auto'"
-                    ) from None
-        if self.method == "auto":
-            try:
-                low = max(low, Network(space, split="under").solve()[0])
-                found = schedule(space, Network(space, split="over").solve()[1])
-                best = found if best is None or found.price < best.price else best
-            except TooWideError:
-                pass
-            if best is not None and best.price <= low * (1 + PROVED):
-                return best, low, "dynamic programming"
-        program = IntegerProgram(space)
-        if best is not None and (program.columns > COLUMNS_MOST or not has_scipy()):
-            return best, low, "dynamic programming, wide tensors apart"
-        worth = min((found.price for found in (best, greedy) if found is not None), default=inf)
-        answer = program.solve(max(0.1, end_s - time.monotonic()), worth)
-        if answer.assignment is not None:
-            found = schedule(space, answer.assignment)
-            if best is None or found.price < best.price:
-                best = found
-        if best is None and greedy is not None:
-            return greedy, max(low, answer.bound), "greedy"
-        if best is None and answer.is_infeasible:
-            raise _no_way(space.graph)
-        if best is None:
-            raise SolverError(
-                f"graph {space.graph.name!r}: no plan was found within {self.time_limit_s:g} s; raise time_limit_s"
-            )
-        return best, max(low, answer.bound), "integer program"
-
-    # ---- with one
-
-    def _within(
-        self, space: Space, budget: float, free: Schedule, low: float, greedy: Schedule | None, end_s: float
-    ) -> tuple[Schedule, float, str]:
-        """Return the best schedule that fits, a bound, and how it was found."""
-        best, method = greedy, "Lagrangian"
-        program, some, floor = None, False, 0.0
-        if self.method != "dp" and has_scipy():
-            program = IntegerProgram(space, budget)
-            if program.columns > COLUMNS_MOST:
-                program = None
-        if self.method != "ilp":
-            half_s = time.monotonic() + (end_s - time.monotonic()) / (2 if has_scipy() else 1)
-            try:
-                if best is None:
-                    leanest, floor = least_peak(space, free, budget, half_s)
-                    if leanest.peak_bytes <= budget:
-                        best = leanest
-                    elif program is None:
-                        raise self._budget_error(space, leanest, floor, budget)
-                    elif floor > budget:
-                        raise self._budget_error(space, *self._leaner(space, leanest, floor), budget)
-                fitted = fit(space, budget, free, best, half_s)
-                best, low = fitted.best, max(low, fitted.bound)
-                if program is None and self.method == "auto" and has_scipy():
-                    # Too large as a whole: the best mixture of what the search came by.
-                    program, some = IntegerProgram(space_of(space, fitted.seen), budget), True
-                    if program.columns > COLUMNS_MOST:
-                        program = None
-            except TooWideError:
-                if program is None:
-                    raise
-        if best is not None and best.price <= low * (1 + PROVED):
-            return best, low, "Lagrangian, proved"
-        if program is not None:
+        def solve(some: Space) -> float:
+            """Look for a better one in a space, and return the bound of what is in it."""
+            nonlocal best, is_infeasible
             worth = inf if best is None else best.price
-            answer = program.solve(max(1.0, end_s - time.monotonic()), worth)
+            answer = Program(some, budget).solve(end_s - time.monotonic(), worth)
+            is_infeasible = answer.is_infeasible
             if answer.assignment is not None:
-                found = schedule(space, answer.assignment)
-                if is_feasible(found, budget) and (best is None or found.price < best.price):
-                    best, method = found, "Lagrangian, then integer program" if some else "integer program"
-            if answer.is_infeasible and not some:
-                floor = max(floor, budget + 1)
-            elif answer.bound > low and not some:
-                low, method = answer.bound, "integer program"
-        if best is None:  # there is none, or none was found in time
-            leanest, floor = self._leaner(space, free, floor)
-            if not is_feasible(leanest, budget):
-                raise self._budget_error(space, leanest, floor, budget)
-            best, method = leanest, "integer program"
-        return best, low, method
+                best = _cheaper(best, schedule(some, answer.assignment), budget)
+            return min(answer.bound, worth)
 
-    def _leaner(self, space: Space, best: Schedule, bound: float) -> tuple[Schedule, float]:
-        """Return the plan with the least peak that the integer program finds, if it is small enough, and a bound."""
-        program = IntegerProgram(space, minimises_peak=True)
-        if program.columns <= COLUMNS_MOST and has_scipy():
-            answer = program.solve(self.time_limit_s)
-            bound = max(bound, answer.bound)
-            if answer.assignment is not None:
-                found = schedule(space, answer.assignment)
-                if found.price != inf and (best.price == inf or found.peak_bytes < best.peak_bytes):
-                    best = found
-        return best, bound
+        prices = WayPrices(space) if sum(map(len, space.choices)) > WAYS_MOST else None
+        if prices is None:
+            low = solve(space)
+        else:  # first among the ways that look best, then among all that a better plan can have
+            low = prices.low
+            ranked, tried = _cheap_start(space, prices, None if best else budget)
+            best = _cheaper(best, tried[-1], budget)
+            solve(ranked.within(ranked.above_of(WAYS_MOST)))
+            reach = inf if best is None else best.price - low
+            if time.monotonic() < end_s and reach <= prices.above_of(4 * WAYS_MOST):
+                low = max(low, solve(prices.within(reach)))
+        if best is not None:
+            return best, low
+        if budget is None:
+            raise _no_way(space.graph) if is_infeasible else self._too_late(space)
+        if prices is not None:
+            raise self._budget_error(space, min(tried, key=lambda one: one.peak_bytes), 0.0, budget)
+        return self._leanest(space, budget), low
+
+    def _leanest(self, space: Space, budget: float) -> Schedule:
+        """Return the schedule whose fullest device holds the least, or raise BudgetError where that is too much."""
+        answer = Program(space, minimises_peak=True).solve(self.time_limit_s)
+        if answer.is_infeasible:
+            raise _no_way(space.graph)
+        if answer.assignment is None:
+            raise self._too_late(space)
+        leanest = schedule(space, answer.assignment)
+        if not is_feasible(leanest, budget):
+            raise self._budget_error(space, leanest, answer.bound, budget)
+        return leanest
+
+    def _too_late(self, space: Space) -> SolverError:
+        return SolverError(
+            f"graph {space.graph.name!r}: no plan was found within {self.time_limit_s:g} s; raise time_limit_s"
+        )
 
     def _budget_error(self, space: Space, least: Schedule, bound: float, budget: float) -> BudgetError:
         step = max(range(len(least.memory_bytes)), key=least.memory_bytes.__getitem__)
@@ -286,16 +181,14 @@ class GraphSolver(Bindable):
         nodes = space.graph.nodes
         where = nodes[step].label if step < len(nodes) else "the end"
         others = ", ".join(f"{space.graph.tensors[t].name} {show_bytes(b)}" for b, t, _ in held[1:4])
-        need = ceil(least.peak_bytes)
-        proved = (
-            "" if need <= ceil(bound * (1 + 1e-4)) else (f" that was found (none below {ceil(bound):,} does)")
-        )
-        info = space.graph.tensors[tensor]
+        info, need = space.graph.tensors[tensor], ceil(least.peak_bytes)
         limit = f"{budget:,.0f} bytes a device on mesh {space.mesh}"
-        said = f"graph {space.graph.name!r} does not fit into {limit}: it needs"
+        said, proved = f"graph {space.graph.name!r} does not fit into {limit}: it needs", ""
+        if need > ceil(bound * (1 + 1e-4)):
+            proved = f" that was found (none below {ceil(bound):,} does)"
         if bound <= budget:  # the search was cut short
             said = (
-                f"graph {space.graph.name!r}: no plan was found within {self.time_limit_s:g} s that fits into {limit}; "
+                f"graph {space.graph.name!r}: within {self.time_limit_s:g} s no plan was found that fits into {limit}; "
                 "raise time_limit_s. The leanest that was found needs"
             )
         return BudgetError(
@@ -390,6 +283,23 @@ def walk(space: Space, solver: Solver) -> Schedule:
     return schedule(space, Assignment(leaves, tuple(choices)))
 
 
+def _cheap_start(space: Space, prices: WayPrices, budget: float | None) -> tuple[WayPrices, list[Schedule]]:
+    """Return prices of ways whose guess fits a budget, if that is found, and what was tried, the last one best."""
+    tried = [schedule(space, prices.guess)]
+    byte_price = prices.low / budget / 64 if budget else 0.0
+    while byte_price and not is_feasible(tried[-1], budget) and len(tried) < 10:
+        prices = WayPrices(space, byte_price)
+        tried.append(schedule(space, prices.guess))
+        byte_price *= 4
+    return prices, tried
+
+
+def _cheaper(best: Schedule | None, found: Schedule, budget: float | None) -> Schedule | None:
+    """Return what was found where it fits and is better than the best so far."""
+    is_better = is_feasible(found, budget) and (best is None or found.price < best.price)
+    return found if is_better else best
+
+
 def _no_way(graph: BoundGraph) -> SolverError:
     return SolverError(
         f"graph {graph.name!r}: no layouts lead to the wanted outputs by moves that can be made; an output wanted "
@@ -410,11 +320,6 @@ def _plan(
     for node, chosen in zip(graph.nodes, assignment.choices, strict=True):
         inputs = tuple(family[t].layouts[x] for t, x in zip(node.operands, chosen.inputs, strict=True))
         actions.append(space.action(node, inputs, chosen.rows))
-    step = max(range(len(found.memory_bytes)), key=found.memory_bytes.__getitem__)
-    fullest = [
-        Holding(graph.tensors[t].name, family[t].layouts[x], b)
-        for b, t, x in holders(space, assignment, step)
-    ]
     return GraphPlan(
         graph,
         space.mesh,
@@ -422,18 +327,13 @@ def _plan(
         tuple(actions),
         tuple(
             GraphMove(
-                m.tensor,
-                m.step,
-                family[m.tensor].layouts[m.src],
-                family[m.tensor].layouts[m.dst],
-                m.price,
+                m.tensor, m.step, family[m.tensor].layouts[m.src], family[m.tensor].layouts[m.dst], m.price
             )
             for m in found.moves
         ),
         found.compute,
         found.inner,
         found.memory_bytes,
-        tuple(fullest[:8]),
         bound,
         "s" if timing.objective == "seconds" else "bytes",
         method,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from lowshard.errors import LayoutError
 from lowshard.solver.assignment import Result
-from lowshard.solver.table.exchange_bytes import cutting_sizes, exchange, index_bytes, most_received, shares
 from lowshard.solver.table.op_rule import (
     FLOAT,
     Call,
@@ -13,10 +12,15 @@ from lowshard.solver.table.op_rule import (
     R,
     Refused,
     S,
+    cutting_sizes,
+    exchange,
+    index_bytes,
+    most_received,
     passing,
     product_row,
     row,
     rule,
+    shares,
 )
 
 INDEX_DTYPE = "int64"

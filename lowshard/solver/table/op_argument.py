@@ -19,7 +19,6 @@ _REALS = frozenset(("eps", "scale", "value"))
 """The arguments that may be floats; but for these, dtypes and texts all are integers, True or False, or sequences."""
 _TEXTS = frozenset(("layout", "mode", "subscripts"))
 _MOST_DEPTH = 3
-_NAMES = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
 
 
 def plain_args(op: str, args: Mapping[str, Any]) -> dict[str, Any]:
@@ -57,22 +56,6 @@ def told_apart(value: Any) -> Any:
     if type(value) in (int, str):
         return value
     return type(value), repr(value) if type(value) is float else value
-
-
-def written_argument(value: Any) -> Any:
-    """Return an argument as JSON has it: "NaN", "Infinity" and "-Infinity" are text there."""
-    if isinstance(value, tuple):
-        return tuple(map(written_argument, value))
-    return _NAMES.get(repr(value), value) if isinstance(value, float) else value
-
-
-def read_argument(name: str, value: Any) -> Any:
-    """Return an argument as `written_argument` was given it: of those that may be floats, none is text."""
-    if name not in _REALS:
-        return value
-    if isinstance(value, tuple):
-        return tuple(read_argument(name, entry) for entry in value)
-    return _as_float(value) if isinstance(value, str) and value in _NAMES.values() else value
 
 
 def _as_float(value: Any) -> float:

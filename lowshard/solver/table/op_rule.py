@@ -11,13 +11,13 @@ from typing import Any, Literal, get_args
 from lowshard import dtypes
 from lowshard.argument import brief, choice
 from lowshard.bounded import bounded_cache
+from lowshard.box import Interval, split_interval
 from lowshard.dtypes import Kind
 from lowshard.errors import DTypeError, LayoutError, LowshardError
 from lowshard.layout import Layout
 from lowshard.nearest import nearest
 from lowshard.placement import Partial, Placement, ReduceOp, Replicated, Sharded
-from lowshard.solver.assignment import EVERY_KIND, AxisAssignment, How, Result
-from lowshard.solver.transition import Collective
+from lowshard.solver.assignment import EVERY_KIND, AxisAssignment, Collective, How, Result
 
 Rules = Literal["documented", "extended"]
 Rows = list[AxisAssignment]
@@ -315,3 +315,76 @@ def broadcast(call: Call) -> tuple[int, ...]:
                     )
                 shape[-back] = extent
     return tuple(shape)
+
+
+Run = tuple[int, int, int, int]
+"""Operand, first index there, first index in the result, length."""
+Inner = tuple[tuple[Collective, float], ...]
+
+
+def cutting_sizes(call: Call, dim: int) -> list[int]:
+    """Return the sizes of the mesh axes that cut a dim of the first operand; where none does, of the longest axis."""
+    layout = call.layouts[0]
+    held = [layout.mesh.shape[a] for a in layout.cutters[dim]]
+    return held or [max(layout.mesh.shape)]
+
+
+def shares(extent: int, sizes: Sequence[int], scale: int = 1) -> list[Interval]:
+    """Return what each rank has of an extent that mesh axes of these sizes cut, nested, times `scale`."""
+    found = [(0, extent)]
+    for size in sizes:
+        found = [split_interval(part, size, i) for part in found for i in range(size)]
+    return [(start * scale, stop * scale) for start, stop in found]
+
+
+def most_received(have: Sequence[Sequence[Interval]], want: Sequence[Interval], runs: Sequence[Run]) -> int:
+    """Return the most indices that one rank wants and does not have."""
+    most = 0
+    for rank, (low, high) in enumerate(want):
+        missing = 0
+        for operand, source, target, length in runs:
+            shift = target - source
+            start, stop = max(target, low), min(target + length, high)
+            if start >= stop:
+                continue
+            held = have[operand][rank]
+            kept = min(stop, held[1] + shift) - max(start, held[0] + shift)
+            missing += stop - start - max(kept, 0)
+        most = max(most, missing)
+    return most
+
+
+def index_bytes(layout: Layout, dims: Sequence[int]) -> float:
+    """Return the bytes of one index along merged dims, were no other mesh axis to cut the rest."""
+    return float(layout.itemsize_bytes * prod(n for d, n in enumerate(layout.shape) if d not in dims))
+
+
+def exchange(received: float, sizes: Sequence[int]) -> Inner:
+    """Return the collective of a row in which the busiest rank receives so many bytes; none where nothing moves."""
+    return (("exchange", received * max(sizes)),) if received else ()
+
+
+def groups(source: Sequence[int], target: Sequence[int]) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+    """Return the smallest runs of dims of both shapes that hold the same elements, in order."""
+    if prod(source) == 0:
+        return [((0, len(source)), (0, len(target)))] if tuple(source) == tuple(target) else []
+    found = []
+    i = j = 0
+    while i < len(source) and j < len(target):
+        i0, j0 = i, j
+        a, b = source[i], target[j]
+        i, j = i + 1, j + 1
+        while a != b:
+            if a < b:
+                a *= source[i]
+                i += 1
+            else:
+                b *= target[j]
+                j += 1
+        found.append(((i0, i), (j0, j)))
+    return found
+
+
+def major(shape: Sequence[int], start: int, stop: int) -> int | None:
+    """Return the first dim of a run that is longer than 1."""
+    return next((d for d in range(start, stop) if shape[d] != 1), None)

@@ -8,18 +8,26 @@ from math import prod
 from lowshard.argument import choice, whole
 from lowshard.errors import LayoutError
 from lowshard.solver.assignment import AxisAssignment, Result
-from lowshard.solver.table.exchange_bytes import (
+from lowshard.solver.table.op_argument import MOST_ENTRIES
+from lowshard.solver.table.op_rule import (
+    FLOAT,
+    Call,
     Inner,
+    Offer,
+    Refused,
+    Rows,
+    S,
     cutting_sizes,
     exchange,
+    groups,
     index_bytes,
+    major,
     most_received,
-    require_countable,
+    passing,
+    row,
+    rule,
     shares,
 )
-from lowshard.solver.table.op_argument import MOST_ENTRIES
-from lowshard.solver.table.op_rule import FLOAT, Call, Offer, Refused, Rows, S, passing, row, rule
-from lowshard.solver.table.reshape_groups import groups, major
 
 CONCAT = Refused(("concat",), "(Sa, Sa) -> Sa along the joined dim", "joining shards permutes the elements")
 SPLIT = Refused(
@@ -235,7 +243,6 @@ def split(call: Call) -> Offer:
     rows = [row(S(d), out=S(d)) for d in range(call.ndim()) if d != at]
     if call.extended and min(sizes, default=0) >= 1:
         cut, start, missing = cutting_sizes(call, at), 0, 0
-        require_countable(cut, len(sizes))
         have = shares(extent, cut)
         for n in sizes:
             missing += most_received([have], shares(n, cut), [(0, start, 0, n)])
