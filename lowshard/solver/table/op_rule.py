@@ -325,7 +325,7 @@ Inner = tuple[tuple[Collective, float], ...]
 def cutting_sizes(call: Call, dim: int) -> list[int]:
     """Return the sizes of the mesh axes that cut a dim of the first operand; where none does, of the longest axis."""
     layout = call.layouts[0]
-    held = [layout.mesh.shape[a] for a in layout.cutters[dim]]
+    held = [layout.mesh.shape[a] for a in layout.sharding_axes[dim]]
     return held or [max(layout.mesh.shape)]
 
 
