@@ -15,6 +15,7 @@ import math
 import os
 import re
 import types
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import is_dataclass
 from functools import cache
@@ -187,8 +188,7 @@ def parse_json(
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        names = [key for key, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
+        twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
         raise ValueError(f"the key {brief(twice)} stands twice in one object")
     return found
 

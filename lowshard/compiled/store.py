@@ -17,7 +17,6 @@ import time
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import cache
 from pathlib import Path
 
 from lowshard.compiled.level import Level, host_levels, target_key
@@ -27,6 +26,7 @@ _LOCK_WAIT_S = 120.0
 _DIGEST_BYTES = 32
 _LOCKS = 16
 _MOST_BYTES = 64 << 20
+_said: list[str] = []
 
 
 def cache_folder() -> Path:
@@ -127,8 +127,10 @@ def _digest(key: str, name: str, code: bytes) -> bytes:
     return hashlib.sha256(f"{key} {name} {len(code)}\n".encode() + code).digest()
 
 
-@cache
 def _say(error: str) -> None:
+    if _said:
+        return
+    _said.append(error)
     with suppress(OSError, ValueError, AttributeError):  # stderr is closed, or full
         sys.stderr.write(
             f"lowshard: compiled code cannot be kept in {cache_folder()} ({error}): each process compiles what it "

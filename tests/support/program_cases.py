@@ -202,6 +202,7 @@ def every_strategy_trains_as_one_process_does(comm: Communicator, rng: Rng) -> N
     half, saved, end = steps // 2, folder / "half", folder / "end"
     fsdp_kit.train(comm, fsdp_kit.STRATEGIES["full"], range(half), micro, saved)
     fsdp_kit.train(comm, fsdp_kit.STRATEGIES["none"], range(half, steps), micro, end, saved)
+    comm.barrier()  # every rank has read the files
     if comm.rank == 0:
         fsdp_kit.check_file(end, plain)
         shutil.rmtree(folder)

@@ -185,7 +185,7 @@ CALLS = {
         (lambda: unpack(PACKED[:9], [((0, 2), (0, 4)), ((1, 2), (3, 4))], SMALL.copy()), KernelError, "overlap"),
     ],
     "pack_quantize": [
-        (lambda: pack_quantize(SRC, NARROW), KernelError, "cut at multiples of 32"),
+        (lambda: pack_quantize(SRC, NARROW), KernelError, "split at multiples of 32"),
         (lambda: pack_quantize(SRC, BoxTable((4, 64), NARROW)), KernelError, "in box 1"),
         (lambda: pack_quantize(np.zeros((), np.float32), [()]), KernelError, "at least one dim"),
         (lambda: pack_quantize(SRC[:, :32], TABLE), BufferMismatchError, "built for shape"),
