@@ -75,7 +75,7 @@ def keep(name: str, code: bytes) -> bool:
     except OSError as error:
         with suppress(OSError):
             part.unlink(missing_ok=True)
-        _say(error.strerror)
+        _say(str(error.strerror))
         return False
     return True
 
