@@ -1,23 +1,24 @@
 """Python functions compiled by Numba into object files that need nothing of Numba's: imported only where code is made.
 
-Numba gives the function as LLVM's own text, whole and optimised. Two more are linked to it (`lowshard.compiled.native`
-says which), all other names are made private, and LLVM writes the object.
+Numba gives LLVM's text of the function; those that C and Python call are linked to it, and LLVM writes the object.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import llvmlite.binding as llvm
 from numba import carray, njit, types
 from numba.core import config
+from numba.core.codegen import JITCodeLibrary
 from numba.core.registry import cpu_target
 
 from lowshard.compiled import deferred
 from lowshard.compiled.emitted import elements_at
-from lowshard.compiled.level import target_level
+from lowshard.compiled.level import chosen, target_level
 from lowshard.compiled.native import Signature, python_symbol
 
 _lock = threading.Lock()
@@ -44,7 +45,7 @@ def compile_object(
     machine = llvm.Target.from_triple(triple).create_target_machine(
         cpu=cpu, features=features, opt=3, reloc="default", codemodel="jitdefault", jit=True
     )
-    with _lock:
+    with _lock, _text_alone() if chosen else nullcontext():
         deferred.take_up()
         function = make()
         function = function.real() if isinstance(function, deferred.Deferred) else function
@@ -63,6 +64,27 @@ def compile_object(
             if not symbol.is_declaration and symbol.name not in (name, python_symbol(name)):
                 symbol.linkage = "internal"
         return machine.emit_object(module), level is None or (cpu, features) == (level.cpu, level.flags)
+
+
+class _Text(JITCodeLibrary):  # type: ignore[misc]
+    """Numba's code of a function, of which no machine code is made."""
+
+    def get_pointer_to_function(self, name: str) -> int:
+        self._ensure_finalized()
+        return 1  # nobody calls it
+
+    def _finalize_specific(self) -> None: ...
+
+
+@contextmanager
+def _text_alone() -> Iterator[None]:
+    """Keep Numba from making machine code of its own, some of the time, in a process that does nothing but compile."""
+    codegen = cpu_target.target_context.codegen()
+    codegen._library_class, codegen._add_module, codegen.set_env = _Text, lambda *_: None, lambda *_: None
+    try:
+        yield
+    finally:
+        del codegen._library_class, codegen._add_module, codegen.set_env
 
 
 def _entry(target: Any, signature: Signature) -> tuple[Any, int]:
@@ -113,7 +135,6 @@ declare ptr @PyEval_SaveThread()
 declare void @PyEval_RestoreThread(ptr)
 declare i32 @"{symbol}"(ptr, ptr{", i64" * words})
 
-; what Numba lets go of is an array's owner, and no array here has one
 define void @NRT_MemInfo_call_dtor(ptr %owner) {{
   call void @llvm.trap()
   unreachable

@@ -1,8 +1,7 @@
 """Numba's decorators and modules, imported when something is compiled: who finds its code on disk needs none of it.
 
-What stands here behaves in compiled code as Numba's own does: Numba asks a value that it does not know for its type by
-the attribute `_numba_type_`, and gets that of the real object. Called or asked for an attribute from Python it is the
-real object too.
+Compiled, called, or asked for an attribute, what stands here is the real object: Numba asks a value that it does not
+know for its type by the attribute `_numba_type_`.
 """
 
 from __future__ import annotations

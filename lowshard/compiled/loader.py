@@ -1,7 +1,6 @@
 """Code that is compiled once for a machine and kept on disk: one process compiles, the others load what it made.
 
-Numba compiles; what is kept is an object file, which llvmlite alone puts into memory. So a process that finds its code
-on disk imports no Numba: that would take half a second and 45 MB of each rank.
+Numba compiles; llvmlite alone loads what is kept: to import Numba would take half a second and 45 MB of each rank.
 """
 
 from __future__ import annotations
@@ -75,21 +74,19 @@ class _WithArrays:
 
 def prepared(function: Callable[..., Any], *args: Any) -> Callable[[], Any]:
     """Return a call of a compiled function whose arrays are looked at now, once; whoever calls it keeps them."""
-    if isinstance(function, _WithArrays):
-        return partial(function.native, *function.flat(args))
-    return partial(function, *args)
+    has_arrays = isinstance(function, _WithArrays)
+    return partial(function.native, *function.flat(args)) if has_arrays else partial(function, *args)
 
 
 def numba_fault() -> str | None:
     """Return why functions cannot be compiled here, None if they can or if this machine's are on disk."""
     if importlib.util.find_spec("llvmlite") is None or importlib.util.find_spec("numba") is None:
         return "Numba is not installed"
-    try:
+    with suppress(ImportError):
         if store.package_level() is None and not store.has_kept():
             import numba  # noqa: F401
-    except ImportError as error:
-        return str(error)
-    return None
+        return None
+    return "Numba cannot be imported"
 
 
 def digest_of(paths: Iterable[Path]) -> str:

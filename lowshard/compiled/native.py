@@ -27,12 +27,7 @@ _methods: list[_Method] = []
 
 @dataclass(frozen=True)
 class Signature:
-    """What a compiled function takes and returns, in words that need no Numba.
-
-    Attributes:
-        args: of each argument its kind: "int64", "bool", or a C-contiguous array such as "float32[1]" of one dim.
-        result: "int64", "uint64" or "void".
-    """
+    """What a compiled function takes ("int64", "bool", C-contiguous arrays such as "float32[1]") and returns."""
 
     args: tuple[str, ...]
     result: str = INT

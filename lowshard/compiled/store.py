@@ -1,8 +1,7 @@
 """Object files on disk: those that came with the package, and those that were compiled on this machine.
 
-A file begins with a digest of what its code is for (the key of `lowshard.compiled.level`, the function's name) and of
-the code: what is cut, spoilt or another's is not used. Nor is a file that somebody could have changed who could not
-have changed lowshard itself, or this user's files.
+A file begins with a digest of what its code is for (a level's key, the function's name) and of the code: what is spoilt
+is not used, nor a file that somebody could have changed who could not change lowshard itself or this user's files.
 """
 
 from __future__ import annotations
@@ -22,10 +21,8 @@ from pathlib import Path
 from lowshard.compiled.level import Level, host_levels, target_key
 from lowshard.settings import SHIPPED_CODE, cache_root, numba_cache_dir
 
-_LOCK_WAIT_S = 120.0
-_DIGEST_BYTES = 32
-_LOCKS = 16
-_MOST_BYTES = 64 << 20
+_LOCK_WAIT_S, _LOCKS = 120.0, 16
+_DIGEST_BYTES, _MOST_BYTES = 32, 64 << 20
 _said: list[str] = []
 
 
@@ -67,8 +64,7 @@ def keep(name: str, code: bytes) -> bool:
     folder = cache_folder() / key
     part = folder / f"{name}.{secrets.token_hex(8)}.part"
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        folder.mkdir(mode=0o700, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             file.write(_digest(key, name, code) + code)
         part.rename(folder / f"{name}.o")
@@ -90,8 +86,8 @@ def locked(name: str) -> Iterator[None]:
     except OSError:
         yield
         return
-    deadline_s = time.monotonic() + _LOCK_WAIT_S
     try:
+        deadline_s = time.monotonic() + _LOCK_WAIT_S
         while time.monotonic() < deadline_s:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -119,8 +115,8 @@ def _read(path: Path, key: str, name: str) -> bytes | None:
             content = file.read(_MOST_BYTES)
     except OSError:
         return None
-    code = content[_DIGEST_BYTES:]
-    return code if content[:_DIGEST_BYTES] == _digest(key, name, code) else None
+    seal, code = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
+    return code if seal == _digest(key, name, code) else None
 
 
 def _digest(key: str, name: str, code: bytes) -> bytes:

@@ -14,7 +14,6 @@ from pathlib import Path
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
-_LIMIT_S = 3600.0
 _OBJECTS = Path("lowshard", "compiled", "objects")
 
 
@@ -29,7 +28,7 @@ class BuildPy(build_py):  # type: ignore[misc]
         shutil.rmtree(new, ignore_errors=True)
         command = [sys.executable, "-B", "-m", "lowshard.warmup.compile_all", str(new)]
         try:
-            subprocess.run(command, cwd=root, stdin=subprocess.DEVNULL, check=True, timeout=_LIMIT_S)
+            subprocess.run(command, cwd=root, stdin=subprocess.DEVNULL, check=True, timeout=3600)
         except (OSError, subprocess.SubprocessError) as error:
             shutil.rmtree(new, ignore_errors=True)
             print(f"lowshard: this build comes without object code: {error}", file=sys.stderr, flush=True)

@@ -1,7 +1,4 @@
-"""All functions compiled side by side, a group by a process; a build runs `lowshard.warmup.compile_all FOLDER`.
-
-A build takes what an earlier one has compiled of the same source from the user's cache folder.
-"""
+"""All functions compiled side by side, a group by a process; a build runs `lowshard.warmup.compile_all FOLDER`."""
 
 from __future__ import annotations
 
@@ -14,7 +11,6 @@ import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass
 from pathlib import Path
 
 from lowshard import compiled
@@ -23,18 +19,12 @@ from lowshard.compiled.loader import quiet
 from lowshard.settings import BUILD_CODE, change
 from lowshard.warmup.function_list import function_groups
 
-
-@dataclass(frozen=True)
-class Group:
-    """What came of compiling a group of functions: whence each has its code, and what went wrong."""
-
-    level: Level | None
-    origins: dict[str, str]
-    fault: str
+Group = tuple[Level | None, dict[str, str], str]
+"""What came of compiling a group of functions for a level: whence each has its code, and what went wrong."""
 
 
-def compile_all(levels: Sequence[Level]) -> list[Group]:
-    """Compile every function for some levels, for none: what a job here would need, on all cores of this process."""
+def compile_all(levels: Sequence[Level], *, rare: bool = True) -> list[Group]:
+    """Compile functions for some levels, for none: what a job here would need, on all cores of this process."""
     cores, spawn = len(os.sched_getaffinity(0)), multiprocessing.get_context("spawn")
     # A process is for one group: what it has compiled takes memory, and it can compile for one level alone.
     pool = ProcessPoolExecutor(
@@ -42,11 +32,12 @@ def compile_all(levels: Sequence[Level]) -> list[Group]:
     )
     try:
         targets: Sequence[Level | None] = levels or [None]
-        groups = [(name, level) for name in function_groups() for level in targets]
+        names = [name for name in function_groups() if rare or not name.startswith("rare")]
+        groups = [(name, level) for name in names for level in targets]
         tasks, found = [pool.submit(compile_group, *group) for group in groups], list[Group]()
         for task in as_completed(tasks):
             found.append(task.result())
-            if "compiled" in found[-1].origins.values():
+            if "compiled" in found[-1][1].values():
                 text = f"lowshard: compiled {len(found)} of {len(tasks)} groups of functions"
                 print(text, file=sys.stderr, flush=True)
     finally:
@@ -65,30 +56,28 @@ def compile_group(group: str, level: Level | None) -> Group:
             load()
     except Exception as error:
         fault = f"{group}: {type(error).__name__}: {error}"
-    return Group(level, compiled.origins, fault)
+    return level, compiled.origins, fault
 
 
 def build(folder: Path) -> str:
-    """Write object code into a folder for the levels that the build is for, and return what to say of it."""
+    """Write object code into a folder, what is in the cache as it is, and return what to say of it."""
     asked = BUILD_CODE.choice()
     levels = () if asked == "off" else levels_of() if asked == "all" else host_levels()[:1]
     if not levels:
         return f"no object code comes with this build, for {BUILD_CODE.name}={asked}: first uses compile it"
     begin_s = time.monotonic()
     with tempfile.TemporaryDirectory() as spare:
-        try:
-            compiled.cache_folder().mkdir(parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=compiled.cache_folder()).close()
-        except OSError:
+        cache = compiled.cache_folder()
+        if not os.access(next(one for one in (cache, *cache.parents) if one.exists()), os.W_OK):
             change("NUMBA_CACHE_DIR", spare)
-        for group in compile_all(levels):
-            assert group.level is not None
-            into = folder / group.level.name
+        for level, origins, fault in compile_all(levels, rare=asked == "all"):
+            assert level is not None
+            into = folder / level.name
             into.mkdir(parents=True, exist_ok=True)
-            for name in (name for name, origin in group.origins.items() if origin != "memory"):
-                shutil.copyfile(compiled.cache_folder() / group.level.key / f"{name}.o", into / f"{name}.o")
-            if group.fault:
-                print(f"lowshard: compiled on first use, since it failed: {group.fault}", file=sys.stderr)
+            for name in (name for name, origin in origins.items() if origin != "memory"):
+                shutil.copyfile(compiled.cache_folder() / level.key / f"{name}.o", into / f"{name}.o")
+            if fault:
+                print(f"lowshard: compiled on first use, since it failed: {fault}", file=sys.stderr)
     count, names = len(list(folder.rglob("*.o"))), " and ".join(level.name for level in levels)
     return f"{count} functions for {names} come compiled with this build ({time.monotonic() - begin_s:.0f} s)"
 

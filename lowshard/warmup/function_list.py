@@ -10,7 +10,7 @@ Loader = Callable[[], Any]
 
 
 def function_groups() -> dict[str, list[Loader]]:
-    """Return what loads each function, by group: what takes longest to compile first."""
+    """Return what loads each function, by group; an installation comes without the groups whose names say rare."""
     import lowshard.kernels.cpu.cpu_engine  # noqa: F401  it has the rows of all kernels
     from lowshard.comm.heartbeat import compiled_loop
     from lowshard.comm.node.calls import load_calls
@@ -27,14 +27,21 @@ def function_groups() -> dict[str, list[Loader]]:
     def kernels(*kinds: str) -> list[Loader]:
         return [partial(drive.compiled, kind) for kind in kinds]
 
+    pairs = [(dtype, elem) for dtype in floats for elem in ELEMS]
+    rare = [pair for pair in pairs if pair[0] == "float16" or pair[1] != "e4m3"]
+    usual, often = (
+        [pair for pair in pairs if pair not in rare],
+        ("float32", "float64", "int32", "int64", *HALVES),
+    )
+    others = [dtype for dtype in (*NATIVE, *HALVES) if dtype not in often]
     return {
         "collectives": [load_calls],
-        **{
-            f"quantize {dtype}": kernels(*(f"quantize {dtype} {elem}" for elem in ELEMS))
-            for dtype in reversed(floats)
-        },
-        "reductions": [partial(recipe_of, dtype, op) for op in OPS for dtype in (*NATIVE, *HALVES)],
-        "dequantize": kernels(*(f"dequantize {dtype} {elem}" for dtype in floats for elem in ELEMS)),
+        **{f"quantize {dtype}": kernels(f"quantize {dtype} {elem}") for dtype, elem in usual},
+        "dequantize": kernels(*(f"dequantize {dtype} {elem}" for dtype, elem in usual)),
+        "reductions": [partial(recipe_of, dtype, op) for op in OPS for dtype in often],
+        **{f"rare: quantize {dtype} {elem}": kernels(f"quantize {dtype} {elem}") for dtype, elem in rare},
+        "rare: dequantize": kernels(*(f"dequantize {dtype} {elem}" for dtype, elem in rare)),
+        "rare: reductions": [partial(recipe_of, dtype, op) for op in OPS for dtype in others],
         "cast": kernels(*(f"cast {source} {to}" for source in floats for to in floats if source != to)),
         "watch": [compiled_loop],
         "changes": [

@@ -38,14 +38,13 @@ def run(args: argparse.Namespace) -> int:
     groups = compile_all(
         best if package_level() not in best else ()
     )  # what came for a lesser level does not count
-    for group in groups:
-        if group.fault:
-            print(f"not compiled: {group.fault}", file=sys.stderr)
-    found = {one for group in groups for one in group.origins.items()}
+    for fault in filter(None, (fault for *_, fault in groups)):
+        print(f"not compiled: {fault}", file=sys.stderr)
+    found = {one for _, origins, _ in groups for one in origins.items()}
     found -= {(name, "disk") for name, what in found if what == "compiled"}  # by one group, for another too
     count = Counter(what for _, what in found)
     print(
         f"{count['shipped']} functions came compiled, {count['disk'] + count['compiled']} are in "
         f"{compiled.cache_folder()}, {count['compiled']} of them compiled now in {time.monotonic() - begin_s:.0f} s"
     )
-    return 1 if any(group.fault for group in groups) or count["memory"] else 0
+    return 1 if any(fault for *_, fault in groups) or count["memory"] else 0
