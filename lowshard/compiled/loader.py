@@ -74,8 +74,9 @@ class _WithArrays:
 
 def prepared(function: Callable[..., Any], *args: Any) -> Callable[[], Any]:
     """Return a call of a compiled function whose arrays are looked at now, once; whoever calls it keeps them."""
-    has_arrays = isinstance(function, _WithArrays)
-    return partial(function.native, *function.flat(args)) if has_arrays else partial(function, *args)
+    if not isinstance(function, _WithArrays):
+        return partial(function, *args)
+    return partial(function.native, *function.flat(args))
 
 
 def numba_fault() -> str | None:
