@@ -56,7 +56,7 @@ PRODUCT = {
         "lowshard/demo", "lowshard/selftest", "lowshard/interop", "lowshard/cli.py",
     )),
 }  # fmt: skip
-PRODUCT_LINES, PRODUCT_BYTES, PRODUCT_FUNCTIONS = 74_240, 3_204_000, 4_540
+PRODUCT_LINES, PRODUCT_BYTES, PRODUCT_FUNCTIONS = 74_240, 3_204_000, 4_696
 BENCH = Budget(5_776, 25, ("bench",))
 TESTS = Budget(60_520, 319, ("tests",))
 TEST_DATA_LINES = 3_400
