@@ -31,7 +31,7 @@ class TensorLayout:
     Args:
         dtype: any name of the dtype table.
         partition: how the array is split into cells.
-        seats: which ranks hold each cell.
+        rank_map: which ranks hold each cell.
 
     Raises:
         LayoutError: seats for another number of cells.
