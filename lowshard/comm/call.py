@@ -269,10 +269,10 @@ def stack_of(thread: int) -> list[tuple[str, int, str]]:
     (Python 3.11).
     """
     with open(os.memfd_create("lowshard-stack", os.MFD_CLOEXEC), "w+b") as file:
-        faulthandler.dump_traceback(file.fileno(), all_threads=True)
+        faulthandler.dump_traceback(file.fileno(), all_threads=thread != threading.get_ident())
         file.seek(0)
         dump = file.read()
-    found = re.search(rb"^(?:Current t|T)hread 0x0*%x .*\n((?:  File .*\n)*)" % thread, dump, re.MULTILINE)
+    found = re.search(rb"^(?:Stack|Thread 0x0*%x) .*\n((?:  File .*\n)*)" % thread, dump, re.MULTILINE)
     rows = _ROW.findall(found[1]) if found else []
     # It writes ASCII, and other characters as Python's literals have them.
     return [(_plain(file), int(line), _plain(name)) for file, line, name in rows]

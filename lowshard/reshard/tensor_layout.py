@@ -34,7 +34,7 @@ class TensorLayout:
         rank_map: which ranks hold each cell.
 
     Raises:
-        LayoutError: seats for another number of cells.
+        LayoutError: a rank_map of another number of cells.
         DTypeError: unknown dtype.
     """
 
@@ -48,7 +48,7 @@ class TensorLayout:
             self.rank_map, (Grid, Roster)
         ):
             raise LayoutError(
-                "a tensor layout has a partition (Cuts, Tiles) and seats (Grid, Roster), got "
+                "a tensor layout has a partition (GridPartition, TilePartition) and a rank_map (Grid, Roster), got "
                 f"{brief(self.partition)} and {brief(self.rank_map)}"
             )
         cells, rank_map = self.partition.cells, self.rank_map
@@ -60,7 +60,7 @@ class TensorLayout:
                     f"a grid of ranks has as many positions a dim as its sharding has parts {wanted}, got {per_dim}"
                 )
         if rank_map.cells != cells:
-            raise LayoutError(f"a partition into {cells} cells has seats for each, got {rank_map.cells}")
+            raise LayoutError(f"a partition into {cells} cells needs a rank_map of {cells}, got {rank_map.cells}")
 
     # ---- makers
 

@@ -161,7 +161,7 @@ def instructions(compiler: str, arch: int, name: str) -> dict[str, list[str]]:
         if start := re.match(r"\s*\.text\.(\w+):", line):
             here = found.setdefault(start[1], [])
         elif word := re.search(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z]\w*(?:\.\w+)*)", line):
-            here.append(word[1])
+            here.append(word[1].replace(".STRONG.SM", ""))  # how a load through L1 (ld.ca) is written
     return found
 
 
