@@ -60,7 +60,9 @@ class TensorLayout:
                     f"a grid of ranks has as many positions a dim as its sharding has parts {wanted}, got {per_dim}"
                 )
         if rank_map.cells != cells:
-            raise LayoutError(f"a partition into {cells} cells needs a rank_map of {cells}, got {rank_map.cells}")
+            raise LayoutError(
+                f"a partition into {cells} cells needs a rank_map of {cells}, got {rank_map.cells}"
+            )
 
     # ---- makers
 
