@@ -48,7 +48,7 @@ class TensorLayout:
             self.rank_map, (Grid, Roster)
         ):
             raise LayoutError(
-                "a tensor layout has a partition (GridPartition, TilePartition) and a rank_map (Grid, Roster), got "
+                "a tensor layout has a GridPartition or TilePartition, and a Grid or Roster as rank_map, got "
                 f"{brief(self.partition)} and {brief(self.rank_map)}"
             )
         cells, rank_map = self.partition.cells, self.rank_map
@@ -60,9 +60,7 @@ class TensorLayout:
                     f"a grid of ranks has as many positions a dim as its sharding has parts {wanted}, got {per_dim}"
                 )
         if rank_map.cells != cells:
-            raise LayoutError(
-                f"a partition into {cells} cells needs a rank_map of {cells}, got {rank_map.cells}"
-            )
+            raise LayoutError(f"a rank_map of {rank_map.cells} cells for a partition into {cells}")
 
     # ---- makers
 
