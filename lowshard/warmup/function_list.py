@@ -44,7 +44,7 @@ def function_groups() -> dict[str, list[Loader]]:
         "rare: reductions": [partial(recipe_of, dtype, op) for op in OPS for dtype in others],
         "cast": kernels(*(f"cast {source} {to}" for source in floats for to in floats if source != to)),
         "watch": [compiled_loop],
-        "changes": [
+        "rare: changes": [
             *(partial(find, width, in_blocks) for width in changes.WIDTHS for in_blocks in (False, True)),
             *(partial(write, width, False) for width in (0, *changes.WIDTHS)),
             *(partial(write, width, True) for width in changes.STEP_WIDTHS),

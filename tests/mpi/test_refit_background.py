@@ -37,12 +37,12 @@ def test_who_reads_all_the_time_sees_whole_versions_and_waits_for_none(
                 f"\nrank {rank}: {MB} MB of each of {VERSIONS} versions came in {1e3 * min(said['spans_s']):.0f} ms or "
                 f"more while a thread looked {said['looks']} times; longest time between two looks, version by "
                 f"version: {1e3 * raw[0]:.1f} to {1e3 * raw[-1]:.1f} ms, without waits for a core "
-                f"{1e3 * own[0]:.1f} to {1e3 * own[-1]:.1f} ms; middle of pause_s {1e3 * said['pause_s']:.3f} ms"
+                f"{1e3 * own[0]:.1f} to {1e3 * own[-1]:.1f} ms; pause_s at most {1e3 * said['pauses_s'][-1]:.3f} ms"
             )
-        # What a refit itself keeps readers waiting it does with every version; another program
-        # may take the core in any one of them.
+        # What a refit itself keeps readers waiting it does with every version; the other tests of a
+        # default run may take its core in any one of them.
         assert own[0] <= PAUSE_S or not mode.full()
-        assert said["pause_s"] <= PAUSE_S
+        assert said["pauses_s"][-1 if mode.full() else VERSIONS // 2] <= PAUSE_S
 
 
 @pytest.mark.parametrize("victim", mode.sample([0, 1], 1, "interrupted"))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
-from lowshard.comm.call import Activity, Name
+from lowshard.comm.call import Activity, Name, user_line
 from lowshard.comm.waits import Waits
 
 BARRIER = Name("barrier", b"barrier")
@@ -20,6 +21,19 @@ def texts(activities: dict[int, Activity]) -> dict[int, bytes]:
     for activity in activities.values():
         activity.note_wait()
     return {rank: activity.text.tobytes() for rank, activity in activities.items()}
+
+
+def test_a_line_is_told_beside_more_threads_than_a_dump_shows() -> None:
+    over = threading.Event()
+    others = [threading.Thread(target=over.wait) for _ in range(101)]
+    for thread in others:
+        thread.start()
+    try:
+        assert user_line().startswith("test_waits.py:")
+    finally:
+        over.set()
+        for thread in others:
+            thread.join()
 
 
 def test_a_barrier_with_one_late_rank_is_told_once_with_call_and_line() -> None:
