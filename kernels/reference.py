@@ -33,8 +33,8 @@ from lowshard.errors import KernelError
 
 Elem = Literal["e4m3", "e5m2"]
 Mode = Literal["rceil", "floor", "even", "ceil"]
-ELEMS: tuple[str, ...] = get_args(Elem)
-MODES: tuple[str, ...] = get_args(Mode)
+ELEMS: tuple[Elem, ...] = get_args(Elem)
+MODES: tuple[Mode, ...] = get_args(Mode)
 
 BLOCK_ELEMS = MXFP8["e4m3"].block[-1]
 """Elements that share one scale byte."""

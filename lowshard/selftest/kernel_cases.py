@@ -17,19 +17,19 @@ import numpy as np
 
 from lowshard import kernels
 from lowshard.box import Box, slices_of
+from lowshard.compiled.store import has_kept
 from lowshard.kernels import MXFP8Tensor, SwizzledMXFP8, engine
 from lowshard.kernels.change_boxes import ScratchBuffer
 from lowshard.kernels.change_encoding import values_of
 from lowshard.kernels.changes import ChangeBoxes
 from lowshard.kernels.plain import PlainEngine
-from lowshard.kernels.reference import Elem, Mode
+from lowshard.kernels.reference import ELEMS, MODES
 from lowshard.selftest.arrays import array_module, bits, hard, hard_blocks, ordinary, put, rng, settle
 from lowshard.selftest.comparisons import Tally
 from lowshard.selftest.steps import Setting
+from lowshard.warmup.compile_all import compile_all
 
 FLOATS = ("bfloat16", "float16", "float32")
-ELEMS: tuple[Elem, ...] = ("e4m3", "e5m2")
-MODES: tuple[Mode, ...] = ("rceil", "floor", "even", "ceil")
 _SHAPES = ((67, 352), (1, 32), (3, 4096))
 """[rows, cols]: many rows of an odd number of blocks, one block, and a few long rows."""
 _VIEWS = {
@@ -159,8 +159,8 @@ def sums() -> Iterator[KernelCase]:
     """Sum one to twelve arrays of one dtype or of several; which NaN comes out is not said."""
     for dst, count, elems, accumulate in product(FLOATS, (1, 2, 3, 8, 9, 12), _FLAT_ELEMS, (False, True)):
         for src in sorted({dst, "bfloat16", "mixed"}):
-            of = [FLOATS[i % 3] if src == "mixed" else src for i in range(count)]
-            sources = [hard((elems,), dtype, "sum", count, i) for i, dtype in enumerate(of)]
+            of = FLOATS if src == "mixed" else (src,)
+            sources = [hard((elems,), of[i % len(of)], "sum", count, i) for i in range(count)]
             out, note = hard((elems,), dst, "sum to", count), f"of {count} {src}"
             yield _case(kernels.sum_into, out, sources, note=note, any_nan=True, accumulate=accumulate)
 
@@ -181,12 +181,12 @@ def tiles() -> Iterator[KernelCase]:
 def optimizers() -> Iterator[KernelCase]:
     """Run three steps of AdamW and SGD, on ordinary values and on subnormal ones."""
 
-    def adamw(p: Any, first: Any, second: Any, *grads: Any) -> tuple[Any, ...]:
-        for step, grad in enumerate(grads, 1):
+    def adamw(p: Any, m: Any, v: Any, *grads: Any) -> tuple[Any, ...]:
+        for t, g in enumerate(grads, 1):
             kernels.adamw_step(
-                p, grad, first, second, lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, step=step
+                p, g, m, v, lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, step=t
             )
-        return p, first, second
+        return p, m, v
 
     def sgd(p: Any, buffer: Any, *grads: Any) -> tuple[Any, ...]:
         for step, grad in enumerate(grads):
@@ -230,6 +230,8 @@ def run(setting: Setting, tally: Tally) -> None:
     compiled = setting.device == "cpu" and engine.host_engine().name == "numba"
     where = "Numba compiled for this processor" if compiled else "plain NumPy: Numba was not used"
     where = "CUDA C++ compiled by NVRTC" if setting.device == "cuda" else where
+    if compiled and not has_kept():
+        compile_all(())  # on all cores, what did not come compiled
     for family in FAMILIES:
         print(f"{family.__name__}, {where}", flush=True)
         try:

@@ -16,8 +16,9 @@ from support.cuda_host import HostCudaEngine, host_cuda_engine
 from lowshard.kernels import MXFP8Tensor, SwizzledMXFP8
 from lowshard.kernels.engine import Engine
 from lowshard.kernels.plain import PlainEngine
+from lowshard.kernels.reference import ELEMS, MODES
 from lowshard.selftest.arrays import hard_blocks
-from lowshard.selftest.kernel_cases import ELEMS, MODES, through
+from lowshard.selftest.kernel_cases import through
 
 DTYPES = {
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
