@@ -22,6 +22,7 @@ from lowshard.kernels import MXFP8Tensor, SwizzledMXFP8, engine
 from lowshard.kernels.change_boxes import ScratchBuffer
 from lowshard.kernels.change_encoding import values_of
 from lowshard.kernels.changes import ChangeBoxes
+from lowshard.kernels.mxfp8 import FLOATS
 from lowshard.kernels.plain import PlainEngine
 from lowshard.kernels.reference import ELEMS, MODES
 from lowshard.selftest.arrays import array_module, bits, hard, hard_blocks, ordinary, put, rng, settle
@@ -29,7 +30,6 @@ from lowshard.selftest.comparisons import Tally
 from lowshard.selftest.steps import Setting
 from lowshard.warmup.compile_all import compile_all
 
-FLOATS = ("bfloat16", "float16", "float32")
 _SHAPES = ((67, 352), (1, 32), (3, 4096))
 """[rows, cols]: many rows of an odd number of blocks, one block, and a few long rows."""
 _VIEWS = {
@@ -41,7 +41,6 @@ _VIEWS = {
 _BOXES = (((3, 64), (32, 320)), ((0, 3), (0, 32)), ((66, 67), (0, 352)))
 """Of [67, 352], whole blocks along the columns, disjoint."""
 _FLAT_ELEMS = (1, 31, 4099)
-
 Put = Callable[[np.ndarray], Any]
 
 
@@ -180,17 +179,16 @@ def tiles() -> Iterator[KernelCase]:
 
 def optimizers() -> Iterator[KernelCase]:
     """Run three steps of AdamW and SGD, on ordinary values and on subnormal ones."""
+    rates: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
 
     def adamw(p: Any, m: Any, v: Any, *grads: Any) -> tuple[Any, ...]:
         for t, g in enumerate(grads, 1):
-            kernels.adamw_step(
-                p, g, m, v, lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, step=t
-            )
+            kernels.adamw_step(p, g, m, v, beta1=0.9, beta2=0.999, eps=1e-8, step=t, **rates)
         return p, m, v
 
     def sgd(p: Any, buffer: Any, *grads: Any) -> tuple[Any, ...]:
-        for step, grad in enumerate(grads):
-            kernels.sgd_step(p, grad, buffer, lr=1e-2, momentum=0.9, weight_decay=0.1, first=not step)
+        for t, g in enumerate(grads):
+            kernels.sgd_step(p, g, buffer, momentum=0.9, first=not t, **rates)
         return p, buffer
 
     for elems, size in product(_FLAT_ELEMS, (1.0, 1e-38)):
