@@ -17,7 +17,6 @@ import numpy as np
 
 from lowshard import kernels
 from lowshard.box import Box, slices_of
-from lowshard.compiled.store import has_kept
 from lowshard.kernels import MXFP8Tensor, SwizzledMXFP8, engine
 from lowshard.kernels.change_boxes import ScratchBuffer
 from lowshard.kernels.change_encoding import values_of
@@ -28,7 +27,6 @@ from lowshard.kernels.reference import ELEMS, MODES
 from lowshard.selftest.arrays import array_module, bits, hard, hard_blocks, ordinary, put, rng, settle
 from lowshard.selftest.comparisons import Tally
 from lowshard.selftest.steps import Setting
-from lowshard.warmup.compile_all import compile_all
 
 _SHAPES = ((67, 352), (1, 32), (3, 4096))
 """[rows, cols]: many rows of an odd number of blocks, one block, and a few long rows."""
@@ -41,6 +39,7 @@ _VIEWS = {
 _BOXES = (((3, 64), (32, 320)), ((0, 3), (0, 32)), ((66, 67), (0, 352)))
 """Of [67, 352], whole blocks along the columns, disjoint."""
 _FLAT_ELEMS = (1, 31, 4099)
+
 Put = Callable[[np.ndarray], Any]
 
 
@@ -228,8 +227,6 @@ def run(setting: Setting, tally: Tally) -> None:
     compiled = setting.device == "cpu" and engine.host_engine().name == "numba"
     where = "Numba compiled for this processor" if compiled else "plain NumPy: Numba was not used"
     where = "CUDA C++ compiled by NVRTC" if setting.device == "cuda" else where
-    if compiled and not has_kept():
-        compile_all(())  # on all cores, what did not come compiled
     for family in FAMILIES:
         print(f"{family.__name__}, {where}", flush=True)
         try:
