@@ -1,109 +1,261 @@
-"""The staged communicator on real GPUs: the case table on one rank and on ranks that share a GPU; streams, overlap."""
+"""The staged communicator: pieces, page-locked slots, copies, messages, the bits of the host's sums."""
 
 from __future__ import annotations
 
+import threading
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
-from support.case_table import GPU_LIMIT_S, cases_of_jobs, check_case
-from support.comm_cases import Way, cases_for, run_case
-from support.comm_kit import same
-from support.gpu import busy, warm_up, why_no_gpu
+from support.comm_kit import get, operands, put, refused, same
+from support.gpu import alone_staged, on_gpu, run_staged
 
 from lowshard import comm as lc
+from lowshard import dtypes
 from lowshard.comm import Communicator
 from lowshard.comm.nccl_bindings import Binding
-from lowshard.comm.staged import staged_communicator
+from lowshard.comm.pinned import Round, Slots
+from lowshard.errors import BufferMismatchError, CommError
 
-NO_GPU = why_no_gpu()
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(NO_GPU is not None, reason=f"CuPy cannot be used here: {NO_GPU}"),
-]
+N, SLOT_BYTES = 3, 480
 
 
-@pytest.fixture(scope="module", autouse=True)
-def warm() -> None:
-    """Leave nothing to compile for the time in which a stream is busy."""
-    warm_up(Binding.load(with_nccl=False).xp)
+def lengths(width: int) -> list[int]:
+    piece = SLOT_BYTES // (width * 8)
+    return [0, 1, piece - 1, piece, piece + 1, 2 * piece, 3 * piece + 2]
 
 
-def alone(slot_bytes: int = 1 << 20) -> Communicator:
-    """Return a communicator of one rank."""
-    (beside,) = lc.loopback(1)
-    return staged_communicator(beside, Binding.load(with_nccl=False), slot_bytes=slot_bytes)
+def test_every_collective_is_exact_at_lengths_around_a_piece() -> None:
+    def data(rank: int, elems: int, salt: int) -> np.ndarray:
+        return np.random.default_rng([rank, elems, salt]).integers(0, 1 << 40, elems)
+
+    def check(comm: Communicator) -> None:
+        me = comm.rank
+        for k in sorted({k for width in (1, N, N + 1, 2 * N) for k in lengths(width)}):
+            everyone, wide = [data(r, k, 1) for r in range(N)], [data(r, N * k, 2) for r in range(N)]
+            own, spread, recv, part = on_gpu(comm, everyone[me], wide[me], np.zeros(N * k, int), np.zeros(k, int))
+            comm.all_gather(own, recv)
+            same(recv, np.concatenate(everyone))
+            comm.all_to_all(spread, recv)
+            same(recv, np.concatenate([w[k * me : k * (me + 1)] for w in wide]))
+            comm.reduce_scatter(spread, part, "max", "tree")
+            same(part, np.maximum.reduce(wide)[k * me : k * (me + 1)])
+            comm.all_reduce(own, part)
+            same(part, np.sum(everyone, axis=0))
+            for root in (0, N - 1):
+                is_root, buf = me == root, on_gpu(comm, everyone[me])
+                comm.broadcast(buf, root)
+                same(buf, everyone[root])
+                comm.gather(own, recv if is_root else None, root)
+                comm.scatter(spread if is_root else None, part, root)
+                same(part, wide[root][k * me : k * (me + 1)])
+                comm.reduce(own, part if is_root else None, "min", root)
+                if is_root:
+                    same(recv, np.concatenate(everyone))
+                    same(part, np.minimum.reduce(everyone))
+            if me == 0:
+                comm.send(own, 1)
+            elif me == 1:
+                comm.recv(part, 0)
+                same(part, everyone[0])
+
+    run_staged(N, check, slot_bytes=SLOT_BYTES)
 
 
-@pytest.mark.parametrize("name", cases_for(Way(1, "staged", on_gpu=True)))
-def test_the_contract_holds_on_one_gpu(name: str) -> None:
-    with alone(5000) as comm:
-        run_case(name, comm)
+def test_uneven_counts_take_as_many_rounds_as_the_longest_part_of_any_pair() -> None:
+    def check(comm: Communicator) -> None:
+        # Rank 2 neither sends nor receives much, but takes part in every round.
+        counts = [[0, 100, 1], [3, 0, 0], [0, 2, 0]]
+        to, come = counts[comm.rank], [line[comm.rank] for line in counts]
+        send, recv = on_gpu(comm, np.arange(sum(to)) + 1000 * comm.rank, np.zeros(sum(come), np.int64))
+        starts, places = np.cumsum([0, *to[:-1]]).tolist(), np.cumsum([0, *come[:-1]]).tolist()
+        comm.all_to_all_v(send, to, starts, recv, come, places)
+        expected = []
+        for peer, line in enumerate(counts):
+            first = 1000 * peer + sum(line[: comm.rank])
+            expected.append(np.arange(first, first + line[comm.rank]))
+        same(recv, np.concatenate(expected).astype(np.int64))
+        parts = [50, 0, 7]
+        own, whole = on_gpu(comm, np.arange(parts[comm.rank]) + 100 * comm.rank, np.zeros(57, np.int64))
+        comm.all_gather_v(own, whole, parts, [7, 0, 0])
+        same(whole, np.concatenate([np.arange(200, 207), np.arange(50)]))
+        board = on_gpu(comm, np.arange(90) + 100 * comm.rank)  # a part that overlaps the result is sent as it was
+        comm.all_gather(board[5:35], board)
+        same(board, np.concatenate([np.arange(5, 35) + 100 * r for r in range(3)]))
+
+    run_staged(3, check, slot_bytes=256)
 
 
-@pytest.mark.mpi
-@pytest.mark.time_limit(GPU_LIMIT_S + 30)
-@pytest.mark.parametrize("path", ["auto", "mpi"])
-@pytest.mark.parametrize(("name", "size"), cases_of_jobs([2], "staged"))
-def test_the_contract_holds_on_two_ranks_that_share_a_gpu(name: str, size: int, path: str) -> None:
-    check_case(name, size, "staged", CUDA_VISIBLE_DEVICES="0", LOWSHARD_CPU_PATH=path)
+@pytest.mark.parametrize("order", ["tree", "rank", "fast"])
+def test_sums_have_the_bits_of_the_hosts_communicator(order: Any, rng: np.random.Generator) -> None:
+    rows = [dtypes.get(name) for name in ("float32", "float16", "bfloat16", "float64", "int32")]
+    terms = {row.name: operands(rng, 3, 700, row, "sum") for row in rows}
+
+    def reduce(comm: Communicator) -> list[bytes]:
+        results = []
+        for row in rows:
+            for op in ("sum", "avg", "min"):
+                out = put(comm, terms[row.name][comm.rank])
+                comm.all_reduce(out, out, op, order)  # type: ignore[arg-type]
+                results.append(get(out).tobytes())
+        return results
+
+    assert run_staged(3, reduce, slot_bytes=1000) == lc.run_loopback(3, reduce)
 
 
-def test_page_locked_memory_is_page_locked() -> None:
-    cupy = Binding.load(with_nccl=False).xp
-    with alone() as comm:
-        buf = cupy.ones(1000)
-        comm.all_reduce(buf, buf)
-        address = comm._transport._own_slots._slots[0].address
-        assert cupy.cuda.runtime.pointerGetAttributes(address).type == cupy.cuda.runtime.memoryTypeHost
+def copies(comm: Communicator, call: Callable[[], object]) -> Counter[str]:
+    """Return how often memory is copied by a call of this rank, by direction."""
+    found: Counter[str] = Counter()
+    binding, real = comm._transport._binding, {}  # type: ignore[attr-defined]
+    for name in ("fetch", "store"):
+        real[name] = getattr(binding, name)
+        noting = lambda *args, n=name: (found.update([n]), real[n](*args))  # noqa: E731
+        object.__setattr__(binding, name, noting)
+    try:
+        call()
+    finally:
+        for name, function in real.items():
+            object.__setattr__(binding, name, function)
+    return found
 
 
-@pytest.mark.parametrize("elems", [10, 3_000_000])
-def test_only_the_callers_stream_is_waited_for(elems: int) -> None:
-    cupy = Binding.load(with_nccl=False).xp
-    other, mine = cupy.cuda.Stream(non_blocking=True), cupy.cuda.Stream(non_blocking=True)
-    with alone() as comm:
-        with other:
-            busy(cupy, 1.0)
-            queued = other.record()
-        with mine:
-            buf = cupy.full(elems, 2.0)
-            busy(cupy, 0.05)
-            buf += 1
+def test_neighbouring_parts_are_copied_at_once() -> None:
+    def check(comm: Communicator) -> None:
+        send, recv = on_gpu(comm, np.zeros(4), np.zeros(12))
+        own, first = recv[4 * comm.rank :][:4], comm.rank == 0
+        assert copies(comm, lambda: comm.all_gather(send, recv)) == {"fetch": 1, "store": 1}
+        assert copies(comm, lambda: comm.all_gather(own, recv))["store"] == 1 + (comm.rank == 1)
+        assert copies(comm, lambda: comm.all_reduce(recv, recv)) == {"fetch": 1, "store": 1}
+        assert copies(comm, lambda: comm.broadcast(recv, 1)) == {"fetch" if comm.rank == 1 else "store": 1}
+        reduce = copies(comm, lambda: comm.reduce(recv, recv if first else None))
+        assert reduce == ({"fetch": 1, "store": 1} if first else {"fetch": 1})
+        assert not copies(comm, comm.barrier)
+
+    run_staged(3, check)
+
+
+def test_page_locked_memory_is_made_on_first_use_and_bounded(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    locked: dict[int, int] = {}
+    runtime = cupy.cuda.runtime
+    lock, unlock = runtime.hostRegister, runtime.hostUnregister
+    monkeypatch.setattr(runtime, "hostRegister", lambda at, n, flags: (lock(at, n, flags), locked.update({at: n}))[0])
+    monkeypatch.setattr(runtime, "hostUnregister", lambda at: (unlock(at), locked.pop(at))[0])
+    comm = alone_staged(slot_bytes=1 << 16)
+    comm.barrier()
+    assert not locked
+    for elems, n_bytes in ((10, 4096), (100_000, 1 << 16)):
+        buf = on_gpu(comm, np.zeros(elems))
+        for _ in range(2):
             comm.all_reduce(buf, buf)
-            result = buf * 2
-            assert not queued.done, "the other stream was waited for"
-            mine.synchronize()
-            same(result[:3], np.full(3, 6.0))
-            same(result[-3:], np.full(3, 6.0))
-        other.synchronize()
+        assert list(locked.values()) == [n_bytes] * 2
+    comm.close()
+    assert not locked
 
 
-def test_slots_are_not_written_while_another_stream_still_copies_from_them() -> None:
-    cupy = Binding.load(with_nccl=False).xp
-    streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(3)]
-    with alone(1 << 16) as comm:
+def test_memory_that_cannot_be_locked_is_used_as_it_is(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: int) -> None:
+        raise cupy.cuda.runtime.CUDARuntimeError(801)
+
+    monkeypatch.setattr(cupy.cuda.runtime, "hostRegister", refuse)
+    with alone_staged() as comm:
+        buf = on_gpu(comm, np.ones(9))
+        comm.all_reduce(buf, buf)
+        same(buf, np.ones(9))
+    if hasattr(cupy, "checker"):
+        assert all("pageable" in report for report in cupy.checker.reports())
+        cupy.checker.reset()
+
+
+def test_a_slot_that_another_stream_still_reads_is_waited_for() -> None:
+    def check(comm: Communicator) -> None:
+        streams = [comm.xp.cuda.Stream(non_blocking=True) for _ in range(3)]
         bufs = []
-        for i in range(60):
+        for i in range(12):
             with streams[i % 3]:
-                buf = cupy.full(50_000, float(i))
-                if i % 7 == 0:
-                    busy(cupy, 0.01)
-                comm.all_reduce(buf, buf)
-                bufs.append(buf)
-        for stream in streams:
-            stream.synchronize()
+                bufs.append(on_gpu(comm, np.full(300, float(i + comm.rank))))
+                comm.broadcast(bufs[i], i % 2) if i % 3 else comm.all_reduce(bufs[i], bufs[i])
         for i, buf in enumerate(bufs):
-            assert bool((buf == i).all()), i
+            with streams[i % 3]:
+                same(buf, np.full(300, float(i + i % 2 if i % 3 else 2 * i + 1)))
+
+    run_staged(2, check, slot_bytes=512)
 
 
-def test_a_started_call_runs_beside_the_callers_stream() -> None:
-    cupy = Binding.load(with_nccl=False).xp
-    with alone() as comm, cupy.cuda.Stream(non_blocking=True) as stream:
-        buf = cupy.full(100_000, 3.0)
-        work = comm.start.all_reduce(buf, buf)
-        busy(cupy, 1.0)
-        queued = stream.record()
-        work.wait(timeout_s=20.0)
-        assert not queued.done, "it waited for what was queued after it"
-        result = buf + 1
-        stream.synchronize()
-        same(result[:3], np.full(3, 4.0))
+def test_the_host_works_on_one_slot_while_the_device_fills_the_other_and_a_failure_leaves_both_usable(
+    cupy: Any,
+) -> None:
+    binding = Binding.load(with_nccl=False)
+    slots = Slots(binding, lambda n: np.empty(n, np.uint8), 10.0)
+    device = cupy.asarray(np.arange(40, dtype=np.uint8))
+    at, seen = binding.pointer(device), []
+
+    def work(slot: np.ndarray) -> None:
+        seen.append(slot.tolist())
+        slot += 100
+
+    def fail(slot: np.ndarray) -> None:
+        raise CommError("the peer is gone")
+
+    parts = [((at + 10 * i, 0, 10),) for i in range(4)]
+    with pytest.raises(CommError, match="gone"):
+        slots.run([Round(10, part, fail, ()) for part in parts], "test")
+    slots.run([Round(10, part, work, part) for part in parts], "test")
+    assert seen == np.arange(40).reshape(4, 10).tolist()
+    same(device, np.arange(100, 140, dtype=np.uint8))
+    slots.close()
+
+
+def test_it_has_a_name_a_control_and_no_need_of_nccl() -> None:
+    def check(comm: Communicator) -> None:
+        assert (comm.transport, comm.control.transport) == ("staged", "loopback")
+        assert comm.timeout_s == comm.control.timeout_s
+        with comm.split(0) as group:  # type: ignore[union-attr]
+            assert group.transport == "staged"
+            assert group.control is not comm.control
+        refused(group.control.barrier, CommError, "closed")
+
+    run_staged(2, check)
+    comm = alone_staged()
+    with pytest.raises(ZeroDivisionError), comm:
+        raise ZeroDivisionError
+    assert comm._transport.host.failed  # type: ignore[attr-defined]
+    assert comm._transport.host.closed  # type: ignore[attr-defined]
+
+
+def test_messages_of_another_length_are_refused_also_where_they_take_several_pieces() -> None:
+    piece = 8
+
+    def check(comm: Communicator) -> None:
+        for sent, expected in ((3, 4), (piece, piece + 1), (2 * piece, piece), (3 * piece, 2 * piece), (0, 1)):
+            group = comm.split(0)
+            assert group is not None
+            buf = on_gpu(comm, np.zeros(sent if comm.rank == 0 else expected))
+            if comm.rank == 0:
+                group.send(buf, 1)
+            else:
+                refused(lambda g=group, b=buf: g.recv(b, 0), BufferMismatchError, "elements")
+            comm.barrier()
+
+    run_staged(2, check, slot_bytes=8 * piece)
+
+
+def test_started_messages_wait_for_one_rank_only() -> None:
+    def check(comm: Communicator) -> None:
+        ahead, behind = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+        send, recv, total = on_gpu(comm, np.full(300, float(comm.rank)), np.zeros(300), np.ones(3))
+        came = comm.start.recv(recv, behind)
+        comm.all_reduce(total, total)  # the message is not in turn with it
+        sent = comm.start.send(send, ahead)
+        came.wait(timeout_s=20.0)
+        sent.wait(timeout_s=20.0)
+        assert came.done()
+        same(recv, np.full(300, float(behind)))
+        same(total, np.full(3, 3.0))
+
+    run_staged(3, check, slot_bytes=256)
+    for thread in threading.enumerate():
+        if thread.name in ("lowshard send", "lowshard recv"):
+            thread.join(5.0)
+            assert not thread.is_alive()
