@@ -84,6 +84,8 @@ class _Part:
     """What a call does when its turn has come."""
 
     stuck = ""
+    posted = ""
+    """What is left for the others, if it is not taken."""
 
     def post(self) -> None:
         """Give the others what they need."""
@@ -168,6 +170,9 @@ def _queue(calls: Sequence[_Call]) -> None:
             if not comm._ended:
                 for part in parts:
                     part.run()
+                for name in comm._posted:  # who has posted this operation is done with the one before
+                    comm._meeting.take_away(name)
+                comm._posted = [part.posted for part in parts if part.posted]
             return touched
 
         work = Work(run, ready)
@@ -225,8 +230,6 @@ class _Collective(_Part):
         return True
 
     def run(self) -> None:
-        # Who has posted this call is done with the one before.
-        self._meeting.take_away(f"c{self._number - 1}.{self._meeting.rank}")
         made = self._result([given[1] for given in self._given if given is not None])
         (low, high), *_ = self._call.writes
         need(len(made) == high - low, f"{self._call.name} of {len(made)} bytes into {high - low}")
@@ -287,6 +290,7 @@ class NcclCommunicator:
         self._meeting = Meeting(name, rank, size)
         self._ended, self._calls, self._splits = "", 0, 0
         self._messages: dict[tuple[str, int], int] = {}
+        self._posted: list[str] = []
         self._clock: dict[_streams.Stream, int] = {}
         self.comm = next(serials)
         self._meeting.post(f"hello.{rank}", None)
