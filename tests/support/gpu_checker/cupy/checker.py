@@ -1,0 +1,116 @@
+"""What the checker found and counted: reports of broken rules, and how often each kind of work was asked for.
+
+Environment:
+    LOWSHARD_CHECKER: "off" for a stand-in that checks nothing and runs no kernel, to time the host.
+    LOWSHARD_CHECKER_REPORT: a file that gets a line for each report.
+    LOWSHARD_CHECKER_COUNTS: a file that gets a line of JSON when the process ends.
+    LOWSHARD_CHECKER_LAG: how often an event or stream that is done answers "not ready" before it says so.
+    LOWSHARD_CHECKER_LIMIT_S: seconds after which a wait that has no deadline of its own is called a hang.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+
+OFF = os.environ.get("LOWSHARD_CHECKER") == "off"
+LAG = 0 if OFF else int(os.environ.get("LOWSHARD_CHECKER_LAG", "2"))
+LIMIT_S = float(os.environ.get("LOWSHARD_CHECKER_LIMIT_S", "60"))
+LOCK = threading.RLock()
+"""Held by whatever changes the state of the device."""
+
+_FOLDER = str(Path(__file__).parent)
+_FRAMES = 3  # of the program, in the name of a place
+_found: dict[str, None] = {}
+_counts: Counter[str] = Counter()
+_last_looks: list[Callable[[], None]] = []
+"""What looks for more faults when the process ends."""
+
+
+class Misuse(AssertionError):
+    """A call that CUDA, CuPy or NCCL leaves undefined."""
+
+
+def reports() -> list[str]:
+    """Return what has been found so far, each once."""
+    return list(_found)
+
+
+def counts() -> Counter[str]:
+    """Return how often each kind of work was asked for so far."""
+    return Counter(_counts)
+
+
+def reset() -> None:
+    """Forget all reports and counts."""
+    _found.clear()
+    _counts.clear()
+
+
+def count(what: str, number: int = 1) -> None:
+    """Add to a count."""
+    _counts[what] += number
+
+
+def report(text: str) -> None:
+    """Write a fault down, unless the same one has been."""
+    with LOCK:
+        if text in _found:
+            return
+        _found[text] = None
+    line = f"gpu checker: {text}\n"
+    sys.stderr.write(line)
+    if path := os.environ.get("LOWSHARD_CHECKER_REPORT"):
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(line)
+
+
+def need(is_right: bool, text: str, place: str = "") -> None:
+    """Report a fault and raise it, where something is not right.
+
+    Raises:
+        Misuse: `is_right` is false.
+    """
+    if not is_right:
+        text = f"{text}, at {place or where()}"
+        report(text)
+        raise Misuse(text)
+
+
+def where() -> str:
+    """Return the lines of the program that called the checker, the innermost first."""
+    if OFF:
+        return ""
+    frame: FrameType | None = sys._getframe(1)
+    lines: list[str] = []
+    while frame is not None and len(lines) < _FRAMES:
+        file = frame.f_code.co_filename
+        if not file.startswith((_FOLDER, "<")) and "contextlib" not in file:
+            lines.append(f"{'/'.join(file.split('/')[-2:])}:{frame.f_lineno}")
+        frame = frame.f_back
+    return " < ".join(lines) or "?"
+
+
+def at_exit(look: Callable[[], None]) -> None:
+    """Have a function look for faults when the process ends, before the counts are written."""
+    _last_looks.append(look)
+
+
+@atexit.register
+def _write_counts() -> None:
+    for look in _last_looks:
+        look()
+    if path := os.environ.get("LOWSHARD_CHECKER_COUNTS"):
+        copies = sum(
+            _counts[f"{kind}_copies"] for kind in ("host_to_device", "device_to_host", "device_to_device")
+        )
+        line = {"launches": 0, "collectives": 0, "allocations": 0, **_counts, "copies": copies}
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(line | {"waits": _counts["host_waits"]}) + "\n")
