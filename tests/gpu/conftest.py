@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import shutil
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -53,11 +54,13 @@ def answers(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> Answers:
 
 @pytest.fixture
 def two_gpus(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """CuPy's runtime on a machine of two GPUs; device 0 is current again afterwards."""
+    """CuPy's runtime where there are two GPUs to choose from; the checker's are one, of which threads choose a number."""
     runtime = cupy.cuda.runtime
-    monkeypatch.setenv("LOWSHARD_CHECKER_GPUS", "2")
-    monkeypatch.setenv("FAKE_CUPY_GPUS", "2")
-    if int(runtime.getDeviceCount()) < 2:
+    if why_no_gpu() is not None:
+        here = threading.local()
+        monkeypatch.setattr(runtime, "getDevice", lambda: getattr(here, "number", 0))
+        monkeypatch.setattr(runtime, "setDevice", lambda number: setattr(here, "number", number))
+    elif int(runtime.getDeviceCount()) < 2:
         pytest.skip("this machine has one GPU; 2 are needed")
     yield runtime
     runtime.setDevice(0)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import gc
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from support.comm_kit import refused, same
-from support.gpu import alone, on_gpu, recorded, run_nccl
+from support.gpu import alone, host_waits, on_gpu, recorded, run_nccl
 
 from lowshard import settings
 from lowshard.comm import Communicator
@@ -34,9 +34,8 @@ class Low:
     NCCLError = type("NCCLError", (RuntimeError,), {"status": 0})
 
     def __init__(self, cupy: Any, made: dict[int, Any]) -> None:
-        self._cupy, self._made, self._blocks = cupy, made, dict[int, Any]()
         self.state: dict[int, str] = {}
-        self.failing = ""
+        self.made, self.failing, self._next = made, "", 1 << 30
         nccl = cupy.cuda.nccl
         self.get_version, self.group_start, self.group_end = nccl.get_version, nccl.groupStart, nccl.groupEnd
         self.Comm = made.get
@@ -60,10 +59,9 @@ class Low:
         self.state[at] = name
 
     def mem_alloc(self, size: int) -> int:
-        block = self._cupy.empty(size, np.uint8)
-        self._step("mem_alloc", block.data.ptr, "", "mem_free")
-        self._blocks[block.data.ptr] = block
-        return int(block.data.ptr)
+        self._next += size
+        self._step("mem_alloc", self._next, "")
+        return self._next
 
     def comm_register(self, comm: Any, buff: int, size: int) -> int:
         self._step("comm_register", buff, "mem_alloc")
@@ -74,7 +72,6 @@ class Low:
 
     def mem_free(self, ptr: int) -> None:
         self._step("mem_free", ptr, "comm_deregister", "mem_alloc", "aborted")
-        del self._blocks[ptr]
 
 
 @pytest.fixture
@@ -83,7 +80,7 @@ def low(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> Low:
     made: dict[int, Any] = {}
     lower, core, nccl, bindings = Low(cupy, made), ModuleType("nccl.core"), ModuleType("nccl"), ModuleType("nccl.b")
     core.Communicator = type("Communicator", (), {"__init__": lambda self, ptr=0: setattr(self, "ptr", ptr)})  # type: ignore[attr-defined]
-    nccl.core, bindings.nccl, lower.made = core, lower, made  # type: ignore[attr-defined]
+    nccl.core, bindings.nccl = core, lower  # type: ignore[attr-defined]
     for name, module in (("nccl", nccl), ("nccl.core", core), ("nccl.bindings", bindings)):
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setenv(settings.NCCL.name, "nccl4py")
@@ -91,10 +88,12 @@ def low(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> Low:
 
 
 def test_every_transfer_goes_through_the_lower_layer_with_the_same_arguments(low: Low) -> None:
+    binding = Binding.load()
+
     def check(comm: Communicator) -> None:
         raw, me, n = recorded(comm), comm.rank, comm.size
-        low.made[id(raw)] = raw  # type: ignore[attr-defined]  # CuPy's object gives nccl4py the address of what it made
-        over = nccl_communicator(SimpleNamespace(comm=id(raw)), me, n, owned=False)
+        low.made[id(raw)] = raw  # CuPy's object gives nccl4py the address of what it made
+        over = nccl_communicator(SimpleNamespace(comm=id(raw)), me, n, owned=False, binding=binding)
         assert isinstance(over._transport._handle, NCCL4PyHandle)  # type: ignore[attr-defined]
         one, all_of_it = on_gpu(comm, np.full(4, me + 1.0), np.zeros(4 * n))
         over.all_gather(one, all_of_it)
@@ -108,11 +107,9 @@ def test_every_transfer_goes_through_the_lower_layer_with_the_same_arguments(low
         assert {"allGather", "allReduce", "reduceScatter", "broadcast", "send", "recv"} == {c[0] for c in raw.moved()}
         over.close()
 
-    unset = pytest.MonkeyPatch()
-    unset.delenv(settings.NCCL.name)
-    plain = Binding.load()  # the communicators below it are CuPy's
-    unset.undo()
-    run_nccl(3, check, binding=plain)
+    with pytest.MonkeyPatch.context() as unset:
+        unset.delenv(settings.NCCL.name)  # the communicators below it are CuPy's
+        run_nccl(3, check)
 
 
 def test_a_handle_of_nccl4py_and_the_setting_choose_nccl4py(low: Low, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,60 +129,84 @@ def test_a_cupy_without_nccl_serves_staging_and_nothing_else(cupy: Any, monkeypa
 # ---- memory
 
 
-def test_large_arrays_lie_in_registered_memory_that_is_used_again(low: Low, cupy: Any) -> None:
-    memory = NCCLMemory(low, "comm", cupy)
-    with memory.allocating():
-        small, first = cupy.empty(FROM_BYTES - 1, np.uint8), cupy.empty(FROM_BYTES, np.uint8)
-        assert small.data.ptr not in low.state
-        at = first.data.ptr
-        del first
-        second = cupy.empty(FROM_BYTES, np.uint8)
-    assert second.data.ptr == at
-    assert low.state == {at: "comm_register"}
+class Block:
+    """What a pool hands out; its memory goes back when nobody has it."""
+
+    def __init__(self, pool: Pool, ptr: int) -> None:
+        self._pool, self.ptr = pool, ptr
+
+    def __del__(self) -> None:
+        self._pool.unused.append(self.ptr) if self._pool.is_open else self._pool.free(self.ptr, 0)
+
+
+class Pool:
+    """CuPy's MemoryPool over a PythonFunctionAllocator, for blocks of one size."""
+
+    def __init__(self, allocator: Any) -> None:
+        self.allocate, self.free = allocator
+        self.unused, self.is_open = list[int](), True
+
+    def malloc(self, n_bytes: int) -> Block:
+        return Block(self, self.unused.pop() if self.unused else self.allocate(n_bytes, 0))
+
+    def free_all_blocks(self) -> None:
+        while self.unused:
+            self.free(self.unused.pop(), 0)
+
+
+@pytest.fixture
+def memory(low: Low, cupy: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[NCCLMemory]:
+    monkeypatch.setattr(cupy.cuda, "MemoryPool", Pool)
+    allocator = lambda malloc, free: SimpleNamespace(malloc=(malloc, free))  # noqa: E731
+    monkeypatch.setattr(cupy.cuda, "PythonFunctionAllocator", allocator, raising=False)
+    with (made := NCCLMemory(low, "comm", cupy)).allocating():
+        yield made
+
+
+def test_large_arrays_lie_in_registered_memory_that_is_used_again(memory: NCCLMemory, low: Low, cupy: Any) -> None:
+    small, first = (cupy.cuda.get_allocator()(n) for n in (FROM_BYTES - 1, FROM_BYTES))
+    assert int(small.ptr) not in low.state
+    at = first.ptr
+    del first
+    second = cupy.cuda.get_allocator()(FROM_BYTES)
+    assert (second.ptr, low.state) == (at, {at: "comm_register"})
     del second
-    memory.close(aborted=False)
+    with host_waits(cupy) as waits:
+        memory.close(aborted=False)
+    assert waits == ["deviceSynchronize"], "work that is queued may still use it"
     assert low.state == {at: "mem_free"}
 
 
 @pytest.mark.parametrize("aborted", [False, True])
-def test_an_array_outlives_its_communicator(low: Low, cupy: Any, aborted: bool) -> None:
-    memory = NCCLMemory(low, "comm", cupy)
-    with memory.allocating():
-        array = cupy.empty(FROM_BYTES, np.uint8)
-    at = array.data.ptr
+def test_an_array_outlives_its_communicator(memory: NCCLMemory, low: Low, cupy: Any, aborted: bool) -> None:
+    block = cupy.cuda.get_allocator()(FROM_BYTES)
     if aborted:
-        low.state[at] = "aborted"  # NCCL has forgotten it: to deregister it would be an error
+        low.state[block.ptr] = "aborted"  # NCCL has forgotten it: to deregister it would be an error
     memory.close(aborted)
-    assert low.state[at] == ("aborted" if aborted else "comm_deregister")
-    array.fill(7)
-    same(array[:3], np.full(3, 7, np.uint8))
-    del array, memory
-    gc.collect()
+    assert low.state[block.ptr] == ("aborted" if aborted else "comm_deregister")
+    memory._pool.is_open = False
+    del block
+    assert set(low.state.values()) == {"mem_free"}
 
 
 @pytest.mark.parametrize("failing", ["mem_alloc", "comm_register"])
-def test_what_nccl_refuses_is_no_memory_and_leaves_none(low: Low, cupy: Any, failing: str) -> None:
-    memory = NCCLMemory(low, "comm", cupy)
-    with memory.allocating():
-        low.failing = failing
-        refused(lambda: cupy.empty(FROM_BYTES, np.uint8), MemoryError, f"{FROM_BYTES} bytes", f"{failing} failed")
-        assert set(low.state.values()) <= {"mem_free"}
-        low.failing = ""
-        assert cupy.empty(FROM_BYTES, np.uint8).data.ptr
-    memory.close(aborted=False)
+def test_what_nccl_refuses_is_no_memory_and_leaves_none(
+    memory: NCCLMemory, low: Low, cupy: Any, failing: str
+) -> None:
+    low.failing, allocate = failing, cupy.cuda.get_allocator()
+    refused(lambda: allocate(FROM_BYTES), MemoryError, f"{FROM_BYTES} bytes on device 0", f"{failing} failed")
+    assert set(low.state.values()) <= {"mem_free"}
+    low.failing = ""
+    assert allocate(FROM_BYTES).ptr
 
 
 @pytest.mark.parametrize("end", ["destroy", "abort"])
-def test_a_communicator_gives_its_memory_back_before_it_is_destroyed_and_after_it_is_aborted(
-    end: str, low: Low, cupy: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv(settings.NCCL.name)
+def test_a_communicator_gives_its_memory_back_before_it_is_destroyed_and_after_it_is_aborted(end: str) -> None:
     comm, told = alone(), list[Any]()
-    handle, memory = recorded(comm), NCCLMemory(low, "comm", cupy)
-    handle.memory = lambda xp: memory
-    close = memory.close
-    memory.close = lambda aborted: (told.append((aborted, handle.ended)), close(aborted))[1]  # type: ignore[method-assign, func-returns-value]
-    assert comm.empty(FROM_BYTES, "uint8").data.ptr in low.state
+    handle = recorded(comm)
+    close = lambda aborted: told.append((aborted, handle.ended))  # noqa: E731
+    handle.memory = lambda xp: SimpleNamespace(allocating=nullcontext, close=close)
+    assert comm.empty(3, "float32").shape == (3,)
     comm._transport._nccl.failed = end == "abort"  # type: ignore[attr-defined]
     comm.close()
     assert told == [(end == "abort", "abort" if end == "abort" else "")]

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import gc
 import inspect
-import threading
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from support.comm_kit import refused, same
-from support.gpu import alone, alone_staged, busy, host_waits, on_gpu, recorded, run_nccl, run_staged, silicon
+from support.gpu import alone, alone_staged, busy, host_waits, on_gpu, recorded, run_nccl, run_staged
 
 from lowshard import DeviceMesh, Layout, execute, execute_all, kernels, plan_redistribute, redistribute
 from lowshard import comm as lc
 from lowshard.comm import Communicator
+from lowshard.comm.nccl_bindings import Binding
 from lowshard.comm.nccl_wait import InThread
 from lowshard.errors import BufferMismatchError, CommError, KernelError, StreamError
 from lowshard.gpu_stream import on_stream
@@ -92,7 +93,8 @@ def reshard_by(comm: Communicator, stream: Any) -> None:
 
 
 def act(comm: Communicator, stream: Any) -> None:
-    run_action(pick("relu", [ROWS]), [local(comm)], comm, stream=stream)
+    found = pick("matmul", [ROWS, Layout.from_spec(MESH, (6, 4), "float32", ("a", None))])
+    run_action(found, [local(comm), local(comm, 3, 4)], comm, stream=stream)
 
 
 MADE: dict[str, Callable[[Communicator, Any], object]] = {
@@ -315,35 +317,33 @@ def test_wrong_messages_are_refused_by_wait_and_spoil_no_others_of_any_thread(ru
 @pytest.mark.parametrize("started", [False, True])
 @both
 def test_a_thread_whose_current_device_is_another_one_launches_on_the_communicators(
-    make: Callable[..., Communicator], started: bool, two_gpus: Any
+    make: Callable[..., Communicator], started: bool, two_gpus: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A new thread begins on device 0; the checker refuses streams, events and kernels of another current device."""
+    """A new thread begins on device 0."""
     two_gpus.setDevice(1)
-    comm = make(**({"device": 1} if make is alone_staged else {}))
-    buf = comm.empty(3, "float64")
-    buf.fill(2)
+    with_nccl = Binding.load(with_nccl=make is alone)
+    comm = make(device=1, binding=replace(with_nccl, device=lambda array: 1))
+    buf, found, used = on_gpu(comm, np.full(3, 2.0)), list[int](), set[int]()
+    for kind in (comm.xp.cuda.Stream, comm.xp.cuda.Event):
+        made = kind.__init__
+        noting = lambda *args, m=made, **kinds: (used.add(two_gpus.getDevice()), m(*args, **kinds))[1]  # noqa: E731
+        monkeypatch.setattr(kind, "__init__", noting)
 
-    def work() -> int:
+    def work() -> None:
         comm.start.all_reduce(buf, buf).wait() if started else comm.all_reduce(buf, buf)
         comm.broadcast(buf)
         comm.barrier()
-        return int(two_gpus.getDevice())
+        found.append(two_gpus.getDevice())
 
-    thread = threading.Thread(target=lambda: found.append(work()))
-    found: list[int] = []
-    thread.start()
-    thread.join(20.0)
+    InThread(work)._thread.join(20.0)
     assert found == [0], "the thread's own device is put back"
-    two_gpus.setDevice(0)
-    assert comm.empty((2, 3), "float32").device.id == 1
-    two_gpus.setDevice(1)
+    assert used == ({1} if started or make is alone else used)
     comm.close()
 
 
-# ---- times, which a GPU alone has
+# ---- a stream that is busy
 
 
-@silicon
 @both
 def test_a_started_call_waits_for_what_is_before_it_and_runs_beside_what_comes_later(
     make: Callable[[], Communicator], cupy: Any
@@ -366,7 +366,6 @@ def test_a_started_call_waits_for_what_is_before_it_and_runs_beside_what_comes_l
         same(result[:3], np.full(3, 5.0))
 
 
-@silicon
 @both
 def test_only_the_callers_stream_is_waited_for(make: Callable[[], Communicator], cupy: Any) -> None:
     busy(cupy, 0.0)

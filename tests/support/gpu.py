@@ -107,10 +107,12 @@ def recorded(comm: Communicator) -> Recorded:
     return comm._transport._handle  # type: ignore[attr-defined, no-any-return]
 
 
-def alone(still: bool = False, **options: Any) -> Communicator:
+def alone(device: int = 0, **options: Any) -> Communicator:
     """Return a communicator over NCCL of one rank; options are those of `nccl_communicator`."""
     binding = Binding.load()
-    handle = Recorded(binding.nccl.NcclCommunicator(1, binding.nccl.get_unique_id(), 0), still)
+    handle = Recorded(binding.nccl.NcclCommunicator(1, binding.nccl.get_unique_id(), 0))
+    if device:
+        handle.device_id = lambda: device
     comm = nccl_communicator(handle, 0, 1, **{"binding": binding, **options})
     handle.calls.clear()
     return comm
@@ -118,7 +120,7 @@ def alone(still: bool = False, **options: Any) -> Communicator:
 
 def alone_staged(**options: Any) -> Communicator:
     """Return a staged communicator of one rank; options are those of `staged_communicator`."""
-    return staged_communicator(lc.loopback(1)[0], Binding.load(with_nccl=False), **options)
+    return staged_communicator(lc.loopback(1)[0], **{"binding": Binding.load(with_nccl=False), **options})
 
 
 def run_nccl(

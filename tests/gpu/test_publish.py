@@ -1,20 +1,16 @@
-"""Publishers and subscribers of arrays on a GPU; where there is none, on a stand-in for CuPy."""
+"""Publishers and subscribers of arrays on a GPU."""
 
 from __future__ import annotations
 
-import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
-from support.device_stand_in import DEFAULT_STREAM
-from support.gpu import why_no_gpu
-from support.gpu_arrays import ndarray, stand_in
-from support.nccl_stand_in import Host
+from support.comm_kit import get, refused
+from support.gpu import Answers, busy
 from support.reshard_cases import local_part, random_layout
 
 import lowshard as ls
@@ -31,31 +27,20 @@ from lowshard.transfer.device_copies import DeviceCopies
 TOKEN = bytes(32)
 
 
-class Gpu(NamedTuple):
-    """CuPy, and its stand-in's device; None on a real GPU."""
-
-    cupy: ModuleType
-    host: Host | None
-
-    def put(self, values: np.ndarray) -> Any:
-        """Return a copy on the GPU; of fp8, as integers."""
-        bits = values.view(np.uint8) if dtypes.get(values.dtype).bits == 8 else values
-        return self.cupy.asarray(np.array(bits, order="C"))
-
-    def empty(self, shape: tuple[int, ...], dtype: str) -> Any:
-        return self.put(np.zeros(shape, dtypes.get(dtype).numpy))
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+@pytest.fixture(autouse=True)
+def small_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_copies, "SLOT_BYTES", 8192)  # several rounds for a few rows
-    if why_no_gpu() is None:
-        import cupy
 
-        return Gpu(cupy, None)
-    if shutil.which("g++") is None:
-        pytest.skip("g++, which builds the kernels for the host, is not on PATH")
-    return Gpu(*stand_in(monkeypatch))
+
+def put(values: np.ndarray) -> Any:
+    """Return a copy on the GPU; of fp8, as integers."""
+    import cupy
+
+    return cupy.asarray(np.array(values.view(np.uint8) if dtypes.get(values.dtype).bits == 8 else values, order="C"))
+
+
+def empty(shape: tuple[int, ...], dtype: str) -> Any:
+    return put(np.zeros(shape, dtypes.get(dtype).numpy))
 
 
 @pytest.fixture(params=["mapped", "streams"])
@@ -75,7 +60,7 @@ def _random(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> np.
 
 
 def _bits(values: Any) -> bytes:
-    return bytes(values.tobytes() if isinstance(values, np.ndarray) else values.get().tobytes())
+    return get(values).tobytes()
 
 
 def _change(rng: np.random.Generator, values: np.ndarray, count: int) -> None:
@@ -85,18 +70,18 @@ def _change(rng: np.random.Generator, values: np.ndarray, count: int) -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "uint8", "float8_e4m3fn"])
 def test_versions_go_from_a_gpu_to_a_gpu(
-    tmp_path: Path, rng: np.random.Generator, gpu: Gpu, way: str, dtype: str
+    tmp_path: Path, rng: np.random.Generator, way: str, dtype: str
 ) -> None:
     """Whole, and what changed: bits of any kind, through slots that are smaller than the array."""
     values, layout = _random(rng, (90, 150), dtype), _one((90, 150), dtype)
-    mine, out = gpu.put(values), gpu.empty((90, 150), dtype)
+    mine, out = put(values), empty((90, 150), dtype)
     where: dict[str, Any] = {"address": f"unix:{tmp_path}/p", "token": TOKEN}
     with (
         Publisher(layout, {"w": mine}, **where) as publisher,
         Subscriber(layout, {"w": out}, **where) as subscriber,
     ):
         for version in range(5):
-            mine[...] = gpu.put(values)
+            mine[...] = put(values)
             publisher.publish(version, wait=bool(version % 2))
             background = subscriber.pull(20, wait=False) if version % 2 else None
             assert (subscriber.pull(20) if background is None else background.wait()) == version
@@ -113,7 +98,7 @@ def test_versions_go_from_a_gpu_to_a_gpu(
 
 @pytest.mark.parametrize("case", range(8))
 def test_any_layout_gets_to_any_other_on_gpus(
-    tmp_path: Path, rng: np.random.Generator, gpu: Gpu, way: str, case: int
+    tmp_path: Path, rng: np.random.Generator, way: str, case: int
 ) -> None:
     """Jobs of several ranks; sources and destinations on the GPU and on the host, of any strides."""
     ranks = rng.integers(1, 4, 2).tolist()
@@ -132,8 +117,8 @@ def test_any_layout_gets_to_any_other_on_gpus(
         if not on_gpu[side, name]:
             return values.copy()
         if not gaps[name] or not values.ndim:
-            return gpu.put(values)
-        return gpu.put(np.repeat(values, 2, axis=-1))[..., ::2]
+            return put(values)
+        return put(np.repeat(values, 2, axis=-1))[..., ::2]
 
     def publish(comm: Any) -> None:
         parts = {n: local_part(x, comm.rank, whole[n]) for n, x in have.items() if comm.rank in x}
@@ -142,7 +127,7 @@ def test_any_layout_gets_to_any_other_on_gpus(
             for version in range(3):
                 for n, mine in arrays.items():
                     part = local_part(have[n], comm.rank, whole[n])
-                    mine[...] = gpu.put(part) if on_gpu["have", n] else part
+                    mine[...] = put(part) if on_gpu["have", n] else part
                 publisher.publish(version)
                 comm.barrier()
                 published[version].set()
@@ -192,12 +177,12 @@ def _run_both(first: Callable[..., None], ranks: int, second: Callable[..., None
 @pytest.mark.parametrize("swizzled", [False, True])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_versions_come_to_a_gpu_as_mxfp8(
-    tmp_path: Path, rng: np.random.Generator, gpu: Gpu, way: str, dtype: str, swizzled: bool
+    tmp_path: Path, rng: np.random.Generator, way: str, dtype: str, swizzled: bool
 ) -> None:
     rows, cols = 130, 192
     values = rng.standard_normal((rows, cols), np.float32).astype(dtypes.get(dtype).numpy)
-    codes = gpu.empty((rows, cols), "uint8")
-    scales = gpu.empty((swizzled_bytes(rows, cols // 32),) if swizzled else (rows, cols // 32), "uint8")
+    codes = empty((rows, cols), "uint8")
+    scales = empty((swizzled_bytes(rows, cols // 32),) if swizzled else (rows, cols // 32), "uint8")
     room = (SwizzledMXFP8 if swizzled else MXFP8Tensor)(codes, scales)
     transform = MXFP8ReshardTransform(["w"], {"w": room})
     where: dict[str, Any] = {"address": f"unix:{tmp_path}/p", "token": TOKEN}
@@ -219,57 +204,44 @@ def test_versions_come_to_a_gpu_as_mxfp8(
             values.reshape(-1)[at] *= -2
 
 
-def test_what_the_gpu_has_queued_is_waited_for(
-    tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Copies come behind what is on the stream that the caller has made current, or names, and delay nothing there.
-
-    A version is served once they are done.
-    """
-    cupy, host = stand_in(monkeypatch)
+def test_what_the_gpu_has_queued_is_waited_for(tmp_path: Path, rng: np.random.Generator, cupy: Any) -> None:
+    """Copies come behind what is on the stream that the caller has made current, or names, and delay nothing there."""
     values = _random(rng, (64, 64), "float32")
-    layout, mine, out = _one((64, 64), "float32"), cupy.asarray(values), cupy.asarray(np.zeros_like(values))
+    layout, mine, out = _one((64, 64), "float32"), put(values * 0), put(values * 0)
     where: dict[str, Any] = {"address": f"unix:{tmp_path}/p", "token": TOKEN}
+    cupy.cuda.Device().synchronize()
     with (
         Publisher(layout, {"w": mine}, **where) as publisher,
         Subscriber(layout, {"w": out}, **where) as subscriber,
     ):
-        calls = [(wait, named) for wait in (True, False) for named in (True, False)]
-        for version, (wait, named) in enumerate(calls):
-            stream = host.new_stream()
-            ran: list[str] = []
-            stream.push(lambda ran=ran: ran.append("work of the caller"))  # type: ignore[misc]
-            host.log.clear()
-            if named:
-                done = publisher.publish(version, wait, stream=stream)
-            else:
-                with stream:
+        for version, (wait, named) in enumerate((wait, named) for wait in (True, False) for named in (True, False)):
+            user = cupy.cuda.Stream(non_blocking=True)
+            with user:
+                busy(cupy, 0.05)
+                mine[...] = put(values + version)
+                if not named:
                     done = publisher.publish(version, wait)
-            assert done is None or done.wait() is None
-            assert ran
-            (side,) = {ptr for what, ptr, _ in host.log if what == "fetch"}
-            assert side not in (stream.ptr, DEFAULT_STREAM)
-            stream.push(lambda: None)
-            host.log.clear()
             if named:
-                pulled: Any = subscriber.pull(20, wait=wait, stream=stream)
+                done = publisher.publish(version, wait, stream=user)
+            assert done is None or done.wait() is None
+            assert user.done, "the version is served before it is there"
+            user = cupy.cuda.Stream(non_blocking=True)
+            if named:
+                pulled: Any = subscriber.pull(20, wait=wait, stream=user)
             else:
-                with stream:
+                with user:
                     pulled = subscriber.pull(20, wait=wait)
             assert (pulled if wait else pulled.wait()) == version
-            assert not stream.queue
-            (side,) = {ptr for what, ptr, _ in host.log if what == "store"}
-            assert side not in (stream.ptr, DEFAULT_STREAM)
-            assert not next(one for one in host.streams if one.ptr == side).queue
-            assert _bits(subscriber.weights["w"]) == values.tobytes()
+            with user:
+                assert _bits(subscriber.weights["w"]) == (values + version).tobytes()
+            cupy.cuda.Device().synchronize()
 
 
 def test_a_gpu_that_fails_leaves_the_version_that_is_served(
-    tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, way: str
+    tmp_path: Path, rng: np.random.Generator, answers: Answers, way: str
 ) -> None:
-    cupy, host = stand_in(monkeypatch)
     values = _random(rng, (64, 64), "uint8")
-    layout, mine, out = _one((64, 64), "uint8"), cupy.asarray(values), cupy.asarray(np.zeros_like(values))
+    layout, mine, out = _one((64, 64), "uint8"), put(values), put(np.zeros_like(values))
     where: dict[str, Any] = {"address": f"unix:{tmp_path}/p", "token": TOKEN}
     with (
         Publisher(layout, {"w": mine}, **where) as publisher,
@@ -277,30 +249,27 @@ def test_a_gpu_that_fails_leaves_the_version_that_is_served(
     ):
         publisher.publish(1)
         assert subscriber.pull(20) == 1
-        before = values.tobytes()
-        mine[...] = cupy.asarray(values + 1)
-        host.fault = "an illegal address"
-        with pytest.raises(CommError, match="an illegal address"):
-            publisher.publish(2)
+        mine[...] = put(values + 1)
+        answers.status = Answers.ILLEGAL_ADDRESS
+        refused(lambda: publisher.publish(2), CommError, "cudaError")
         assert publisher.version == 1
-        host.fault = ""
+        answers.status = None
         publisher.publish(3)
-        host.fault = "an illegal address"
-        with pytest.raises(CommError, match="an illegal address"):
-            subscriber.pull(20)
+        answers.status = Answers.ILLEGAL_ADDRESS
+        refused(lambda: subscriber.pull(20), CommError, "cudaError")
         assert subscriber.version == 1
-        assert _bits(subscriber.weights["w"]) == before
-        host.fault = ""
+        answers.status = None
+        assert _bits(subscriber.weights["w"]) == values.tobytes()
         assert subscriber.pull(20) == 3
         assert _bits(subscriber.weights["w"]) == (values + 1).tobytes()
 
 
 def test_a_connection_that_ends_amid_a_version_leaves_the_one_that_is_served(
-    tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, gpu: Gpu
+    tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LOWSHARD_CROSS_MEMORY", "off")
     values = _random(rng, (90, 150), "uint8")
-    layout, mine, out = _one((90, 150), "uint8"), gpu.put(values), gpu.empty((90, 150), "uint8")
+    layout, mine, out = _one((90, 150), "uint8"), put(values), empty((90, 150), "uint8")
     where: dict[str, Any] = {"address": f"unix:{tmp_path}/p", "token": TOKEN}
     real, received = wire.Connection.receive, 0
 
@@ -317,7 +286,7 @@ def test_a_connection_that_ends_amid_a_version_leaves_the_one_that_is_served(
     ):
         publisher.publish(1)
         assert subscriber.pull(20) == 1
-        mine[...] = gpu.put(values + 1)
+        mine[...] = put(values + 1)
         publisher.publish(2)
         with monkeypatch.context() as patch:
             patch.setattr(wire.Connection, "receive", breaks)
@@ -329,11 +298,11 @@ def test_a_connection_that_ends_amid_a_version_leaves_the_one_that_is_served(
         assert _bits(subscriber.weights["w"]) == (values + 1).tobytes()
 
 
-def test_what_cannot_be_is_refused_by_name(tmp_path: Path, gpu: Gpu) -> None:
-    layout, out = _one((8, 4), "float32"), gpu.empty((8, 4), "float32")
+def test_what_cannot_be_is_refused_by_name(tmp_path: Path) -> None:
+    layout, out = _one((8, 4), "float32"), empty((8, 4), "float32")
     where: dict[str, Any] = {"address": f"unix:{tmp_path}/p", "token": TOKEN}
     with pytest.raises(BufferMismatchError, match="w: rank 0"):
-        Subscriber(layout, {"w": gpu.empty((8, 4), "float64")}, **where)
+        Subscriber(layout, {"w": empty((8, 4), "float64")}, **where)
     with Publisher(layout, {"w": out}, **where) as publisher:
         with pytest.raises(StreamError, match="stream is a stream"):
             publisher.publish(1, stream="side")
@@ -350,10 +319,10 @@ def test_what_cannot_be_is_refused_by_name(tmp_path: Path, gpu: Gpu) -> None:
             assert subscriber.pull(5) == 1
 
 
-def test_slots_are_used_again(gpu: Gpu, rng: np.random.Generator) -> None:
+def test_slots_are_used_again(rng: np.random.Generator) -> None:
     """Copies of any size and strides, one after the other and at the same time, use few slots."""
     values = [_random(rng, (int(n), 7), "float32") for n in rng.integers(1, 3000, 6)]
-    rooms = [gpu.empty(v.shape, "float32") for v in values]
+    rooms = [empty(v.shape, "float32") for v in values]
     copies = DeviceCopies(rooms, 30.0)
     copies.follow()
 
@@ -374,11 +343,3 @@ def test_slots_are_used_again(gpu: Gpu, rng: np.random.Generator) -> None:
         assert _bits(room) == part.tobytes()
     (one,) = copies._gpus.values()
     assert 1 <= len(one._spare) <= len(values)
-
-
-def test_the_stand_in_refuses_what_cupy_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
-    cupy, _ = stand_in(monkeypatch)
-    array = cupy.asarray(np.zeros(4))
-    assert isinstance(array, ndarray)
-    with pytest.raises(TypeError, match="Unsupported"):
-        array[...] = np.zeros(4)
