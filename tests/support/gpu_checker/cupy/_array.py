@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from cupy import _memory, _streams
 from cupy._memory import Access, accesses_of
+from cupy._pinned import ON_DEVICE, copy_async
 from cupy._streams import UNSUPPORTED, CUDARuntimeError, Work
 from cupy.checker import OFF, count, need, report, where
 
@@ -45,7 +46,9 @@ class MemoryPointer:
     def __add__(self, offset: int) -> MemoryPointer:
         return MemoryPointer(self.mem, self.ptr + offset - self.mem.ptr)
 
-    __radd__ = __add__
+    def copy_from_device_async(self, source: MemoryPointer, size: int, stream: Any = None) -> None:
+        """Queue a copy of other memory of the device."""
+        copy_async(self.ptr, source.ptr, size, ON_DEVICE, (stream or _current()).ptr)
 
 
 class PooledMemory:
@@ -331,7 +334,7 @@ class ndarray:
     def __getitem__(self, key: Any) -> Any:
         bare, indices = _bare_key(key)
         if not indices:
-            return self._view(self._host[(*bare, ...) if Ellipsis not in [type(k) for k in bare] else bare])
+            return self._view(self._host[bare])
         return _compute("take", lambda a, *_: a[bare], (self, *indices), {})
 
     def __setitem__(self, key: Any, value: Any) -> None:
@@ -341,7 +344,7 @@ class ndarray:
         reads = [array._host for array in (*indices, value) if isinstance(array, ndarray)]
         given = value._host if isinstance(value, ndarray) else value
         if not indices:
-            target = self._host[(*bare, ...) if not any(part is Ellipsis for part in bare) else bare]
+            target = self._host[bare]
             if isinstance(given, np.ndarray) and _is_same(given, target):
                 return
             count("device_to_device_copies", isinstance(value, ndarray))
@@ -371,6 +374,8 @@ def _bare_key(key: Any) -> tuple[tuple[Any, ...], list[ndarray]]:
             indices.append(part)
             part = part.get() if part.dtype == bool else part._host
         bare.append(part)
+    if not any(part is Ellipsis for part in bare):
+        bare.append(...)  # NumPy returns a view then, and never a number
     return tuple(bare), indices
 
 

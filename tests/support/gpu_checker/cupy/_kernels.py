@@ -1,4 +1,4 @@
-"""`cupy.RawModule` and `cupy.RawKernel`: lowshard's kernels, run by the host build of their sources, each access checked.
+"""`cupy.RawModule` and `cupy.RawKernel`: lowshard's kernels, run by their host build, each access checked.
 
 A launch is one operation. Its loads and stores are compared with the memory that is alive, with each other (threads of
 a launch are not ordered), and with earlier operations.
@@ -19,7 +19,7 @@ import numpy.typing as npt
 from cupy import _memory, _streams
 from cupy._memory import Access
 from cupy._streams import Work
-from cupy.checker import OFF, need, report, where
+from cupy.checker import OFF, count, need, report, where
 
 _ROOM = 1 << 21  # accesses of a launch that are compared
 _THREADS = 256
@@ -41,10 +41,11 @@ class RawModule:
 
 
 class RawKernel:
-    """A kernel of a test's own: `spin`, which keeps its stream busy for some nanoseconds."""
+    """A kernel that keeps its stream busy for some nanoseconds: `spin` of the tests, `hold` of the benchmarks."""
 
     def __init__(self, code: str, name: str, options: tuple[str, ...] = (), **others: Any) -> None:
-        need(name == "spin", f"the checker runs no kernel {name} of a test's own")
+        need(name in ("spin", "hold"), f"the checker runs no kernel {name} of a test's own")
+        self._name = name
 
     def __call__(
         self, grid: Sequence[int], block: Sequence[int], args: Sequence[Any], **options: Any
@@ -62,7 +63,7 @@ class RawKernel:
 
             return Work(list, ready)
 
-        _streams.put(get_current_stream().ptr, "kernel spin", make)
+        _streams.put(get_current_stream().ptr, f"kernel {self._name}", make)
 
 
 class Kernel:
@@ -123,8 +124,7 @@ def _run(name: str, ctas: int, args: Sequence[int], place: str) -> list[Access]:
     found = library.lowshard_trace(None, ctypes.c_size_t(0))
     need(not error, f"kernel {name}: {(error or b'').decode()}", place)
     rows = _room()[: min(found, _ROOM)].astype(np.int64)
-    if found > _ROOM:
-        report(f"kernel {name} touches memory {found} times, and only the first {_ROOM} are looked at")
+    count("launches_seen_in_part", found > _ROOM)
     loads, stores = (rows[rows[:, 4] == kind] for kind in (0, 1))
     _compare_threads(name, loads, stores, place)
     return [*_joined(loads, False), *_joined(stores, True)]

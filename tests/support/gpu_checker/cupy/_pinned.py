@@ -182,8 +182,8 @@ def _on_fault(number: int, info: int, context: int) -> None:
             if copy.low <= address < copy.high:
                 verb = "reads" if copy.is_written else "writes"
                 report(
-                    f"race: the host {verb} page-locked memory, at {where()}, before it knows that a copy is done which "
-                    f"began at {copy.place}"
+                    f"race: the host {verb} page-locked memory, at {where()}, before it knows that a copy is done, "
+                    f"which began at {copy.place}"
                 )
                 _under_way.remove(copy)
         for copy in near:

@@ -1,8 +1,8 @@
 """`cupy.cuda.nccl`: communicators of threads and processes that check NCCL's rules.
 
-A call is an operation on its stream. Ranks meet in files, so a call never blocks the host; what NCCL would wait for, the
-stream waits for. Where ranks ask for different things the stream is stuck, as NCCL's kernel may be, until the
-communicator is aborted; it is reported once the host waits for it without an end, or after some seconds.
+A call is an operation on its stream. Ranks meet in files, so a call never blocks the host: the stream waits for what
+NCCL's kernel would wait for. Where ranks ask for different things the stream is stuck, as NCCL's kernel may be, until
+the communicator is aborted; it is reported once the host waits for it without an end, or after some seconds.
 """
 
 from __future__ import annotations
