@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from support.case_table import CASES, GPU_LIMIT_S, cases_of_jobs, check_case, so
 from support.checked_gpu import checker_env
 from support.comm_cases import Way, cases_for, run_case
 from support.gpu import SHARED_GPU, alone, alone_staged, run_nccl, run_staged, silicon, why_no_gpu
+from support.starting import start_ranks
 from support.toy_collective import every_promise
 
 from lowshard import settings
@@ -41,7 +43,7 @@ def test_the_contract_holds_on_one_rank(name: str) -> None:
 
 
 @silicon
-@pytest.mark.parametrize("name", cases_for(Way(1, "nccl", on_gpu=True)))
+@pytest.mark.parametrize("name", cases_for(Way(1, "nccl", on_gpu=True), few("nccl4py", 6)))
 def test_the_contract_holds_through_nccl4py(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("nccl.core", reason="nccl4py is not installed", exc_type=ImportError)
     monkeypatch.setenv(settings.NCCL.name, "nccl4py")
@@ -115,11 +117,6 @@ def ranks_env(folder: Path) -> dict[str, str]:
     return SHARED_GPU | checker_env(folder / "reports", folder / "counts")
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("ranks")
-
-
 def nothing_told(folder: Path, *what: str) -> None:
     """Demand that the checker has nothing to tell of processes, and that they did something; print what."""
     if why_no_gpu() is None:
@@ -154,7 +151,9 @@ def test_the_contract_holds_on_ranks_that_share_a_gpu(device: str, size: int, tm
 @silicon
 @pytest.mark.mpi
 @pytest.mark.time_limit(GPU_LIMIT_S + 30)
-@pytest.mark.parametrize("name", [name for name in CASES if name.startswith(("split", "groups_of", "groups_that"))])
+@pytest.mark.parametrize(
+    "name", [name for name in CASES if name.startswith(("split", "groups_of", "groups_that"))]
+)
 def test_groups_may_share_what_their_communicator_has(name: str) -> None:
     check_case(name, 4, "nccl", **SHARED_GPU, NCCL_COMM_SPLIT_SHARE_RESOURCES="1")
 
@@ -163,10 +162,26 @@ def test_groups_may_share_what_their_communicator_has(name: str) -> None:
 @pytest.mark.full_only
 @pytest.mark.time_limit(600)
 def test_the_selftest_passes(tmp_path: Path) -> None:
-    import os
-
     env = {**os.environ, **ranks_env(tmp_path)}
-    command = [sys.executable, "-m", "lowshard", "selftest", "--device", "cuda", "-n", "2", "--out", str(tmp_path)]
+    command = [
+        sys.executable,
+        "-m",
+        "lowshard",
+        "selftest",
+        "--device",
+        "cuda",
+        "-n",
+        "2",
+        "--out",
+        str(tmp_path),
+    ]
     ran = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     nothing_told(tmp_path, "launches", "copies", "collectives")
+
+
+@pytest.mark.mpi
+def test_ranks_choose_how_gpu_arrays_are_moved_alike(tmp_path: Path) -> None:
+    env = checker_env(tmp_path / "reports", tmp_path / "counts")
+    ended = start_ranks(Path(__file__).with_name("run_choice.py"), 2, timeout_s=60, env=env).ok()
+    assert len(ended.stdout.split()) == 8, ended.text

@@ -12,7 +12,16 @@ import pytest
 from support.comm_kit import refused, same
 from support.gpu import alone, alone_staged, on_gpu, recorded, run_nccl
 
-from lowshard import DeviceMesh, Layout, Replicated, Sharded, execute, execute_all, plan_redistribute, redistribute
+from lowshard import (
+    DeviceMesh,
+    Layout,
+    Replicated,
+    Sharded,
+    execute,
+    execute_all,
+    plan_redistribute,
+    redistribute,
+)
 from lowshard.comm import Communicator
 from lowshard.errors import CaptureError
 from lowshard.op.action_run import run_action

@@ -136,7 +136,9 @@ def other_cases(rng: np.random.Generator, dtype: str, elem: Any) -> Iterator[tup
     wide = floats(rng, dtype, (9, 20, 200), True)
     for view in (wide[:, ::2, 8:168], wide.transpose(1, 0, 2)[..., 1:193]):
         yield from ((quantize_mxfp8, view, elem, "rceil", None, lowest) for lowest in (0, 1, 254))
-    q = MXFP8Tensor(rng.integers(0, 256, (100, 992), np.uint8), rng.integers(0, 256, (100, 31), np.uint8), elem)
+    q = MXFP8Tensor(
+        rng.integers(0, 256, (100, 992), np.uint8), rng.integers(0, 256, (100, 31), np.uint8), elem
+    )
     yield dequantize_mxfp8, q, dtype
     table, x = BoxTable(SHAPE, BOXES), floats(rng, dtype, SHAPE)
     for view in (np.ascontiguousarray(x.transpose(1, 0, 2)).transpose(1, 0, 2), x[:, ::-1]):
@@ -279,7 +281,9 @@ def test_nothing_is_allocated_after_first_use(cupy: Any, rng: np.random.Generato
     assert not sizes
 
 
-def test_outputs_are_the_arrays_that_were_given_and_lie_in_one_place(cupy: Any, rng: np.random.Generator) -> None:
+def test_outputs_are_the_arrays_that_were_given_and_lie_in_one_place(
+    cupy: Any, rng: np.random.Generator
+) -> None:
     host = np.ones((4, 64), np.float32)
     x, on_cpu = on_gpu(host), quantize_mxfp8(host)
     q = quantize_mxfp8(x)

@@ -35,7 +35,10 @@ def zeros(comm: Communicator, elems: int = 4) -> Any:
 
 
 def told(
-    call: Callable[[], object], cls: type[LowshardError], *says: str, after: Callable[[], object] = lambda: None
+    call: Callable[[], object],
+    cls: type[LowshardError],
+    *says: str,
+    after: Callable[[], object] = lambda: None,
 ) -> None:
     """Check that a call raises an error soon, or after some such calls, as it comes late.
 
@@ -163,7 +166,11 @@ def test_what_is_wrong_with_the_arguments_of_one_rank_is_raised_on_all() -> None
             refused(lambda: comm.broadcast(buf[::2]), BufferMismatchError, "rank 1", "contiguous")
         else:
             told(
-                comm.barrier, BufferMismatchError, "rank 1", "contiguous", after=lambda: comm.broadcast(buf[:4])
+                comm.barrier,
+                BufferMismatchError,
+                "rank 1",
+                "contiguous",
+                after=lambda: comm.broadcast(buf[:4]),
             )
         assert recorded(comm).ended == "abort"
 

@@ -42,7 +42,9 @@ def test_moves_use_the_dtypes_own_code_or_bytes() -> None:
             send, recv = comm.xp.zeros(6, row.numpy), comm.xp.ones(6, row.numpy)
             ((_, at, to, count, code, _),) = calls_of(comm, lambda s=send, r=recv: comm.all_gather(s, r))
             assert (at, to) == (send.data.ptr, recv.data.ptr)
-            assert (count, code) == ((6, CODES[row.name]) if row.name in CODES else (6 * row.itemsize_bytes, 1))
+            assert (count, code) == (
+                (6, CODES[row.name]) if row.name in CODES else (6 * row.itemsize_bytes, 1)
+            )
             same(recv, np.zeros(6, row.numpy))
 
 
@@ -109,7 +111,9 @@ def test_nccl_reduces_16_bit_floats_itself_where_it_is_told_to(monkeypatch: pyte
     monkeypatch.setenv("LOWSHARD_NCCL_REDUCE16", "yes")
     with alone() as comm:
         half = comm.xp.ones(8, "float16")
-        refused(lambda: comm.all_reduce(half, half), CommError, "LOWSHARD_NCCL_REDUCE16 is exact or nccl", "yes")
+        refused(
+            lambda: comm.all_reduce(half, half), CommError, "LOWSHARD_NCCL_REDUCE16 is exact or nccl", "yes"
+        )
 
 
 def test_buffers_that_overlap_without_being_in_place_are_copied_first() -> None:
@@ -186,7 +190,9 @@ def test_what_is_no_buffer_of_the_device_is_refused(cupy: Any) -> None:
     with alone(binding=replace(Binding.load(), device=device)) as comm:
         refused(lambda: comm.all_reduce(far, near), BufferMismatchError, "send", "device 0", "device 1")
         refused(lambda: comm.all_reduce(near, far), BufferMismatchError, "recv")
-        refused(lambda: comm.all_reduce(host, host), BufferMismatchError, "cupy array, or one of another library")
+        refused(
+            lambda: comm.all_reduce(host, host), BufferMismatchError, "cupy array, or one of another library"
+        )
         assert not recorded(comm).moved()
 
 
@@ -298,7 +304,9 @@ def test_a_result_that_overlaps_its_source_is_refused() -> None:
         for at, overlaps in ((4, True), (15, True), (16, False)):
             out = space[at : at + 12].reshape(6, 2)
             if overlaps:
-                refused(lambda o=out: execute(plan, local, comm, o), BufferMismatchError, "out overlaps local")
+                refused(
+                    lambda o=out: execute(plan, local, comm, o), BufferMismatchError, "out overlaps local"
+                )
             else:
                 execute(plan, local, comm, out)
 

@@ -78,7 +78,12 @@ class Low:
 def low(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> Low:
     """The lower layer of an nccl4py that is installed for this test."""
     made: dict[int, Any] = {}
-    lower, core, nccl, bindings = Low(cupy, made), ModuleType("nccl.core"), ModuleType("nccl"), ModuleType("nccl.b")
+    lower, core, nccl, bindings = (
+        Low(cupy, made),
+        ModuleType("nccl.core"),
+        ModuleType("nccl"),
+        ModuleType("nccl.b"),
+    )
     core.Communicator = type("Communicator", (), {"__init__": lambda self, ptr=0: setattr(self, "ptr", ptr)})  # type: ignore[attr-defined]
     nccl.core, bindings.nccl = core, lower  # type: ignore[attr-defined]
     for name, module in (("nccl", nccl), ("nccl.core", core), ("nccl.bindings", bindings)):
@@ -104,7 +109,9 @@ def test_every_transfer_goes_through_the_lower_layer_with_the_same_arguments(low
         over.broadcast(one, 1)
         same(one, np.full(4, 6.0))
         over.all_to_all(all_of_it, all_of_it)
-        assert {"allGather", "allReduce", "reduceScatter", "broadcast", "send", "recv"} == {c[0] for c in raw.moved()}
+        assert {"allGather", "allReduce", "reduceScatter", "broadcast", "send", "recv"} == {
+            c[0] for c in raw.moved()
+        }
         over.close()
 
     with pytest.MonkeyPatch.context() as unset:
@@ -112,7 +119,9 @@ def test_every_transfer_goes_through_the_lower_layer_with_the_same_arguments(low
         run_nccl(3, check)
 
 
-def test_a_handle_of_nccl4py_and_the_setting_choose_nccl4py(low: Low, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_handle_of_nccl4py_and_the_setting_choose_nccl4py(
+    low: Low, monkeypatch: pytest.MonkeyPatch
+) -> None:
     theirs = type("Communicator", (), {"__module__": "nccl.core.communicator"})()
     assert isinstance(Binding.load().nccl, NCCL4Py)
     monkeypatch.delenv(settings.NCCL.name)
@@ -120,7 +129,9 @@ def test_a_handle_of_nccl4py_and_the_setting_choose_nccl4py(low: Low, monkeypatc
     assert not isinstance(Binding.load(SimpleNamespace()).nccl, NCCL4Py)
 
 
-def test_a_cupy_without_nccl_serves_staging_and_nothing_else(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cupy_without_nccl_serves_staging_and_nothing_else(
+    cupy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(cupy.cuda.nccl, "available", False)
     refused(Binding.load, DependencyError, "no NCCL library", "lowshard\\[cuda12\\]")
     assert Binding.load(with_nccl=False).nccl is None
@@ -163,7 +174,9 @@ def memory(low: Low, cupy: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[NCC
         yield made
 
 
-def test_large_arrays_lie_in_registered_memory_that_is_used_again(memory: NCCLMemory, low: Low, cupy: Any) -> None:
+def test_large_arrays_lie_in_registered_memory_that_is_used_again(
+    memory: NCCLMemory, low: Low, cupy: Any
+) -> None:
     small, first = (cupy.cuda.get_allocator()(n) for n in (FROM_BYTES - 1, FROM_BYTES))
     assert int(small.ptr) not in low.state
     at = first.ptr
@@ -201,7 +214,9 @@ def test_what_nccl_refuses_is_no_memory_and_leaves_none(
 
 
 @pytest.mark.parametrize("end", ["destroy", "abort"])
-def test_a_communicator_gives_its_memory_back_before_it_is_destroyed_and_after_it_is_aborted(end: str) -> None:
+def test_a_communicator_gives_its_memory_back_before_it_is_destroyed_and_after_it_is_aborted(
+    end: str,
+) -> None:
     comm, told = alone(), list[Any]()
     handle = recorded(comm)
     close = lambda aborted: told.append((aborted, handle.ended))  # noqa: E731

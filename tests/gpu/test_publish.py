@@ -36,7 +36,9 @@ def put(values: np.ndarray) -> Any:
     """Return a copy on the GPU; of fp8, as integers."""
     import cupy
 
-    return cupy.asarray(np.array(values.view(np.uint8) if dtypes.get(values.dtype).bits == 8 else values, order="C"))
+    return cupy.asarray(
+        np.array(values.view(np.uint8) if dtypes.get(values.dtype).bits == 8 else values, order="C")
+    )
 
 
 def empty(shape: tuple[int, ...], dtype: str) -> Any:
@@ -214,7 +216,9 @@ def test_what_the_gpu_has_queued_is_waited_for(tmp_path: Path, rng: np.random.Ge
         Publisher(layout, {"w": mine}, **where) as publisher,
         Subscriber(layout, {"w": out}, **where) as subscriber,
     ):
-        for version, (wait, named) in enumerate((wait, named) for wait in (True, False) for named in (True, False)):
+        for version, (wait, named) in enumerate(
+            (wait, named) for wait in (True, False) for named in (True, False)
+        ):
             user = cupy.cuda.Stream(non_blocking=True)
             with user:
                 busy(cupy, 0.05)

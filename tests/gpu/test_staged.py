@@ -35,7 +35,9 @@ def test_every_collective_is_exact_at_lengths_around_a_piece() -> None:
         me = comm.rank
         for k in sorted({k for width in (1, N, N + 1, 2 * N) for k in lengths(width)}):
             everyone, wide = [data(r, k, 1) for r in range(N)], [data(r, N * k, 2) for r in range(N)]
-            own, spread, recv, part = on_gpu(comm, everyone[me], wide[me], np.zeros(N * k, int), np.zeros(k, int))
+            own, spread, recv, part = on_gpu(
+                comm, everyone[me], wide[me], np.zeros(N * k, int), np.zeros(k, int)
+            )
             comm.all_gather(own, recv)
             same(recv, np.concatenate(everyone))
             comm.all_to_all(spread, recv)
@@ -81,7 +83,9 @@ def test_uneven_counts_take_as_many_rounds_as_the_longest_part_of_any_pair() -> 
         own, whole = on_gpu(comm, np.arange(parts[comm.rank]) + 100 * comm.rank, np.zeros(57, np.int64))
         comm.all_gather_v(own, whole, parts, [7, 0, 0])
         same(whole, np.concatenate([np.arange(200, 207), np.arange(50)]))
-        board = on_gpu(comm, np.arange(90) + 100 * comm.rank)  # a part that overlaps the result is sent as it was
+        board = on_gpu(
+            comm, np.arange(90) + 100 * comm.rank
+        )  # a part that overlaps the result is sent as it was
         comm.all_gather(board[5:35], board)
         same(board, np.concatenate([np.arange(5, 35) + 100 * r for r in range(3)]))
 
@@ -136,11 +140,15 @@ def test_neighbouring_parts_are_copied_at_once() -> None:
     run_staged(3, check)
 
 
-def test_page_locked_memory_is_made_on_first_use_and_bounded(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_page_locked_memory_is_made_on_first_use_and_bounded(
+    cupy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     locked: dict[int, int] = {}
     runtime = cupy.cuda.runtime
     lock, unlock = runtime.hostRegister, runtime.hostUnregister
-    monkeypatch.setattr(runtime, "hostRegister", lambda at, n, flags: (lock(at, n, flags), locked.update({at: n}))[0])
+    monkeypatch.setattr(
+        runtime, "hostRegister", lambda at, n, flags: (lock(at, n, flags), locked.update({at: n}))[0]
+    )
     monkeypatch.setattr(runtime, "hostUnregister", lambda at: (unlock(at), locked.pop(at))[0])
     comm = alone_staged(slot_bytes=1 << 16)
     comm.barrier()
@@ -228,7 +236,13 @@ def test_messages_of_another_length_are_refused_also_where_they_take_several_pie
     piece = 8
 
     def check(comm: Communicator) -> None:
-        for sent, expected in ((3, 4), (piece, piece + 1), (2 * piece, piece), (3 * piece, 2 * piece), (0, 1)):
+        for sent, expected in (
+            (3, 4),
+            (piece, piece + 1),
+            (2 * piece, piece),
+            (3 * piece, 2 * piece),
+            (0, 1),
+        ):
             group = comm.split(0)
             assert group is not None
             buf = on_gpu(comm, np.zeros(sent if comm.rank == 0 else expected))

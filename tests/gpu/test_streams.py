@@ -41,7 +41,9 @@ def side_of(comm: Communicator) -> int:
 
 
 @both
-def test_a_call_runs_on_the_current_stream_or_the_one_it_is_given(make: Callable[[], Communicator], cupy: Any) -> None:
+def test_a_call_runs_on_the_current_stream_or_the_one_it_is_given(
+    make: Callable[[], Communicator], cupy: Any
+) -> None:
     with make() as comm:
         user = cupy.cuda.Stream(non_blocking=True)
         with user:
@@ -58,7 +60,9 @@ def test_a_call_runs_on_the_current_stream_or_the_one_it_is_given(make: Callable
         comm.start.all_reduce(buf, buf, stream=user).wait(timeout_s=5.0)
         same(buf, np.arange(3.0) * 4)
         with comm.grouped():
-            refused(lambda: comm.send(buf, 0, stream=user), CommError, "current at its end; leave stream= out")
+            refused(
+                lambda: comm.send(buf, 0, stream=user), CommError, "current at its end; leave stream= out"
+            )
 
 
 MESH = DeviceMesh((2,), ("a",))
@@ -74,9 +78,7 @@ def local(comm: Communicator, *shape: int) -> Any:
 
 
 def reshard_of(comm: Communicator) -> tuple[Any, ...]:
-    src, dst = (
-        TensorLayout.sharded((4, 6), "float32", {"a": (2, 1)}, {dim: "a"}) for dim in (0, 1)
-    )
+    src, dst = (TensorLayout.sharded((4, 6), "float32", {"a": (2, 1)}, {dim: "a"}) for dim in (0, 1))
     plan = build_reshard_plan({"w": src}, {"w": dst})
     return plan, {"w": local(comm)}, {"w": local(comm, 4, 3)}
 
@@ -144,14 +146,27 @@ def test_streams_of_cupy_and_torch_addresses_and_the_protocol_are_taken(cupy: An
     torchs = SimpleNamespace(cuda_stream=own.ptr, device=SimpleNamespace(index=0))
     protocol = SimpleNamespace(__cuda_stream__=lambda: (0, own.ptr))
     before = current().ptr
-    for stream, address in [(own, own.ptr), (torchs, own.ptr), (protocol, own.ptr), (own.ptr, own.ptr), (0, 0)]:
+    for stream, address in [
+        (own, own.ptr),
+        (torchs, own.ptr),
+        (protocol, own.ptr),
+        (own.ptr, own.ptr),
+        (0, 0),
+    ]:
         with on_stream(stream, 0):
             assert current().ptr == address
         assert current().ptr == before
-    for other in (SimpleNamespace(ptr=1, device_id=1), SimpleNamespace(cuda_stream=1, device=SimpleNamespace(index=1))):
-        refused(lambda o=other: on_stream(o, 0).__enter__(), StreamError, "on device 0", "belongs to device 1")
+    for other in (
+        SimpleNamespace(ptr=1, device_id=1),
+        SimpleNamespace(cuda_stream=1, device=SimpleNamespace(index=1)),
+    ):
+        refused(
+            lambda o=other: on_stream(o, 0).__enter__(), StreamError, "on device 0", "belongs to device 1"
+        )
     for wrong in ("7", 1.5, True, -1):
-        refused(lambda w=wrong: on_stream(w, 0).__enter__(), StreamError, "or the address", type(wrong).__name__)
+        refused(
+            lambda w=wrong: on_stream(w, 0).__enter__(), StreamError, "or the address", type(wrong).__name__
+        )
 
 
 def test_the_default_streams_of_two_threads_are_two(cupy: Any) -> None:
@@ -260,7 +275,9 @@ def test_calls_of_one_communicator_keep_their_order_whichever_stream_they_are_on
     run_nccl(3, check)
 
 
-@pytest.mark.parametrize("how", ["wait", "done", "collective", "started", "message", "grouped", "close", "other"])
+@pytest.mark.parametrize(
+    "how", ["wait", "done", "collective", "started", "message", "grouped", "close", "other"]
+)
 @pytest.mark.whole
 def test_started_messages_begin_together_and_with_the_next_call(how: str) -> None:
     def check(comm: Communicator) -> None:

@@ -160,7 +160,12 @@ def test_a_started_call_that_is_not_done_in_a_given_time_goes_on_until_the_deadl
     work = comm.start.broadcast(on_gpu(comm, np.arange(3.0)))
     answers.status = Answers.NEVER
     for _ in range(2):
-        refused(lambda: work.wait(timeout_s=0.03), TimedOut, "broadcast on rank 0 has not ended", "wait for it again")
+        refused(
+            lambda: work.wait(timeout_s=0.03),
+            TimedOut,
+            "broadcast on rank 0 has not ended",
+            "wait for it again",
+        )
     assert not recorded(comm).ended
     answers.status = None
     work.wait(timeout_s=0.1)
@@ -241,7 +246,9 @@ def test_a_group_is_connected_when_it_is_made() -> None:
         with comm.split(0) as part:  # type: ignore[union-attr]
             made = recorded(part).moved()
             for name in ("send", "recv"):
-                assert [call[4] for call in made if call[0] == name] == [r for r in range(3) if r != comm.rank]
+                assert [call[4] for call in made if call[0] == name] == [
+                    r for r in range(3) if r != comm.rank
+                ]
             assert [call[0] for call in made].count("allReduce") == 1
             assert not part.traffic.calls
 
@@ -307,7 +314,12 @@ def test_an_error_of_one_ranks_gpu_is_raised_by_its_next_call_and_reaches_all_ra
 def test_what_cuda_refuses_in_a_call_is_our_error_with_the_calls_name(cupy: Any) -> None:
     comm = alone()
     recorded(comm).errors["broadcast"] = cupy.cuda.runtime.CUDARuntimeError(Answers.ILLEGAL_ADDRESS)
-    refused(lambda: comm.broadcast(on_gpu(comm, np.ones(3))), CommError, "CUDA refuses broadcast float64", "cudaError")
+    refused(
+        lambda: comm.broadcast(on_gpu(comm, np.ones(3))),
+        CommError,
+        "CUDA refuses broadcast float64",
+        "cudaError",
+    )
     comm.close()
 
 

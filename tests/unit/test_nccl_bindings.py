@@ -45,7 +45,9 @@ def test_an_unknown_choice_and_what_is_missing_are_named(monkeypatch: pytest.Mon
     for choice in settings.NCCL.values.split("|"):
         monkeypatch.setenv(settings.NCCL.name, choice)
         refused(Binding.load, DependencyError, "CuPy", r"pip install 'lowshard\[cuda12\]'")
-    refused(NCCL4Py, DependencyError, "LOWSHARD_NCCL=nccl4py", "pip install", "cuda12-nccl4py", "cuda13-nccl4py")
+    refused(
+        NCCL4Py, DependencyError, "LOWSHARD_NCCL=nccl4py", "pip install", "cuda12-nccl4py", "cuda13-nccl4py"
+    )
     assert "CuPy" in str(why_unusable())
 
 
@@ -104,7 +106,9 @@ def test_cupy_hands_every_call_to_nccl_whose_words_are_told(cupys_nccl: Any) -> 
             cupys_nccl.NcclError(status)
 
 
-def test_nccl4py_hands_every_call_to_nccl_for_whoevers_communicator(cupys_nccl: Any, nccl4py: NCCL4Py) -> None:
+def test_nccl4py_hands_every_call_to_nccl_for_whoevers_communicator(
+    cupys_nccl: Any, nccl4py: NCCL4Py
+) -> None:
     cupys = cupys_nccl.NcclCommunicator.__new__(cupys_nccl.NcclCommunicator)
     for given in (cupys, nccl4py.core.Communicator(), 0):
         handle = nccl4py.adopt(given)
