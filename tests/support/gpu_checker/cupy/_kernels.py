@@ -141,7 +141,8 @@ def _joined(rows: npt.NDArray[np.int64], writes: bool) -> list[Access]:
     found = []
     while len(begins):
         block = _memory.block_at(int(begins[0]))
-        inside = len(begins) if block is None else int(np.searchsorted(begins, block.begin + block.capacity))
+        end = ends[0] if block is None else block.begin + block.capacity
+        inside = max(1, int(np.searchsorted(begins, end)))
         pieces = (begins[:inside], ends[:inside]) if inside > 1 else None
         found.append(Access(int(begins[0]), int(ends[inside - 1]), writes, pieces))
         begins, ends = begins[inside:], ends[inside:]

@@ -80,7 +80,9 @@ class Block:
         """(access, operation) of what touched it; see `_streams.Operation`."""
 
     def life_at(self, serial: int) -> Life | None:
-        """Return the life during which something happened."""
+        """Return the life during which something happened; of what is too long ago, one that allows all."""
+        if len(self.lives) == _LIVES and serial < self.lives[0].born:
+            return Life(0, self.capacity)
         return next((life for life in self.lives if life.born < serial < life.died), None)
 
     def remember(self, access: Access, operation: Any) -> None:

@@ -167,12 +167,13 @@ def _queue(calls: Sequence[_Call]) -> None:
             return is_ready and not work.stuck
 
         def run() -> list[Access]:
-            if not comm._ended:
-                for part in parts:
-                    part.run()
-                for name in comm._posted:  # who has posted this operation is done with the one before
-                    comm._meeting.take_away(name)
-                comm._posted = [part.posted for part in parts if part.posted]
+            if comm._ended:
+                return []
+            for part in parts:
+                part.run()
+            for name in comm._posted:  # who has posted this operation is done with the one before
+                comm._meeting.take_away(name)
+            comm._posted = [part.posted for part in parts if part.posted]
             return touched
 
         work = Work(run, ready)
