@@ -2,7 +2,7 @@
 
 A call is an operation on its stream. Ranks meet in files, so a call never blocks the host: the stream waits for what
 NCCL's kernel would wait for. Where ranks ask for different things the stream is stuck, as NCCL's kernel may be, until
-the communicator is aborted; it is reported once the host waits for it without an end, or after some seconds.
+the communicator is aborted; it is reported once the host waits for it without an end, or after a minute.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ def _queue(calls: Sequence[_Call]) -> None:
                 posted.append(True)
                 for part in parts:
                     part.post()
-            is_ready = all([part.ready() for part in parts])
+            is_ready = all([part.ready() for part in parts])  # each is asked: it takes what has come
             work.stuck = next((part.stuck for part in parts if part.stuck), "")
             return is_ready and not work.stuck
 
@@ -217,7 +217,10 @@ class _Collective(_Part):
         )
 
     def ready(self) -> bool:
+        left = [rank for rank in range(self._meeting.size) if self._meeting.has_left(rank)]
         if not self._meeting.all_there(f"c{self._number}"):
+            gone = [rank for rank in left if not self._meeting.is_there(f"c{self._number}.{rank}")]
+            self.stuck = f"rank {gone[0]} has left before call {self._number}, {self._head}" if gone else ""
             return False
         if self.stuck:
             return True
@@ -244,7 +247,7 @@ class _Message(_Part):
         meeting, numbers = call.comm._meeting, call.comm._messages
         self._call, self._head, self._meeting = call, head, meeting
         number = numbers[call.name, peer] = numbers.get((call.name, peer), 0) + 1
-        self._sends = call.name == "send"
+        self._sends, self._peer = call.name == "send", peer
         ranks = (meeting.rank, peer) if self._sends else (peer, meeting.rank)
         self._name = f"p{ranks[0]}.{ranks[1]}.{number}"
         self._taken: bytes | None = None
@@ -255,15 +258,18 @@ class _Message(_Part):
             self._meeting.post(self._name, self._head, ctypes.string_at(low, high - low))
 
     def ready(self) -> bool:
-        if self._sends:
-            return not self._meeting.is_there(self._name)
-        if self._taken is None and (found := self._meeting.find(self._name)) is not None:
+        has_left = self._meeting.has_left(self._peer)
+        if not self._sends and self._taken is None and (found := self._meeting.find(self._name)) is not None:
             if found[0] != self._head:
                 self.stuck = f"a recv of {self._head} (count, type) meets a send of {found[0]}"
-                return True
+                return False
             self._taken = found[1]
             self._meeting.take_away(self._name)
-        return self._taken is not None
+        is_over = not self._meeting.is_there(self._name) if self._sends else self._taken is not None
+        self.stuck = (
+            f"rank {self._peer} has left before a {self._call.name}" if has_left and not is_over else ""
+        )
+        return is_over
 
     def run(self) -> None:
         if not self._sends and self._taken:
