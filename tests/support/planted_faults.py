@@ -166,8 +166,8 @@ def replay_of_freed_memory(rig: Rig, is_right: bool) -> None:
 
 
 FAULTS: dict[Step, str] = {
-    race_between_streams: "race: cupy's multiply .* nothing orders",
-    event_recorded_too_soon: "race: cupy's multiply .* cupy's add",
+    race_between_streams: "race: cupy's mul .* nothing orders",
+    event_recorded_too_soon: "race: cupy's mul .* cupy's add",
     memory_handed_on_too_soon: "race: cupy's fill .* cupy's add",
     use_after_free: "which was freed before",
     out_of_bounds: "out of bounds",

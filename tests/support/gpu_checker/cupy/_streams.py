@@ -80,6 +80,11 @@ class Operation:
     serial: int = field(default_factory=lambda: next(serials))
     stuck_since: float = 0.0
 
+    @property
+    def is_known(self) -> bool:
+        """Whether the host knows that it is done."""
+        return self.stream.is_over or known.get(self.stream, 0) >= self.index
+
     def precedes(self, other: Operation) -> bool:
         """Say whether it is over before another one begins."""
         return (
@@ -286,6 +291,7 @@ def _keep_running() -> None:
 
 def _run(operation: Operation) -> None:
     raced: set[Operation] = set()
+    is_alone = len(_waiting) == 1 and len(operation.stream.queue) == 1
     for access in operation.work.run():
         block = _memory.block_at(access.low)
         if block is None or block.arena is not None:
@@ -301,7 +307,7 @@ def _run(operation: Operation) -> None:
                     f"race: {operation.name} on {operation.stream} {verbs[0]}, at {operation.place}, what {by.name} on "
                     f"{by.stream} {verbs[1]}, at {by.place}, and nothing orders the two"
                 )
-        block.remember(access, operation)
+        block.remember(access, operation, is_alone)
 
 
 def _tell_of_the_stuck(after_s: float) -> str:
