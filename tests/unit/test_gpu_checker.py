@@ -2,190 +2,31 @@
 
 from __future__ import annotations
 
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from support import mode
-from support.checked_gpu import checked_gpu
+from support.checked_gpu import checked_gpu, checker_env
 from support.host_kernels import needs_compiler
+from support.planted_faults import FAULTS, RANK_FAULTS, Rank, RankStep, Rig, Step
 
-from lowshard.kernels import BoxTable, pack
-from lowshard.kernels.cuda.cuda_engine import device_engine
-from lowshard.kernels.runs import whole_array_runs
+from lowshard.comm.nccl_bindings import Binding
 
 PLACES = 20
-SUM, MAX, INT64, UINT64, FLOAT32 = 0, 2, 4, 5, 7
-TO_DEVICE, TO_HOST = 1, 2
-
-Step = Callable[[Any, bool], None]
-
-
-class Rig:
-    """Two streams and page-locked memory of a program."""
-
-    def __init__(self, cupy: Any) -> None:
-        self.cupy, self.runtime = cupy, cupy.cuda.runtime
-        self.one, self.other = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
-        raw = np.zeros(3 * 4096, np.uint8)
-        self.slot = raw[-raw.ctypes.data % 4096 :][: 2 * 4096].view(np.float32)
-        self.runtime.hostRegister(self.slot.ctypes.data, self.slot.nbytes, 0)
-
-    def settle(self) -> None:
-        self.one.synchronize()
-        self.other.synchronize()
 
 
 @pytest.fixture
 def cupy() -> Iterator[Any]:
     with checked_gpu() as module:
         yield module
-
-
-def race_between_streams(rig: Rig, is_right: bool) -> None:
-    with rig.one:
-        value = rig.cupy.ones(1000, "float32")
-    if is_right:
-        rig.other.wait_event(rig.one.record())
-    with rig.other:
-        value *= 2
-    rig.settle()
-
-
-def event_recorded_too_soon(rig: Rig, is_right: bool) -> None:
-    with rig.one:
-        value = rig.cupy.ones(1000, "float32")
-        made = rig.one.record()
-        value += 1
-    rig.other.wait_event(rig.one.record() if is_right else made)
-    with rig.other:
-        value *= 2
-    rig.settle()
-
-
-def memory_handed_on_too_soon(rig: Rig, is_right: bool) -> None:
-    with rig.one:
-        value = rig.cupy.ones(3000, "float32")
-    rig.other.wait_event(rig.one.record())
-    with rig.other:
-        value += 1
-    if is_right:
-        rig.one.wait_event(rig.other.record())
-    del value
-    with rig.one:
-        rig.cupy.zeros(3000, "float32")
-    rig.settle()
-
-
-def use_after_free(rig: Rig, is_right: bool) -> None:
-    with rig.one:
-        value = rig.cupy.ones(100, "float32")
-        at = value.data.ptr
-        if not is_right:
-            del value
-        rig.runtime.memcpyAsync(rig.slot.ctypes.data, at, 400, TO_HOST, rig.one.ptr)
-    rig.settle()
-
-
-def out_of_bounds(rig: Rig, is_right: bool) -> None:
-    with rig.one:
-        value = rig.cupy.ones(100, "float32")
-        rig.cupy.ndarray((100 + (not is_right),), "float32", value.data).fill(2)
-    rig.settle()
-
-
-def kernel_out_of_bounds(rig: Rig, is_right: bool) -> None:
-    with rig.one:
-        value, table = rig.cupy.ones((64, 128), "float32"), BoxTable((64, 128), (((0, 64), (0, 64)),))
-        cut = (
-            value if is_right else rig.cupy.ndarray((64, 128), "float32", rig.cupy.ones(100, "float32").data)
-        )
-        pack(cut, table)
-    rig.settle()
-
-
-def unaligned_access(rig: Rig, is_right: bool) -> None:
-    with rig.one:
-        rig.cupy.zeros(65, "uint8")[0 if is_right else 1 :][:64].view("float32").fill(1)
-    rig.settle()
-
-
-def threads_on_one_byte(rig: Rig, is_right: bool) -> None:
-    runs = whole_array_runs((64,), (4,), (4,), 4, 4)
-    with rig.one:
-        array, packed = rig.cupy.zeros(64, "int32"), rig.cupy.ones(4, "int32")
-        places = rig.cupy.asarray(np.array([1, 2, 3, 4 if is_right else 3]))
-        device_engine(0).scatter(array, packed, places, runs)
-    rig.settle()
-
-
-def host_reads_a_slot_too_soon(rig: Rig, is_right: bool) -> None:
-    with rig.one:
-        value = rig.cupy.ones(100, "float32")
-        rig.runtime.memcpyAsync(rig.slot.ctypes.data, value.data.ptr, 400, TO_HOST, rig.one.ptr)
-        if is_right:
-            rig.one.synchronize()
-        float(rig.slot[:100].sum())
-    rig.settle()
-
-
-def host_writes_a_slot_too_soon(rig: Rig, is_right: bool) -> None:
-    with rig.one:
-        value = rig.cupy.ones(1500, "float32")
-        rig.runtime.memcpyAsync(value.data.ptr, rig.slot.ctypes.data, 6000, TO_DEVICE, rig.one.ptr)
-        if is_right:
-            rig.one.synchronize()
-        rig.slot[:1500] += 1
-    rig.settle()
-
-
-def destroyed_event_is_queried(rig: Rig, is_right: bool) -> None:
-    event = rig.one.record()
-    if not is_right:
-        event.__del__()
-    assert rig.runtime.eventQuery(event.ptr) in ((0, 600) if is_right else (709,))
-
-
-def upload_within_a_capture(rig: Rig, is_right: bool) -> None:
-    with rig.one:
-        value, given = rig.cupy.zeros(8, "float32"), np.ones(8, np.float32)
-        more = rig.cupy.asarray(given)
-        rig.one.begin_capture()
-        value += more if is_right else rig.cupy.asarray(given)
-        graph = rig.one.end_capture()
-        graph.launch()
-    rig.settle()
-
-
-def replay_of_freed_memory(rig: Rig, is_right: bool) -> None:
-    with rig.one:
-        value, more = rig.cupy.zeros(8, "float32"), rig.cupy.ones(8, "float32")
-        rig.one.begin_capture()
-        value += more
-        graph = rig.one.end_capture()
-        if not is_right:
-            del more
-            more = rig.cupy.ones(8, "float32")  # at the same address
-        graph.launch()
-    rig.settle()
-
-
-FAULTS: dict[Step, str] = {
-    race_between_streams: "race: cupy's multiply .* nothing orders",
-    event_recorded_too_soon: "race: cupy's multiply .* cupy's add",
-    memory_handed_on_too_soon: "race: cupy's fill .* cupy's add",
-    use_after_free: "which was freed before",
-    out_of_bounds: "out of bounds",
-    kernel_out_of_bounds: "kernel copy_16 reads .* out of bounds",
-    unaligned_access: "not aligned",
-    threads_on_one_byte: "two threads of kernel scatter_4 write byte",
-    host_reads_a_slot_too_soon: "the host reads page-locked memory",
-    host_writes_a_slot_too_soon: "the host writes page-locked memory",
-    destroyed_event_is_queried: "eventQuery of event .* destroyed",
-    upload_within_a_capture: "upload of 32 bytes within a capture",
-    replay_of_freed_memory: "a graph that is replayed, which was freed",
-}
 
 
 @needs_compiler
@@ -213,3 +54,76 @@ def _expect(cupy: Any, run: Callable[[int], None], pattern: str, name: str) -> N
     assert any(pytest.importorskip("re").search(pattern, text) for text in cupy.checker.reports()), (
         cupy.checker.reports()
     )
+
+
+@pytest.mark.parametrize("step", RANK_FAULTS, ids=lambda step: step.__name__)
+def test_a_fault_planted_in_calls_of_nccl_is_found(step: RankStep, cupy: Any) -> None:
+    def run(wrong: int) -> None:
+        unique = cupy.cuda.nccl.get_unique_id()
+        threads = [threading.Thread(target=_work, args=(cupy, unique, n, step, wrong)) for n in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+            assert not thread.is_alive()
+
+    _expect(cupy, run, RANK_FAULTS[step], f"gpu checker {step.__name__}")
+
+
+def _work(cupy: Any, unique: bytes, number: int, step: RankStep, wrong: int) -> None:
+    rank = Rank(cupy, unique, number)
+    try:
+        for place in range(PLACES):
+            step(rank, place != wrong)
+            rank.stream.synchronize()
+    except cupy.checker.Misuse:
+        assert wrong >= 0
+    if wrong < 0:
+        rank.comm.destroy()
+    elif not rank.comm._ended:
+        rank.comm.abort()
+
+
+# ---- processes
+
+PROGRAM = """
+import cupy, numpy as np
+from lowshard.kernels import BoxTable, pack
+one, other = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
+with one:
+    x = cupy.asarray(np.ones((64, 128), np.float32))
+    packed = pack(x, BoxTable((64, 128), (((0, 64), (0, 64)),)))
+with other:
+    packed += 1
+one.synchronize()
+other.synchronize()
+print(float(packed.sum()))
+"""
+
+
+@needs_compiler
+@pytest.mark.parametrize("way", ["on", "off"])
+def test_a_process_writes_its_reports_and_counts(way: str, tmp_path: Path) -> None:
+    report, counts = tmp_path / "report", tmp_path / "counts"
+    env = {**os.environ, **checker_env(report, counts, LOWSHARD_CHECKER=way)}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], env=env, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(counts.read_text())
+    assert (found["launches"], found["uploads"]) == (1, 2)  # the second: the table of the kernel
+    if way == "off":
+        assert not report.exists()
+        return
+    assert found["waits"]
+    (line,) = report.read_text().splitlines()
+    assert re.match(r"gpu checker: race: cupy's add on .*<string>:9.*kernel copy_16", line)
+    assert line in done.stderr
+    assert float(done.stdout) == 2 * 64 * 64
+
+
+def test_the_checker_is_there_only_while_it_is_asked_for() -> None:
+    before = sys.modules.get("cupy")
+    with checked_gpu() as cupy:
+        assert Binding.load().xp is cupy
+    assert sys.modules.get("cupy") is before

@@ -2,68 +2,28 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from typing import Any
 
 import numpy as _numpy
 
-from cupy import checker as checker
-from cupy import cuda as cuda
-from cupy._array import (
-    arange,
-    array,
-    asarray,
-    ascontiguousarray,
-    asnumpy,
-    copyto,
-    empty,
-    empty_like,
-    full,
-    ndarray,
-    ones,
-    zeros,
-    zeros_like,
-)
-from cupy._array import (
-    function as _function,
-)
-from cupy._kernels import RawKernel, RawModule
-from cupy.cuda import get_default_memory_pool
+from cupy import _array, _kernels, checker, cuda
 
 __version__ = "14.2.0"
-__all__ = [
-    "RawKernel",
-    "RawModule",
-    "arange",
-    "array",
-    "asarray",
-    "ascontiguousarray",
-    "asnumpy",
-    "checker",
-    "copyto",
-    "cuda",
-    "empty",
-    "empty_like",
-    "full",
-    "get_default_memory_pool",
-    "ndarray",
-    "ones",
-    "zeros",
-    "zeros_like",
-]
+__all__ = ["RawKernel", "RawModule", "checker", "cuda", "get_default_memory_pool", "ndarray"]
 
-
-def show_config() -> None:
-    """Say what this is."""
-    print(f"the GPU checker, in {os.path.dirname(__file__)}, on Python {sys.version}")
+RawKernel, RawModule = _kernels.RawKernel, _kernels.RawModule
+get_default_memory_pool, ndarray = cuda.get_default_memory_pool, _array.ndarray
 
 
 def __getattr__(name: str) -> Any:
-    found = None if name.startswith("_") else getattr(_numpy, name, None)
-    if found is None:
-        raise AttributeError(f"the stand-in for CuPy has no {name}")
-    if isinstance(found, (type, float)) or not callable(found):
-        return found
-    globals()[name] = _function(name)
-    return globals()[name]
+    """Return a function of arrays: the checker's own, or NumPy's as an operation of the device; or a type."""
+    if name in _array.CUPYS_OWN:
+        found = getattr(_array, name)
+    else:
+        found = None if name.startswith("_") else getattr(_numpy, name, None)
+        if found is None:
+            raise AttributeError(f"the stand-in for CuPy has no {name}")
+        if callable(found) and not isinstance(found, type):
+            found = _array.function(name)
+    globals()[name] = found
+    return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import operator
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -27,6 +28,11 @@ _VIEWS = {
 """Functions whose results lie in the memory of their arguments."""
 _ASKED_OF_THE_HOST = {"argwhere", "flatnonzero", "nonzero", "unique"}
 """Functions whose results have a size that only the device knows."""
+CUPYS_OWN = {
+    "arange", "array", "asarray", "ascontiguousarray", "asnumpy", "copyto", "empty", "empty_like", "full", "ones",
+    "zeros", "zeros_like",
+}  # fmt: skip
+"""Functions of this module that are CuPy's."""
 
 
 def _current() -> Any:
@@ -47,7 +53,6 @@ class MemoryPointer:
         return MemoryPointer(self.mem, self.ptr + offset - self.mem.ptr)
 
     def copy_from_device_async(self, source: MemoryPointer, size: int, stream: Any = None) -> None:
-        """Queue a copy of other memory of the device."""
         copy_async(self.ptr, source.ptr, size, ON_DEVICE, (stream or _current()).ptr)
 
 
@@ -148,11 +153,8 @@ class _Flags:
     """`ndarray.flags`, which say nothing of writing."""
 
     def __init__(self, flags: Any) -> None:
-        self.c_contiguous, self.f_contiguous, self.owndata = (
-            flags.c_contiguous,
-            flags.f_contiguous,
-            flags.owndata,
-        )
+        self.c_contiguous, self.f_contiguous = flags.c_contiguous, flags.f_contiguous
+        self.owndata = flags.owndata
 
 
 class ndarray:
@@ -164,9 +166,7 @@ class ndarray:
     def __init__(
         self, shape: Any = (), dtype: Any = float, memptr: Any = None, strides: Any = None, order: str = "C"
     ) -> None:
-        shape = (
-            (int(shape),) if isinstance(shape, (int, np.integer)) else tuple(int(extent) for extent in shape)
-        )
+        shape = (int(shape),) if isinstance(shape, (int, np.integer)) else tuple(map(int, shape))
         kind = supported(dtype) if memptr is None else np.dtype(dtype)
         low = high = 0
         if strides is not None:
@@ -200,14 +200,12 @@ class ndarray:
 
     @property
     def device(self) -> Any:
-        """The GPU."""
         from cupy.cuda import Device
 
         return Device(0)
 
     @property
     def data(self) -> MemoryPointer:
-        """The address of the first element."""
         return MemoryPointer(
             self._memory.mem, int(self._host.__array_interface__["data"][0]) - self._memory.mem.ptr
         )
@@ -253,35 +251,14 @@ class ndarray:
         return made
 
     def item(self) -> Any:
-        """Return the one element."""
         return self.get().item()
 
     def tolist(self) -> Any:
-        """Return the elements as lists."""
         return self.get().tolist()
-
-    def __bool__(self) -> bool:
-        return bool(self.get())
-
-    def __int__(self) -> int:
-        return int(self.get())
-
-    def __index__(self) -> int:
-        return self.get().__index__()
-
-    def __float__(self) -> float:
-        return float(self.get())
-
-    def __repr__(self) -> str:
-        return repr(self.get())
-
-    def __format__(self, spec: str) -> str:
-        return format(self.get(), spec)
 
     # ---- views and copies
 
     def view(self, dtype: Any = None) -> ndarray:
-        """Return the memory as of another dtype."""
         return self._view(self._host.view(self.dtype if dtype is None else np.dtype(dtype)))
 
     def reshape(self, *shape: Any, order: str = "C") -> ndarray:
@@ -290,28 +267,13 @@ class ndarray:
         is_copy = bool(seen.size) and not np.may_share_memory(seen, self._host)
         return self.copy().reshape(*shape) if is_copy else self._view(seen)
 
-    def ravel(self, order: str = "C") -> ndarray:
-        """Return the array with one dim."""
-        return self.reshape(-1)
-
     def flatten(self, order: str = "C") -> ndarray:
-        """Return a copy with one dim."""
         return self.copy().reshape(-1)
 
     def transpose(self, *axes: Any) -> ndarray:
-        """Return a view with the dims in another order."""
         return self._view(self._host.transpose(*axes))
 
-    def swapaxes(self, one: int, other: int) -> ndarray:
-        """Return a view with two dims in each other's place."""
-        return self._view(self._host.swapaxes(one, other))
-
-    def squeeze(self, axis: Any = None) -> ndarray:
-        """Return a view without dims of one element."""
-        return self._view(self._host.squeeze(axis))
-
     def copy(self, order: str = "C") -> ndarray:
-        """Return a copy."""
         return self.astype(self.dtype)
 
     def astype(self, dtype: Any, order: str = "K", copy: bool = True, **options: Any) -> ndarray:
@@ -326,7 +288,6 @@ class ndarray:
         return made
 
     def fill(self, value: Any) -> None:
-        """Set all elements."""
         if isinstance(value, np.ndarray) and value.ndim:
             raise ValueError("non-scalar numpy.ndarray cannot be used for fill")
         _operate("fill", self._host, [], lambda: value)
@@ -379,45 +340,31 @@ def _bare_key(key: Any) -> tuple[tuple[Any, ...], list[ndarray]]:
     return tuple(bare), indices
 
 
-def _add_operators() -> None:
-    """Give arrays the operators and methods that are NumPy's functions."""
-    both = {
-        "add": np.add, "sub": np.subtract, "mul": np.multiply, "truediv": np.true_divide, "mod": np.remainder,
-        "floordiv": np.floor_divide, "rshift": np.right_shift, "lshift": np.left_shift, "pow": np.power,
-        "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "matmul": np.matmul,
-    }  # fmt: skip
-    compared = {
-        "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater,
-        "ge": np.greater_equal,
-    }  # fmt: skip
-    for name, ufunc in {**both, **compared}.items():
-        setattr(ndarray, f"__{name}__", lambda a, b, ufunc=ufunc: _compute(ufunc.__name__, ufunc, (a, b), {}))
-        if name in both:
-            setattr(
-                ndarray, f"__r{name}__", lambda a, b, ufunc=ufunc: _compute(ufunc.__name__, ufunc, (b, a), {})
-            )
-            setattr(
-                ndarray,
-                f"__i{name}__",
-                lambda a, b, ufunc=ufunc: _compute(ufunc.__name__, ufunc, (a, b), {}, a),
-            )
-    for name, ufunc in {"neg": np.negative, "invert": np.invert, "abs": np.abs}.items():
-        setattr(ndarray, f"__{name}__", lambda a, ufunc=ufunc: _compute(ufunc.__name__, ufunc, (a,), {}))
-    for name in (
-        "all",
-        "any",
-        "argmax",
-        "argmin",
-        "argsort",
-        "cumsum",
-        "max",
-        "mean",
-        "min",
-        "prod",
-        "repeat",
-        "sum",
-    ):
+def _add_methods() -> None:
+    """Give arrays the operators, and the methods that are NumPy's functions."""
+    both = (
+        "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "lshift", "rshift", "and", "or", "xor",
+    )  # fmt: skip
+    alone = ("eq", "ne", "lt", "le", "gt", "ge", "neg", "invert", "abs")
+    functions = (
+        "all", "any", "argmax", "argmin", "argsort", "cumsum", "max", "mean", "min", "prod", "ravel", "repeat",
+        "squeeze", "sum", "swapaxes",
+    )  # fmt: skip
+    for name in (*both, *alone):
+        plain = getattr(operator, f"__{name}__")
+        setattr(ndarray, f"__{name}__", lambda *args, name=name, plain=plain: _compute(name, plain, args, {}))
+    for name in both:
+        plain = getattr(operator, f"__{name}__")
+        setattr(
+            ndarray, f"__r{name}__", lambda a, b, name=name, plain=plain: _compute(name, plain, (b, a), {})
+        )
+        setattr(
+            ndarray, f"__i{name}__", lambda a, b, name=name, plain=plain: _compute(name, plain, (a, b), {}, a)
+        )
+    for name in functions:
         setattr(ndarray, name, lambda a, *args, name=name, **options: function(name)(a, *args, **options))
+    for name in ("bool", "float", "format", "index", "int", "repr"):  # the host waits for the value
+        setattr(ndarray, f"__{name}__", lambda a, *args, name=name: getattr(a.get(), f"__{name}__")(*args))
 
 
 def function(name: str) -> Callable[..., Any]:
@@ -443,34 +390,28 @@ def function(name: str) -> Callable[..., Any]:
 
 
 def empty(shape: Any, dtype: Any = float, order: str = "C") -> ndarray:
-    """Return an array that is not filled."""
     return ndarray(shape, dtype)
 
 
 def full(shape: Any, value: Any, dtype: Any = None) -> ndarray:
-    """Return an array of one value."""
     made = empty(shape, np.asarray(value).dtype if dtype is None else dtype)
     made.fill(value)
     return made
 
 
 def zeros(shape: Any, dtype: Any = float, order: str = "C") -> ndarray:
-    """Return an array of zeros."""
     return full(shape, 0, dtype)
 
 
 def ones(shape: Any, dtype: Any = float) -> ndarray:
-    """Return an array of ones."""
     return full(shape, 1, dtype)
 
 
 def empty_like(array: ndarray, dtype: Any = None) -> ndarray:
-    """Return an array of another's shape that is not filled."""
     return empty(array.shape, dtype or array.dtype)
 
 
 def zeros_like(array: ndarray, dtype: Any = None) -> ndarray:
-    """Return zeros of another array's shape."""
     return zeros(array.shape, dtype or array.dtype)
 
 
@@ -508,26 +449,22 @@ def array(
 
 
 def asarray(value: Any, dtype: Any = None, order: str | None = None, *, blocking: bool = False) -> ndarray:
-    """Return an array, itself if it is one."""
     return array(value, dtype, copy=None, blocking=blocking)
 
 
 def ascontiguousarray(value: Any, dtype: Any = None) -> ndarray:
-    """Return an array, a copy if it is not contiguous."""
     found = asarray(value, dtype)
     return found if found.flags.c_contiguous else found.copy()
 
 
 def asnumpy(value: Any, **options: Any) -> Host:
-    """Return an array on the host."""
     return value.get() if isinstance(value, ndarray) else np.asarray(value)
 
 
 def copyto(target: ndarray, source: Any, casting: str = "same_kind", where: Any = None) -> None:
-    """Set an array's elements from another one."""
     if not isinstance(target, ndarray):
         raise TypeError("dst must be cupy.ndarray")
     target[...] = source
 
 
-_add_operators()
+_add_methods()

@@ -77,6 +77,10 @@ class Meeting:
         if self.all_there("bye"):
             shutil.rmtree(self._folder, ignore_errors=True)
 
+    def has_left(self, rank: int) -> bool:
+        """Say whether a rank has left."""
+        return self.is_there(f"bye.{rank}")
+
     def have_all_left(self) -> bool:
         """Say whether every rank has left."""
         return not self._folder.exists() or self.all_there("bye")

@@ -85,12 +85,19 @@ class Block:
             return Life(0, self.capacity)
         return next((life for life in self.lives if life.born < serial < life.died), None)
 
-    def remember(self, access: Access, operation: Any) -> None:
-        """Keep an access, and drop those that it makes needless: what is ordered with it is ordered with them."""
+    def remember(self, access: Access, operation: Any, is_alone: bool) -> None:
+        """Keep an access, and drop those that it makes needless: what is ordered with it is ordered with them.
+
+        Args:
+            access: what is kept.
+            operation: whose it is.
+            is_alone: whether nothing else waits for its turn: all that follows comes after what the host knows.
+        """
         self.records = [
             (old, by)
             for old, by in self.records[1 - _MOST_RECORDS :]
-            if not (access.covers(old) and by.precedes(operation) and (access.writes or not old.writes))
+            if not (is_alone and by.is_known)
+            and not (access.covers(old) and by.precedes(operation) and (access.writes or not old.writes))
         ]
         self.records.append((access, operation))
 

@@ -25,8 +25,6 @@ from cupy.checker import LAG, LIMIT_S, LOCK, OFF, Misuse, at_exit, count, need, 
 Run = Callable[[], Sequence[Access]]
 """Does the work and returns what it has touched."""
 LEGACY, PER_THREAD = (0, 1), 2
-_MISMATCH_S = 5.0
-"""Seconds that work may be stuck over what ranks have asked for: so long a program has to find it by itself."""
 _PAUSE_S = 0.0002
 
 
@@ -81,6 +79,11 @@ class Operation:
     made: float = math.inf
     serial: int = field(default_factory=lambda: next(serials))
     stuck_since: float = 0.0
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the host knows that it is done."""
+        return self.stream.is_over or known.get(self.stream, 0) >= self.index
 
     def precedes(self, other: Operation) -> bool:
         """Say whether it is over before another one begins."""
@@ -280,28 +283,31 @@ def _keep_running() -> None:
         time.sleep(_PAUSE_S)
         with LOCK:
             advance()
-            _tell_of_the_stuck(_MISMATCH_S)
+            _tell_of_the_stuck(LIMIT_S)
             if not _waiting:
                 _pump.clear()
                 return
 
 
 def _run(operation: Operation) -> None:
+    raced: set[Operation] = set()
+    is_alone = len(_waiting) == 1 and len(operation.stream.queue) == 1
     for access in operation.work.run():
-        if _memory.is_device(access.low) or _memory.block_at(access.low) is None:
+        block = _memory.block_at(access.low)
+        if block is None or block.arena is not None:
             block = _memory.block_of(
                 access, operation.name, operation.serial, operation.made, operation.place
             )
-        else:
-            block = _memory.block_at(access.low)  # type: ignore[assignment]  # locked memory of the host
         for old, by in block.records:
-            if (old.writes or access.writes) and access.crosses(old) and not by.precedes(operation):
+            is_race = (old.writes or access.writes) and access.crosses(old) and not by.precedes(operation)
+            if is_race and by not in raced:
+                raced.add(by)
                 verbs = ["writes" if one.writes else "reads" for one in (access, old)]
                 report(
                     f"race: {operation.name} on {operation.stream} {verbs[0]}, at {operation.place}, what {by.name} on "
                     f"{by.stream} {verbs[1]}, at {by.place}, and nothing orders the two"
                 )
-        block.remember(access, operation)
+        block.remember(access, operation, is_alone)
 
 
 def _tell_of_the_stuck(after_s: float) -> str:

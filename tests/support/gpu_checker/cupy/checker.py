@@ -27,7 +27,7 @@ LOCK = threading.RLock()
 """Held by whatever changes the state of the device."""
 
 _FOLDER = str(Path(__file__).parent)
-_FRAMES = 3  # of the program, in the name of a place
+_FRAMES = 4  # of the program, in the name of a place
 _found: dict[str, None] = {}
 _counts: Counter[str] = Counter()
 _last_looks: list[Callable[[], None]] = []
@@ -92,7 +92,7 @@ def where() -> str:
     lines: list[str] = []
     while frame is not None and len(lines) < _FRAMES:
         file = frame.f_code.co_filename
-        if not file.startswith((_FOLDER, "<")) and "contextlib" not in file:
+        if not file.startswith((_FOLDER, "<frozen")) and "contextlib" not in file:
             lines.append(f"{'/'.join(file.split('/')[-2:])}:{frame.f_lineno}")
         frame = frame.f_back
     return " < ".join(lines) or "?"

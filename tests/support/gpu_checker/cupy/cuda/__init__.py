@@ -1,4 +1,4 @@
-"""`cupy.cuda`: devices, streams, events, graphs, and where memory comes from."""
+"""`cupy.cuda`: devices, streams, events, graphs, and where memory comes from, under CuPy's names."""
 
 from __future__ import annotations
 
@@ -8,27 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 from cupy import _array, _streams
-from cupy._array import MemoryPointer, PooledMemory
+from cupy._array import MemoryPointer
 from cupy._memory import serials
 from cupy.checker import count, need
 from cupy.cuda import runtime
-
-__all__ = [
-    "Device",
-    "Event",
-    "Graph",
-    "MemoryPointer",
-    "MemoryPool",
-    "PooledMemory",
-    "Stream",
-    "get_allocator",
-    "get_current_stream",
-    "get_default_memory_pool",
-    "get_elapsed_time",
-    "nccl",
-    "runtime",
-    "using_allocator",
-]
 
 _handles = itertools.count(0x5000, 16)
 _thread = threading.local()
@@ -59,10 +42,9 @@ class Device:
         return self.id
 
     def use(self) -> None:
-        """Make it the current one."""
+        pass
 
     def synchronize(self) -> None:
-        """Wait for everything."""
         runtime.deviceSynchronize()
 
 
@@ -83,11 +65,9 @@ class Event:
         return bool(runtime.eventQuery(self.ptr) == 0)
 
     def record(self, stream: Any = None) -> None:
-        """Put it on a stream."""
         runtime.eventRecord(self.ptr, (stream or get_current_stream()).ptr)
 
     def synchronize(self) -> None:
-        """Wait for it."""
         runtime.eventSynchronize(self.ptr)
 
 
@@ -115,7 +95,6 @@ class Stream:
 
     @classmethod
     def from_external(cls, stream: Any) -> Stream:
-        """Return an object for a stream of another library."""
         made = cls(null=True)
         made.ptr, made._of = stream.__cuda_stream__()[1], stream
         return made
@@ -141,7 +120,6 @@ class Stream:
         _stack().pop()
 
     def use(self) -> Stream:
-        """Make it the current one from now on."""
         _stack()[-1] = self
         return self
 
@@ -151,29 +129,23 @@ class Stream:
         return bool(runtime.streamQuery(self.ptr) == 0)
 
     def synchronize(self) -> None:
-        """Wait for all that it was given."""
         runtime.streamSynchronize(self.ptr)
 
     def record(self, event: Event | None = None) -> Event:
-        """Put an event on it, by default a new one."""
         event = event or Event()
         event.record(self)
         return event
 
     def wait_event(self, event: Event) -> None:
-        """Have what it is given from now on wait for an event."""
         runtime.streamWaitEvent(self.ptr, event.ptr)
 
     def is_capturing(self) -> bool:
-        """Say whether it records for a graph."""
         return runtime.streamIsCapturing(self.ptr)
 
     def begin_capture(self, mode: int | None = None) -> None:
-        """Record what it is given, instead of doing it."""
         _streams.begin_capture(self.ptr, runtime.streamCaptureModeRelaxed if mode is None else mode)
 
     def end_capture(self) -> Graph:
-        """Return what was recorded."""
         return Graph(_streams.end_capture(self.ptr))
 
 
@@ -187,7 +159,6 @@ class Graph:
         self._capture, self._made = capture, next(serials)
 
     def launch(self, stream: Stream | None = None) -> None:
-        """Do again what was recorded."""
         count("graph_launches")
         _streams.replay(self._capture, self._made, (stream or get_current_stream()).ptr)
 
@@ -202,7 +173,6 @@ def _stack() -> list[Stream]:
 
 
 def get_current_stream(device_id: int = -1) -> Stream:
-    """Return this thread's current stream."""
     return _stack()[-1]
 
 
@@ -212,7 +182,6 @@ Allocator = Callable[[int], MemoryPointer]
 
 
 def get_allocator() -> Allocator:
-    """Return what this thread's arrays come from."""
     return getattr(_thread, "allocator", None) or _array.allocate
 
 
@@ -237,7 +206,6 @@ class MemoryPool:
         need(allocator is None, "the checker has no memory of NCCL's own (nccl4py)")
 
     def malloc(self, size: int) -> MemoryPointer:
-        """Return memory of the current stream's arena."""
         return _array.allocate(size)
 
     def free_all_blocks(self) -> None:
@@ -249,4 +217,4 @@ def get_default_memory_pool() -> MemoryPool:
     return MemoryPool()
 
 
-from cupy.cuda import nccl  # noqa: E402
+from cupy.cuda import nccl as nccl  # noqa: E402

@@ -2,7 +2,7 @@
 
 A call is an operation on its stream. Ranks meet in files, so a call never blocks the host: the stream waits for what
 NCCL's kernel would wait for. Where ranks ask for different things the stream is stuck, as NCCL's kernel may be, until
-the communicator is aborted; it is reported once the host waits for it without an end, or after some seconds.
+the communicator is aborted; it is reported once the host waits for it without an end, or after a minute.
 """
 
 from __future__ import annotations
@@ -37,33 +37,29 @@ _TYPES = [
 """By the numbers of ncclDataType_t."""
 _OPS = (np.add, np.multiply, np.maximum, np.minimum, np.add)
 _AVERAGE = 4
-_NAMES = {1: "UNHANDLED_CUDA_ERROR", 2: "SYSTEM_ERROR", 3: "INTERNAL_ERROR", 4: "INVALID_ARGUMENT",
-          5: "INVALID_USAGE", 6: "REMOTE_ERROR"}  # fmt: skip
+_INVALID_USAGE = 5
 
 Span = tuple[int, int]
 """First address and end."""
 
 
 class NcclError(RuntimeError):
-    """CuPy's, whose table of names ends at 6."""
+    """CuPy's."""
 
     def __init__(self, status: int) -> None:
-        super().__init__(f"NCCL_ERROR_{_NAMES[status]}: said by the stand-in")
+        super().__init__(f"NCCL_ERROR_{status}: said by the stand-in")
         self.status = status
 
 
 def get_version() -> int:
-    """Return NCCL's version."""
     return _VERSION
 
 
 def get_build_version() -> int:
-    """Return the version that CuPy was built with."""
     return _VERSION
 
 
 def get_unique_id() -> bytes:
-    """Return what the ranks of a new communicator are given."""
     return secrets.token_bytes(128)
 
 
@@ -162,7 +158,7 @@ def _queue(calls: Sequence[_Call]) -> None:
                 posted.append(True)
                 for part in parts:
                     part.post()
-            is_ready = all([part.ready() for part in parts])
+            is_ready = all([part.ready() for part in parts])  # each is asked: it takes what has come
             work.stuck = next((part.stuck for part in parts if part.stuck), "")
             return is_ready and not work.stuck
 
@@ -217,7 +213,10 @@ class _Collective(_Part):
         )
 
     def ready(self) -> bool:
+        left = [rank for rank in range(self._meeting.size) if self._meeting.has_left(rank)]
         if not self._meeting.all_there(f"c{self._number}"):
+            gone = [rank for rank in left if not self._meeting.is_there(f"c{self._number}.{rank}")]
+            self.stuck = f"rank {gone[0]} has left before call {self._number}, {self._head}" if gone else ""
             return False
         if self.stuck:
             return True
@@ -244,7 +243,7 @@ class _Message(_Part):
         meeting, numbers = call.comm._meeting, call.comm._messages
         self._call, self._head, self._meeting = call, head, meeting
         number = numbers[call.name, peer] = numbers.get((call.name, peer), 0) + 1
-        self._sends = call.name == "send"
+        self._sends, self._peer = call.name == "send", peer
         ranks = (meeting.rank, peer) if self._sends else (peer, meeting.rank)
         self._name = f"p{ranks[0]}.{ranks[1]}.{number}"
         self._taken: bytes | None = None
@@ -255,15 +254,18 @@ class _Message(_Part):
             self._meeting.post(self._name, self._head, ctypes.string_at(low, high - low))
 
     def ready(self) -> bool:
-        if self._sends:
-            return not self._meeting.is_there(self._name)
-        if self._taken is None and (found := self._meeting.find(self._name)) is not None:
+        has_left = self._meeting.has_left(self._peer)
+        if not self._sends and self._taken is None and (found := self._meeting.find(self._name)) is not None:
             if found[0] != self._head:
                 self.stuck = f"a recv of {self._head} (count, type) meets a send of {found[0]}"
-                return True
+                return False
             self._taken = found[1]
             self._meeting.take_away(self._name)
-        return self._taken is not None
+        is_over = not self._meeting.is_there(self._name) if self._sends else self._taken is not None
+        self.stuck = (
+            f"rank {self._peer} has left before a {self._call.name}" if has_left and not is_over else ""
+        )
+        return is_over
 
     def run(self) -> None:
         if not self._sends and self._taken:
@@ -284,7 +286,7 @@ class NcclCommunicator:
         need(isinstance(commId, bytes) and len(commId) == 128, "a unique id has 128 bytes")
         need(0 <= rank < ndev, f"rank {rank} of {ndev}")
         if ndev > runtime.getDeviceCount() and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
-            raise NcclError(5)
+            raise NcclError(_INVALID_USAGE)
         self._set_up(commId, rank, ndev)
 
     def _set_up(self, name: bytes, rank: int, size: int) -> None:
@@ -303,17 +305,14 @@ class NcclCommunicator:
     # ---- what it is
 
     def rank_id(self) -> int:
-        """Return this rank."""
         self._need_life("rank_id")
         return self._meeting.rank
 
     def size(self) -> int:
-        """Return the number of ranks."""
         self._need_life("size")
         return self._meeting.size
 
     def device_id(self) -> int:
-        """Return the number of its GPU."""
         self._need_life("device_id")
         return 0
 
@@ -324,14 +323,12 @@ class NcclCommunicator:
     # ---- calls
 
     def allReduce(self, sendbuf: int, recvbuf: int, count: int, datatype: int, op: int, stream: int) -> None:
-        """Combine arrays, for all ranks."""
         lengths = (count, count, 0)
         self._collective("allReduce", (sendbuf, recvbuf), lengths, datatype, op, -1, stream, _reduced)
 
     def reduceScatter(
         self, sendbuf: int, recvbuf: int, recvcount: int, datatype: int, op: int, stream: int
     ) -> None:
-        """Combine arrays, a part for each rank."""
         lengths = (recvcount * self._meeting.size, recvcount, -recvcount * self._meeting.rank)
 
         def result(given: list[bytes], datatype: int, op: int) -> bytes:
@@ -342,7 +339,6 @@ class NcclCommunicator:
         self._collective("reduceScatter", (sendbuf, recvbuf), lengths, datatype, op, -1, stream, result)
 
     def allGather(self, sendbuf: int, recvbuf: int, count: int, datatype: int, stream: int) -> None:
-        """Give each rank the arrays of all."""
         lengths = (count, count * self._meeting.size, count * self._meeting.rank)
         buffers = (sendbuf, recvbuf)
         self._collective(
@@ -352,20 +348,17 @@ class NcclCommunicator:
     def broadcast(
         self, sendbuff: int, recvbuff: int, count: int, datatype: int, root: int, stream: int
     ) -> None:
-        """Give each rank the array of one."""
         buffers, lengths = (sendbuff, recvbuff), (count, count, 0)
         self._collective(
             "broadcast", buffers, lengths, datatype, -1, root, stream, lambda given, *_: given[root]
         )
 
     def send(self, sendbuf: int, count: int, datatype: int, peer: int, stream: int) -> None:
-        """Send an array to a rank."""
         call = _Call(self, "send", stream, [self._span("send", sendbuf, count, datatype, peer, stream)], [])
         call.make = lambda: _Message(call, [count, datatype], peer)
         _submit(call)
 
     def recv(self, recvbuf: int, count: int, datatype: int, peer: int, stream: int) -> None:
-        """Receive an array from a rank."""
         call = _Call(self, "recv", stream, [], [self._span("recv", recvbuf, count, datatype, peer, stream)])
         call.make = lambda: _Message(call, [count, datatype], peer)
         _submit(call)
