@@ -20,7 +20,7 @@ from support.gpu import Answers, why_no_gpu
 why_no_gpu()  # the truth, before there is a checker
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def cupy() -> Iterator[Any]:
     """CuPy: the real one, or the checker, which is gone again for the tests elsewhere."""
     if why_no_gpu() is None:
@@ -54,7 +54,7 @@ def answers(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> Answers:
 
 @pytest.fixture
 def two_gpus(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """CuPy's runtime where there are two GPUs to choose from; the checker's are one, of which threads choose a number."""
+    """CuPy's runtime where there are two GPUs; the checker's are one, of which threads choose the number."""
     runtime = cupy.cuda.runtime
     if why_no_gpu() is not None:
         here = threading.local()

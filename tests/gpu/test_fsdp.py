@@ -31,7 +31,9 @@ def train(comm: lc.Communicator, path: Path, strategy: Any, precision: Precision
                 for unit in MODEL:
                     engine.open(unit, "backward")
                     for name, view in engine.grads(unit).items():
-                        values = np.random.default_rng([comm.rank, step, *name.encode()]).normal(size=view.shape)
+                        values = np.random.default_rng([comm.rank, step, *name.encode()]).normal(
+                            size=view.shape
+                        )
                         values = np.asarray(values).astype(view.dtype)
                         view[...] = values if comm.xp is np else on_gpu(comm, values)
                     engine.reduce(unit)
@@ -54,7 +56,9 @@ def train(comm: lc.Communicator, path: Path, strategy: Any, precision: Precision
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("run", [run_nccl, run_staged])
-def test_a_model_trains_to_the_bits_of_the_cpus(run: Any, strategy: str, precision: str, tmp_path: Path) -> None:
+def test_a_model_trains_to_the_bits_of_the_cpus(
+    run: Any, strategy: str, precision: str, tmp_path: Path
+) -> None:
     how, size = (STRATEGIES[strategy], PRECISIONS[precision]), 4 if strategy == "hybrid" else 2
     wanted = lc.run_loopback(size, lambda comm: train(comm, tmp_path / "cpu", *how), 60.0)
     found = run(size, lambda comm: train(comm, tmp_path / "gpu", *how))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import ml_dtypes
@@ -95,7 +96,7 @@ REFUSED: dict[str, Made] = {
     "redistribute": lambda comm, w: lambda: redistribute(w, PLAN.src, PLAN.dst, comm),
     "Reshard": lambda comm, w: lambda: execute_reshard_plan(MOVES, {"w": w}, {"w": w}, comm),
     "Reshard.run": lambda comm, w: Reshard(MOVES, {"w": w}, {"w": w + 0}, comm).run,
-    "Refit.push": lambda comm, w: lambda r=Refit(MOVES, comm, {"w": w}, {"w": w + 0}): r.push(1),  # type: ignore[misc]
+    "Refit.push": lambda comm, w: partial(Refit(MOVES, comm, {"w": w}, {"w": w + 0}).push, 1),
     "Refit.pull": lambda comm, w: Refit(MOVES, comm, {"w": w}, {"w": w + 0}).pull,
     "run_action": lambda comm, w: lambda: run_action(pick("relu", [PLAN.src]), [w], comm),
 }

@@ -15,7 +15,8 @@ from support import mode
 from support.comm_kit import refused
 from support.gpu import busy, host_waits, silicon
 
-from lowshard.errors import KernelError, StreamError
+from lowshard.comm.reduction import fold
+from lowshard.errors import CommError, KernelError, StreamError
 from lowshard.kernels import (
     BoxTable,
     MXFP8Tensor,
@@ -32,13 +33,13 @@ from lowshard.kernels import (
     unswizzle_scales,
 )
 from lowshard.kernels.buffer import address, address_range
+from lowshard.kernels.cuda.cuda_engine import MOST_FOLDED
 from lowshard.kernels.mxfp8 import FLOATS
 from lowshard.kernels.plain import PlainEngine
 from lowshard.kernels.reference import ELEMS, MODES
 from lowshard.selftest import fold_cases
-from lowshard.selftest.comparisons import Tally
+from lowshard.selftest.comparisons import Tally, difference
 from lowshard.selftest.kernel_cases import FAMILIES, through
-from lowshard.selftest.steps import Setting
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 DTYPES = {"bfloat16": BF16, "float16": np.dtype(np.float16), "float32": np.dtype(np.float32)}
@@ -123,11 +124,19 @@ def test_a_family_of_kernels_has_the_bytes_of_its_plain_twins(family: Callable[[
     assert tally.checks > 10
 
 
-@pytest.mark.full_only
-def test_folds_have_the_bits_of_plain_numpy() -> None:
-    tally = Tally()
-    fold_cases.run(Setting("cuda", 1, "", 60.0), tally)
-    assert not tally.wrong, tally.findings
+@pytest.mark.parametrize("dtype", [row for row in fold_cases.DTYPES if not row.startswith("float8")])
+def test_folds_have_the_bits_of_plain_numpy(dtype: str, cupy: Any) -> None:
+    cases = [*fold_cases.fold_cases(dtype, (1, 2, 3, 8, 9, 33), 61)]
+    for case in mode.sample(cases, 12, f"folds {dtype}"):
+        terms, expected = [on_gpu(term) for term in case.terms], case.expected()
+        found = cupy.empty(expected.shape, expected.dtype)
+        fold(terms, found, case.op, case.order)
+        how = difference(found, expected, any_nan=True)
+        assert not how, f"{case.what}: {how}"
+        fold(terms, terms[-1], case.op, case.order)  # in place
+        assert not difference(terms[-1], expected, any_nan=True), case.what
+    with pytest.raises(CommError, match=f"takes {MOST_FOLDED} operands, got {MOST_FOLDED + 1}"):
+        fold([found] * (MOST_FOLDED + 1), found, "max")
 
 
 def other_cases(rng: np.random.Generator, dtype: str, elem: Any) -> Iterator[tuple[Any, ...]]:
@@ -263,8 +272,8 @@ def test_a_table_goes_up_once_a_stream_without_waiting_and_serves_several(
             stream.synchronize()
             busy(cupy, 0.1 if index == 0 else 0.0)  # the first upload is late; nobody else may read it
             over = stream.record()
-            for _ in range(3):  # bare boxes: a table a call, freed while kernels that read it still wait
-                found.append(pack(x, table if kept else list(BOXES), out))
+            # Bare boxes: a table a call, freed while kernels that read it still wait.
+            found += [pack(x, table if kept else list(BOXES), out) for _ in range(3)]
             assert not over.done or index
     for index, out in reversed([*enumerate(found)]):
         with streams[index // 3]:

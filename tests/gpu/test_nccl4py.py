@@ -202,17 +202,6 @@ def test_an_array_outlives_its_communicator(memory: NCCLMemory, low: Low, cupy: 
     assert set(low.state.values()) == {"mem_free"}
 
 
-@pytest.mark.parametrize("failing", ["mem_alloc", "comm_register"])
-def test_what_nccl_refuses_is_no_memory_and_leaves_none(
-    memory: NCCLMemory, low: Low, cupy: Any, failing: str
-) -> None:
-    low.failing, allocate = failing, cupy.cuda.get_allocator()
-    refused(lambda: allocate(FROM_BYTES), MemoryError, f"{FROM_BYTES} bytes on device 0", f"{failing} failed")
-    assert set(low.state.values()) <= {"mem_free"}
-    low.failing = ""
-    assert allocate(FROM_BYTES).ptr
-
-
 @pytest.mark.parametrize("end", ["destroy", "abort"])
 def test_a_communicator_gives_its_memory_back_before_it_is_destroyed_and_after_it_is_aborted(
     end: str,

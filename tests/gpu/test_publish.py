@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +9,14 @@ import numpy as np
 import pytest
 from support.comm_kit import get, refused
 from support.gpu import Answers, busy
-from support.reshard_cases import local_part, random_layout
 
 import lowshard as ls
-from lowshard import comm as lc
 from lowshard import dtypes
-from lowshard.errors import BufferMismatchError, CommError, PeerFailed, StreamError
+from lowshard.errors import BufferMismatchError, CommError, StreamError
 from lowshard.kernels import MXFP8Tensor, SwizzledMXFP8, quantize_mxfp8, swizzle_scales
 from lowshard.kernels.mxfp8_tensor import swizzled_bytes
 from lowshard.reshard import MXFP8ReshardTransform, Publisher, Subscriber
-from lowshard.reshard import version_wire as wire
 from lowshard.transfer import device_copies
-from lowshard.transfer.device_copies import DeviceCopies
 
 TOKEN = bytes(32)
 
@@ -96,84 +90,6 @@ def test_versions_go_from_a_gpu_to_a_gpu(
                 assert said["changed_elems"] == 40
                 assert said["received_bytes"] < 40 * 12
             _change(rng, values, 40)
-
-
-@pytest.mark.parametrize("case", range(8))
-def test_any_layout_gets_to_any_other_on_gpus(
-    tmp_path: Path, rng: np.random.Generator, way: str, case: int
-) -> None:
-    """Jobs of several ranks; sources and destinations on the GPU and on the host, of any strides."""
-    ranks = rng.integers(1, 4, 2).tolist()
-    shapes = [tuple(rng.integers(1, 60, int(rng.integers(0, 4))).tolist()) for _ in range(4)]
-    kinds = [str(rng.choice(["bfloat16", "float32", "uint8", "float64"])) for _ in shapes]
-    whole = {f"w{i}": _random(rng, s, k) for i, (s, k) in enumerate(zip(shapes, kinds, strict=True))}
-    have, want = (
-        {n: random_layout(rng, a.shape, k, 0, size) for (n, a), k in zip(whole.items(), kinds, strict=True)}
-        for size in ranks
-    )
-    on_gpu = {(side, n): bool(rng.random() < 0.8) for side in ("have", "want") for n in whole}
-    gaps = {n: bool(rng.random() < 0.5) for n in whole}
-    published, taken = [threading.Event() for _ in range(3)], [threading.Event() for _ in range(3)]
-
-    def array(side: str, name: str, values: np.ndarray) -> Any:
-        if not on_gpu[side, name]:
-            return values.copy()
-        if not gaps[name] or not values.ndim:
-            return put(values)
-        return put(np.repeat(values, 2, axis=-1))[..., ::2]
-
-    def publish(comm: Any) -> None:
-        parts = {n: local_part(x, comm.rank, whole[n]) for n, x in have.items() if comm.rank in x}
-        arrays = {n: array("have", n, part) for n, part in parts.items()}
-        with Publisher(have, arrays, comm, address=f"unix:{tmp_path}/p", token=TOKEN) as publisher:
-            for version in range(3):
-                for n, mine in arrays.items():
-                    part = local_part(have[n], comm.rank, whole[n])
-                    mine[...] = put(part) if on_gpu["have", n] else part
-                publisher.publish(version)
-                comm.barrier()
-                published[version].set()
-                assert taken[version].wait(60)
-
-    def subscribe(comm: Any) -> None:
-        parts = {n: local_part(x, comm.rank, whole[n]) for n, x in want.items() if comm.rank in x}
-        out = {n: array("want", n, np.zeros_like(part)) for n, part in parts.items()}
-        with Subscriber(want, out, comm, address=f"unix:{tmp_path}/p", token=TOKEN) as subscriber:
-            for version in range(3):
-                assert published[version].wait(60)
-                assert subscriber.pull(30) == version
-                for n, x in want.items():
-                    if comm.rank in x:
-                        part = local_part(x, comm.rank, whole[n])
-                        assert _bits(subscriber.weights[n]) == np.ascontiguousarray(part).tobytes(), n
-                comm.barrier()
-                if comm.rank == 0:
-                    for values in whole.values():
-                        if values.size:
-                            _change(rng, values, max(1, values.size // 50))
-                    taken[version].set()
-
-    _run_both(publish, ranks[0], subscribe, ranks[1])
-
-
-def _run_both(first: Callable[..., None], ranks: int, second: Callable[..., None], others: int) -> None:
-    failed: list[BaseException] = []
-
-    def run(call: Callable[..., None], comm: Any) -> None:
-        try:
-            with comm:
-                call(comm)
-        except BaseException as error:
-            failed.append(error)
-
-    calls = [(first, comm) for comm in lc.loopback(ranks)] + [(second, comm) for comm in lc.loopback(others)]
-    threads = [threading.Thread(target=run, args=call) for call in calls]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-    if failed:
-        raise failed[0]
 
 
 @pytest.mark.parametrize("swizzled", [False, True])
@@ -268,40 +184,6 @@ def test_a_gpu_that_fails_leaves_the_version_that_is_served(
         assert _bits(subscriber.weights["w"]) == (values + 1).tobytes()
 
 
-def test_a_connection_that_ends_amid_a_version_leaves_the_one_that_is_served(
-    tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("LOWSHARD_CROSS_MEMORY", "off")
-    values = _random(rng, (90, 150), "uint8")
-    layout, mine, out = _one((90, 150), "uint8"), put(values), empty((90, 150), "uint8")
-    where: dict[str, Any] = {"address": f"unix:{tmp_path}/p", "token": TOKEN}
-    real, received = wire.Connection.receive, 0
-
-    def breaks(line: wire.Connection, raw: memoryview) -> None:
-        nonlocal received
-        received += len(raw)
-        if received > 8192:
-            raise wire.ConnectionLost("cut")
-        real(line, raw)
-
-    with (
-        Publisher(layout, {"w": mine}, **where) as publisher,
-        Subscriber(layout, {"w": out}, delta="off", **where) as subscriber,
-    ):
-        publisher.publish(1)
-        assert subscriber.pull(20) == 1
-        mine[...] = put(values + 1)
-        publisher.publish(2)
-        with monkeypatch.context() as patch:
-            patch.setattr(wire.Connection, "receive", breaks)
-            with pytest.raises(PeerFailed, match="cut"):
-                subscriber.pull(20)
-        assert subscriber.version == 1
-        assert _bits(subscriber.weights["w"]) == values.tobytes()
-        assert subscriber.pull(20) == 2
-        assert _bits(subscriber.weights["w"]) == (values + 1).tobytes()
-
-
 def test_what_cannot_be_is_refused_by_name(tmp_path: Path) -> None:
     layout, out = _one((8, 4), "float32"), empty((8, 4), "float32")
     where: dict[str, Any] = {"address": f"unix:{tmp_path}/p", "token": TOKEN}
@@ -321,29 +203,3 @@ def test_what_cannot_be_is_refused_by_name(tmp_path: Path) -> None:
             with pytest.raises(StreamError, match="none of these lies on a GPU"):
                 subscriber.pull(5, stream=0)
             assert subscriber.pull(5) == 1
-
-
-def test_slots_are_used_again(rng: np.random.Generator) -> None:
-    """Copies of any size and strides, one after the other and at the same time, use few slots."""
-    values = [_random(rng, (int(n), 7), "float32") for n in rng.integers(1, 3000, 6)]
-    rooms = [empty(v.shape, "float32") for v in values]
-    copies = DeviceCopies(rooms, 30.0)
-    copies.follow()
-
-    def work(at: int) -> None:
-        for _ in range(5):
-            copies.store(rooms[at], device_copies.filled_from(values[at]))
-            copies.wait()
-            raw = np.empty(values[at].nbytes, np.uint8)
-            copies.fetch(rooms[at], device_copies.read_into(raw))
-            assert raw.tobytes() == values[at].tobytes()
-
-    threads = [threading.Thread(target=work, args=(at,)) for at in range(len(values))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    for room, part in zip(rooms, values, strict=True):
-        assert _bits(room) == part.tobytes()
-    (one,) = copies._gpus.values()
-    assert 1 <= len(one._spare) <= len(values)

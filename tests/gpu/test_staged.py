@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -66,32 +64,6 @@ def test_every_collective_is_exact_at_lengths_around_a_piece() -> None:
     run_staged(N, check, slot_bytes=SLOT_BYTES)
 
 
-def test_uneven_counts_take_as_many_rounds_as_the_longest_part_of_any_pair() -> None:
-    def check(comm: Communicator) -> None:
-        # Rank 2 neither sends nor receives much, but takes part in every round.
-        counts = [[0, 100, 1], [3, 0, 0], [0, 2, 0]]
-        to, come = counts[comm.rank], [line[comm.rank] for line in counts]
-        send, recv = on_gpu(comm, np.arange(sum(to)) + 1000 * comm.rank, np.zeros(sum(come), np.int64))
-        starts, places = np.cumsum([0, *to[:-1]]).tolist(), np.cumsum([0, *come[:-1]]).tolist()
-        comm.all_to_all_v(send, to, starts, recv, come, places)
-        expected = []
-        for peer, line in enumerate(counts):
-            first = 1000 * peer + sum(line[: comm.rank])
-            expected.append(np.arange(first, first + line[comm.rank]))
-        same(recv, np.concatenate(expected).astype(np.int64))
-        parts = [50, 0, 7]
-        own, whole = on_gpu(comm, np.arange(parts[comm.rank]) + 100 * comm.rank, np.zeros(57, np.int64))
-        comm.all_gather_v(own, whole, parts, [7, 0, 0])
-        same(whole, np.concatenate([np.arange(200, 207), np.arange(50)]))
-        board = on_gpu(
-            comm, np.arange(90) + 100 * comm.rank
-        )  # a part that overlaps the result is sent as it was
-        comm.all_gather(board[5:35], board)
-        same(board, np.concatenate([np.arange(5, 35) + 100 * r for r in range(3)]))
-
-    run_staged(3, check, slot_bytes=256)
-
-
 @pytest.mark.parametrize("order", ["tree", "rank", "fast"])
 def test_sums_have_the_bits_of_the_hosts_communicator(order: Any, rng: np.random.Generator) -> None:
     rows = [dtypes.get(name) for name in ("float32", "float16", "bfloat16", "float64", "int32")]
@@ -107,37 +79,6 @@ def test_sums_have_the_bits_of_the_hosts_communicator(order: Any, rng: np.random
         return results
 
     assert run_staged(3, reduce, slot_bytes=1000) == lc.run_loopback(3, reduce)
-
-
-def copies(comm: Communicator, call: Callable[[], object]) -> Counter[str]:
-    """Return how often memory is copied by a call of this rank, by direction."""
-    found: Counter[str] = Counter()
-    binding, real = comm._transport._binding, {}  # type: ignore[attr-defined]
-    for name in ("fetch", "store"):
-        real[name] = getattr(binding, name)
-        noting = lambda *args, n=name: (found.update([n]), real[n](*args))  # noqa: E731
-        object.__setattr__(binding, name, noting)
-    try:
-        call()
-    finally:
-        for name, function in real.items():
-            object.__setattr__(binding, name, function)
-    return found
-
-
-def test_neighbouring_parts_are_copied_at_once() -> None:
-    def check(comm: Communicator) -> None:
-        send, recv = on_gpu(comm, np.zeros(4), np.zeros(12))
-        own, first = recv[4 * comm.rank :][:4], comm.rank == 0
-        assert copies(comm, lambda: comm.all_gather(send, recv)) == {"fetch": 1, "store": 1}
-        assert copies(comm, lambda: comm.all_gather(own, recv))["store"] == 1 + (comm.rank == 1)
-        assert copies(comm, lambda: comm.all_reduce(recv, recv)) == {"fetch": 1, "store": 1}
-        assert copies(comm, lambda: comm.broadcast(recv, 1)) == {"fetch" if comm.rank == 1 else "store": 1}
-        reduce = copies(comm, lambda: comm.reduce(recv, recv if first else None))
-        assert reduce == ({"fetch": 1, "store": 1} if first else {"fetch": 1})
-        assert not copies(comm, comm.barrier)
-
-    run_staged(3, check)
 
 
 def test_page_locked_memory_is_made_on_first_use_and_bounded(
@@ -213,23 +154,6 @@ def test_the_host_works_on_one_slot_while_the_device_fills_the_other_and_a_failu
     assert seen == np.arange(40).reshape(4, 10).tolist()
     same(device, np.arange(100, 140, dtype=np.uint8))
     slots.close()
-
-
-def test_it_has_a_name_a_control_and_no_need_of_nccl() -> None:
-    def check(comm: Communicator) -> None:
-        assert (comm.transport, comm.control.transport) == ("staged", "loopback")
-        assert comm.timeout_s == comm.control.timeout_s
-        with comm.split(0) as group:  # type: ignore[union-attr]
-            assert group.transport == "staged"
-            assert group.control is not comm.control
-        refused(group.control.barrier, CommError, "closed")
-
-    run_staged(2, check)
-    comm = alone_staged()
-    with pytest.raises(ZeroDivisionError), comm:
-        raise ZeroDivisionError
-    assert comm._transport.host.failed  # type: ignore[attr-defined]
-    assert comm._transport.host.closed  # type: ignore[attr-defined]
 
 
 def test_messages_of_another_length_are_refused_also_where_they_take_several_pieces() -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import inspect
-import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from types import FunctionType, SimpleNamespace
@@ -241,40 +239,6 @@ def test_a_started_call_follows_the_callers_stream_and_wait_makes_it_follow_the_
             assert comm.traffic.calls == {"all_reduce": 1, "broadcast": 1}
 
 
-@both
-def test_buffers_of_a_started_call_live_until_it_is_over(make: Callable[[], Communicator], cupy: Any) -> None:
-    with make() as comm:
-        buf = on_gpu(comm, np.zeros(3))
-        alive = weakref.ref(buf.data.mem)
-        work = comm.start.broadcast(buf)
-        del buf
-        gc.collect()
-        assert alive() is not None
-        work.wait(timeout_s=5.0)
-        del work
-        cupy.cuda.Device().synchronize()
-        comm.start.broadcast(on_gpu(comm, np.zeros(3))).wait(timeout_s=5.0)
-        for _ in range(10):
-            comm.broadcast(on_gpu(comm, np.zeros(3)))
-        gc.collect()
-        assert alive() is None or make is alone_staged
-
-
-def test_calls_of_one_communicator_keep_their_order_whichever_stream_they_are_on() -> None:
-    def check(comm: Communicator) -> None:
-        a, b, c = on_gpu(comm, np.ones(4), np.ones(5), np.ones(6))
-        first = comm.start.all_reduce(a, a)
-        comm.all_reduce(b, b)
-        second = comm.start.all_reduce(c, c)
-        assert [call[3] for call in recorded(comm).moved("allReduce")] == [4, 5, 6]
-        second.wait()
-        first.wait()
-        for buf, n in ((a, 4), (b, 5), (c, 6)):
-            same(buf, np.full(n, 3.0))
-
-    run_nccl(3, check)
-
-
 @pytest.mark.parametrize(
     "how", ["wait", "done", "collective", "started", "message", "grouped", "close", "other"]
 )
@@ -312,23 +276,6 @@ def test_started_messages_begin_together_and_with_the_next_call(how: str) -> Non
         same(recv, np.full(4000, float(peer)))
 
     run_nccl(2, check)
-
-
-@both_ways
-def test_wrong_messages_are_refused_by_wait_and_spoil_no_others_of_any_thread(run: Any) -> None:
-    def check(comm: Communicator) -> None:
-        peer = 1 - comm.rank
-        send, recv = on_gpu(comm, np.full(9, float(comm.rank)), np.zeros(9))
-        sent = comm.start.send(send, peer)
-        refused(comm.start.send(send, comm.rank).wait, CommError, "another rank")
-        refused(comm.start.recv([1.0], peer).wait, BufferMismatchError, "array")
-        came = comm.start.recv(recv, peer)
-        InThread(lambda: [work.wait(timeout_s=20.0) for work in (sent, came)])._thread.join(20.0)
-        came.wait()
-        assert sent.done()
-        same(recv, np.full(9, float(peer)))
-
-    run(2, check)
 
 
 @pytest.mark.parametrize("started", [False, True])

@@ -23,7 +23,7 @@ from support.gpu import (
 
 from lowshard.comm import Communicator
 from lowshard.comm.nccl_bindings import Binding
-from lowshard.comm.nccl_wait import InThread, wait_for
+from lowshard.comm.nccl_wait import wait_for
 from lowshard.comm.pinned import Slots
 from lowshard.errors import CommError, PeerFailed, TimedOut
 from lowshard.fsdp.groups import StreamQueue, _StreamWork
@@ -84,19 +84,6 @@ def test_a_deadline_a_failure_and_an_error_of_nccl_end_a_wait_and_abort() -> Non
         wait_for(never, begun + 20.0, None, never)
     assert never.given_up == 1
     assert time.monotonic() - begun < 5.0
-
-
-def test_a_call_in_a_thread_gives_its_result_or_its_error() -> None:
-    hold = threading.Event()
-    call = InThread(lambda: hold.wait(5.0) and 7)
-    assert not call.done
-    hold.set()
-    wait_for(call, time.monotonic() + 5.0, None)
-    assert call.result() == 7
-    broken = InThread(lambda: 1 // 0)
-    wait_for(broken, time.monotonic() + 5.0, None)
-    with pytest.raises(ZeroDivisionError):
-        broken.result()
 
 
 def test_an_error_of_the_gpu_is_not_taken_for_work_that_goes_on(answers: Answers) -> None:
@@ -239,20 +226,6 @@ def test_a_rank_that_does_not_come_to_a_split_is_found_on_the_host(monkeypatch: 
         comm._transport._nccl.failed = True  # type: ignore[attr-defined]  # no destroy: the ranks do not come to it together
 
     run_nccl(2, check, timeout_s=0.2)
-
-
-def test_a_group_is_connected_when_it_is_made() -> None:
-    def check(comm: Communicator) -> None:
-        with comm.split(0) as part:  # type: ignore[union-attr]
-            made = recorded(part).moved()
-            for name in ("send", "recv"):
-                assert [call[4] for call in made if call[0] == name] == [
-                    r for r in range(3) if r != comm.rank
-                ]
-            assert [call[0] for call in made].count("allReduce") == 1
-            assert not part.traffic.calls
-
-    run_nccl(3, check)
 
 
 def test_a_rank_that_never_comes_to_the_first_call_ends_the_split_by_its_deadline() -> None:

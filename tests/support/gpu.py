@@ -164,11 +164,11 @@ def run_staged(
     def rank(host: Communicator) -> T:
         binding = Binding.load(with_nccl=False)
         binding.select(0)
-        with binding.xp.cuda.Stream(non_blocking=True) as stream:
-            with staged_communicator(host, binding, slot_bytes=slot_bytes) as comm:
-                result = function(comm)
-                stream.synchronize()
-                return result
+        comm = staged_communicator(host, binding, slot_bytes=slot_bytes)
+        with binding.xp.cuda.Stream(non_blocking=True) as stream, comm:
+            result = function(comm)
+            stream.synchronize()
+            return result
 
     return lc.run_loopback(size, rank, timeout_s)
 
