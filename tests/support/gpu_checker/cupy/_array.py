@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import math
 import operator
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -60,14 +59,14 @@ class PooledMemory:
     """Memory of the pool; goes back to it with its last owner."""
 
     device_id = 0
+    _release = staticmethod(_memory.release)
 
     def __init__(self, size: int) -> None:
         stream = _current()
         block, is_new = _memory.allocate(size, stream.ptr)
         if is_new and not OFF:
             _streams.refuse_in_capture()  # it asks the driver for memory
-        self.ptr, self.size = block.begin, size
-        weakref.finalize(self, _memory.release, block).atexit = False
+        self.ptr, self.size, self._block = block.begin, size, block
         if not OFF and not _streams.stream_at(stream.ptr).capture:
 
             def run() -> list[Access]:
@@ -75,6 +74,9 @@ class PooledMemory:
                 return []
 
             _streams.put(stream.ptr, "an allocation", lambda: Work(run))
+
+    def __del__(self) -> None:
+        self._release(self._block)
 
 
 def allocate(size: int) -> MemoryPointer:
@@ -162,6 +164,7 @@ class ndarray:
 
     __array_priority__ = 100
     __hash__ = None  # type: ignore[assignment]
+    _data: MemoryPointer | None = None
 
     def __init__(
         self, shape: Any = (), dtype: Any = float, memptr: Any = None, strides: Any = None, order: str = "C"
@@ -206,9 +209,10 @@ class ndarray:
 
     @property
     def data(self) -> MemoryPointer:
-        return MemoryPointer(
-            self._memory.mem, int(self._host.__array_interface__["data"][0]) - self._memory.mem.ptr
-        )
+        if self._data is None:
+            at = int(self._host.__array_interface__["data"][0])
+            self._data = MemoryPointer(self._memory.mem, at - self._memory.mem.ptr)
+        return self._data
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
