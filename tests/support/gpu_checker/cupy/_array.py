@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import math
 import operator
+import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -55,6 +57,16 @@ class MemoryPointer:
         copy_async(self.ptr, source.ptr, size, ON_DEVICE, (stream or _current()).ptr)
 
 
+_thread = threading.local()
+
+
+def hooks() -> list[Any]:
+    """Return what this thread wants to be told of when memory is taken."""
+    if not hasattr(_thread, "hooks"):
+        _thread.hooks = []
+    return _thread.hooks  # type: ignore[no-any-return]
+
+
 class PooledMemory:
     """Memory of the pool; goes back to it with its last owner."""
 
@@ -64,6 +76,10 @@ class PooledMemory:
     def __init__(self, size: int) -> None:
         stream = _current()
         block, is_new = _memory.allocate(size, stream.ptr)
+        for hook in hooks():
+            if is_new:
+                hook.alloc_preprocess(device_id=0, mem_size=block.capacity)
+            hook.malloc_preprocess(device_id=0, size=size, mem_size=block.capacity)
         if is_new and not OFF:
             _streams.refuse_in_capture()  # it asks the driver for memory
         self.ptr, self.size, self._block = block.begin, size, block
@@ -75,8 +91,9 @@ class PooledMemory:
 
             _streams.put(stream.ptr, "an allocation", lambda: Work(run))
 
-    def __del__(self) -> None:
-        self._release(self._block)
+    def __del__(self, is_at_exit: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not is_at_exit():
+            self._release(self._block)
 
 
 def allocate(size: int) -> MemoryPointer:
@@ -379,6 +396,10 @@ def function(name: str) -> Callable[..., Any]:
         if name in _ASKED_OF_THE_HOST:
             found = plain(args[0].get(), *args[1:], **options)
             return tuple(map(asarray, found)) if isinstance(found, tuple) else asarray(found)
+        if name == "ix_":
+            return tuple(
+                array._view(view) for array, view in zip(args, plain(*[a._host for a in args]), strict=True)
+            )
         if name in _VIEWS:
             made = plain(args[0]._host, *args[1:], **options)
             if isinstance(made, list):
