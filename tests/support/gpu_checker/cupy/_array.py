@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 import math
 import operator
-import weakref
+import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -56,18 +57,32 @@ class MemoryPointer:
         copy_async(self.ptr, source.ptr, size, ON_DEVICE, (stream or _current()).ptr)
 
 
+_thread = threading.local()
+
+
+def hooks() -> list[Any]:
+    """Return what this thread wants to be told of when memory is taken."""
+    if not hasattr(_thread, "hooks"):
+        _thread.hooks = []
+    return _thread.hooks  # type: ignore[no-any-return]
+
+
 class PooledMemory:
     """Memory of the pool; goes back to it with its last owner."""
 
     device_id = 0
+    _release = staticmethod(_memory.release)
 
     def __init__(self, size: int) -> None:
         stream = _current()
         block, is_new = _memory.allocate(size, stream.ptr)
+        for hook in hooks():
+            if is_new:
+                hook.alloc_preprocess(device_id=0, mem_size=block.capacity)
+            hook.malloc_preprocess(device_id=0, size=size, mem_size=block.capacity)
         if is_new and not OFF:
             _streams.refuse_in_capture()  # it asks the driver for memory
-        self.ptr, self.size = block.begin, size
-        weakref.finalize(self, _memory.release, block).atexit = False
+        self.ptr, self.size, self._block = block.begin, size, block
         if not OFF and not _streams.stream_at(stream.ptr).capture:
 
             def run() -> list[Access]:
@@ -75,6 +90,10 @@ class PooledMemory:
                 return []
 
             _streams.put(stream.ptr, "an allocation", lambda: Work(run))
+
+    def __del__(self, is_at_exit: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not is_at_exit():
+            self._release(self._block)
 
 
 def allocate(size: int) -> MemoryPointer:
@@ -164,6 +183,7 @@ class ndarray:
 
     __array_priority__ = 100
     __hash__ = None  # type: ignore[assignment]
+    _data: MemoryPointer | None = None
 
     def __init__(
         self, shape: Any = (), dtype: Any = float, memptr: Any = None, strides: Any = None, order: str = "C"
@@ -208,9 +228,10 @@ class ndarray:
 
     @property
     def data(self) -> MemoryPointer:
-        return MemoryPointer(
-            self._memory.mem, int(self._host.__array_interface__["data"][0]) - self._memory.mem.ptr
-        )
+        if self._data is None:
+            at = int(self._host.__array_interface__["data"][0])
+            self._data = MemoryPointer(self._memory.mem, at - self._memory.mem.ptr)
+        return self._data
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
@@ -377,6 +398,10 @@ def function(name: str) -> Callable[..., Any]:
         if name in _ASKED_OF_THE_HOST:
             found = plain(args[0].get(), *args[1:], **options)
             return tuple(map(asarray, found)) if isinstance(found, tuple) else asarray(found)
+        if name == "ix_":
+            return tuple(
+                array._view(view) for array, view in zip(args, plain(*[a._host for a in args]), strict=True)
+            )
         if name in _VIEWS:
             made = plain(args[0]._host, *args[1:], **options)
             if isinstance(made, list):

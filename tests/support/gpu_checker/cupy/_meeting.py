@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from cupy.checker import LIMIT_S, need
+from cupy.checker import LIMIT_S, at_exit, need
 
 _MEMORY = Path("/dev/shm")
 _PAUSE_S = 0.0003
@@ -27,6 +27,8 @@ class Meeting:
         self.key = hashlib.sha256(name).hexdigest()[:24]
         self._folder = root / f"lowshard-gpu-checker-{os.getuid()}" / self.key
         self._folder.mkdir(parents=True, exist_ok=True)
+        self._has_left = False
+        at_exit(self.leave)
 
     def post(self, name: str, head: Any, body: bytes = b"") -> None:
         """Leave something for others to find."""
@@ -73,6 +75,9 @@ class Meeting:
 
     def leave(self) -> None:
         """Say good-bye; who is last takes the folder away."""
+        if self._has_left:
+            return
+        self._has_left = True
         self.post(f"bye.{self.rank}", None)
         if self.all_there("bye"):
             shutil.rmtree(self._folder, ignore_errors=True)

@@ -57,7 +57,7 @@ class Event:
         self._events[self.ptr] = _streams.Event()
 
     def __del__(self) -> None:
-        self._events.pop(self.ptr, None)
+        self._events.pop(self.ptr, None)  # also at the end of the process, when modules are gone
 
     @property
     def done(self) -> bool:
@@ -197,6 +197,23 @@ class using_allocator:
 
     def __exit__(self, *exc: object) -> None:
         _thread.allocator = self._before
+
+
+class MemoryHook:
+    """Told of each piece of memory that is taken: `malloc` from the pool, `alloc` by the pool from the device."""
+
+    def __enter__(self) -> MemoryHook:
+        _array.hooks().append(self)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        _array.hooks().remove(self)
+
+    def alloc_preprocess(self, **given: Any) -> None:
+        pass
+
+    def malloc_preprocess(self, **given: Any) -> None:
+        pass
 
 
 class MemoryPool:

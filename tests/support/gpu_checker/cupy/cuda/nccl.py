@@ -113,6 +113,7 @@ def groupEnd() -> None:
     _streams.set_open_groups(_streams.open_groups() - 1)
     if _streams.open_groups():
         return
+    count("collectives", OFF)
     calls, _thread.calls = _thread.calls, []
     by_comm: dict[NcclCommunicator, list[_Call]] = {}
     for call in calls:
@@ -177,8 +178,6 @@ def _queue(calls: Sequence[_Call]) -> None:
 
     names = "+".join(sorted({call.name for call in calls}))
     count("collectives")
-    if OFF:
-        return
     with LOCK:
         # NCCL orders the kernels of a communicator among themselves, whichever streams they are on.
         at = _streams.stream_at(stream)
@@ -354,19 +353,21 @@ class NcclCommunicator:
         )
 
     def send(self, sendbuf: int, count: int, datatype: int, peer: int, stream: int) -> None:
+        if OFF:
+            return
         call = _Call(self, "send", stream, [self._span("send", sendbuf, count, datatype, peer, stream)], [])
         call.make = lambda: _Message(call, [count, datatype], peer)
         _submit(call)
 
     def recv(self, recvbuf: int, count: int, datatype: int, peer: int, stream: int) -> None:
+        if OFF:
+            return
         call = _Call(self, "recv", stream, [], [self._span("recv", recvbuf, count, datatype, peer, stream)])
         call.make = lambda: _Message(call, [count, datatype], peer)
         _submit(call)
 
     def _span(self, name: str, at: int, elems: int, datatype: int, peer: int, stream: int) -> Span:
         """Return what a call touches of an array, with all that can be said of it checked."""
-        if OFF:
-            return at, at
         self._need_life(name)
         given = (at, elems, datatype, peer, stream)
         need(all(type(word) is int for word in given), f"{name}: CuPy takes integers, and was given {given}")
@@ -398,18 +399,21 @@ class NcclCommunicator:
             stream: its handle.
             result: returns the bytes that are written, from those of all ranks.
         """
+        if OFF:
+            count("collectives", not _streams.open_groups())
+            return
         sent, received, ahead = lengths
         takes_part = root in (-1, self._meeting.rank)
         target = self._span(name, buffers[1], received, datatype, root, stream)
         source = self._span(name, buffers[0], sent, datatype, root, stream) if takes_part else (0, 0)
         need(-1 <= op < len(_OPS), f"{name}: there is no op {op}")
-        is_in_place = OFF or source[0] == target[0] + ahead * _TYPES[datatype].itemsize
+        is_in_place = source[0] == target[0] + ahead * _TYPES[datatype].itemsize
         need(
             is_in_place or not _overlap([source], [target]),
             f"{name}: its arrays overlap, and it is not in place as NCCL has it",
         )
         call = _Call(self, name, stream, [source], [target])
-        head = [name, min(sent, received), _TYPES[datatype].name if not OFF else "", op, root]
+        head = [name, min(sent, received), _TYPES[datatype].name, op, root]
         call.make = lambda: _Collective(call, head, source, lambda given: result(given, datatype, op))
         _submit(call)
 
