@@ -105,7 +105,7 @@ def supported(dtype: Any) -> np.dtype[Any]:
     """Return a dtype, or raise as CuPy does where it has none such."""
     found = np.dtype(dtype)
     if found.name == "bfloat16" or (found.kind != "V" and found.char in _DTYPES):
-        return found
+        return found  # type: ignore[no-any-return]
     raise ValueError(f"Unsupported dtype {found}")
 
 
@@ -199,8 +199,9 @@ class ndarray:
             from cupy.cuda import get_allocator
 
             memptr = get_allocator()(size)
-        self._memory, self.base = memptr, None
-        raw = (ctypes.c_char * max(size, 1)).from_address(memptr.ptr + low)
+        self._memory = memptr
+        self.base: ndarray | None = None
+        raw: Any = (ctypes.c_char * max(size, 1)).from_address(memptr.ptr + low)
         self._host: Host = np.ndarray(shape, kind, raw, -low, strides)
 
     def _view(self, host: Host) -> ndarray:

@@ -204,7 +204,7 @@ def accesses_of(array: npt.NDArray[Any], writes: bool) -> list[Access]:
         return []
     low = high = int(array.ctypes.data)
     inner = array.itemsize
-    strides = []
+    strides: list[tuple[int, int]] = []
     for extent, stride in sorted(zip(array.shape, array.strides, strict=True), key=lambda dim: abs(dim[1])):
         low += min(0, (extent - 1) * stride)
         high += max(0, (extent - 1) * stride)

@@ -167,7 +167,6 @@ class _Action(ctypes.Structure):
     )
 
 
-@ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
 def _on_fault(number: int, info: int, context: int) -> None:
     """Take the fault of a thread that touches a closed page: report it if it lies in a copy, and open the page."""
     address = ctypes.c_void_p.from_address(info + 16).value or 0  # siginfo_t.si_addr
@@ -192,6 +191,7 @@ def _on_fault(number: int, info: int, context: int) -> None:
 
 
 _before = _Action()
+_handler = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)(_on_fault)
 if not OFF:
-    _action = _Action(ctypes.cast(_on_fault, ctypes.c_void_p), flags=_SIGINFO | _NODEFER)
+    _action = _Action(ctypes.cast(_handler, ctypes.c_void_p), flags=_SIGINFO | _NODEFER)
     _libc.sigaction(signal.SIGSEGV, ctypes.byref(_action), ctypes.byref(_before))
