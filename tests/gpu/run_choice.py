@@ -23,6 +23,7 @@ from lowshard.comm import Communicator
 from lowshard.comm.build import build_host
 from lowshard.comm.nccl_over_mpi import barrier_within, build_over_mpi
 
+os.environ.pop("NCCL_MULTI_RANK_GPU_ENABLE", None)  # as it is without the checker
 WORLD = MPI.COMM_WORLD
 N, RANK = WORLD.size, WORLD.rank
 HERE = threading.local()

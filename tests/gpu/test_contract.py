@@ -88,14 +88,14 @@ def test_a_collective_in_one_record_works(run: Any) -> None:
 
 
 @pytest.mark.parametrize("run", [run_nccl, run_staged])
-@pytest.mark.parametrize("run_rank", [redistribute_step.run_rank, refit_step.run_rank])
-def test_ranks_move_and_refit(run: Any, run_rank: Any) -> None:
+@pytest.mark.parametrize(("run_rank", "size"), [(redistribute_step.run_rank, 3), (refit_step.run_rank, 2)])
+def test_ranks_move_and_refit(run: Any, run_rank: Any, size: int) -> None:
     def work(comm: Communicator) -> Tally:
         tally = Tally()
         run_rank(comm, tally)
         return tally
 
-    for tally in run(2 if run_rank is refit_step.run_rank else 3, work):
+    for tally in run(size, work):
         assert not tally.wrong, tally.findings
         assert tally.checks > 60
 

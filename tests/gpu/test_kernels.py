@@ -246,7 +246,7 @@ def test_calls_run_on_the_stream_that_is_named_behind_what_is_ahead_and_wait_for
         for named in (stream, stream.ptr):
             cupy.cuda.Device().synchronize()
             with stream:
-                busy(cupy, 0.1)
+                busy(cupy, 0.03)
                 over = stream.record()
             with host_waits(cupy) as waits:
                 result = call(stream=named)

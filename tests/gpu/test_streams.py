@@ -317,11 +317,11 @@ def test_a_started_call_waits_for_what_is_before_it_and_runs_beside_what_comes_l
         buf = cupy.full(100_000, 3.0)
         comm.all_reduce(buf, buf)  # NCCL makes its connections on first use
         stream.synchronize()
-        busy(cupy, 0.2)
+        busy(cupy, 0.1)
         buf += 1
         work = comm.start.all_reduce(buf, buf)
         assert not work.done(), "it did not wait for what was queued before it"
-        busy(cupy, 1.0)
+        busy(cupy, 0.4)
         queued = stream.record()
         work.wait(timeout_s=20.0)
         assert not queued.done, "it waited for what was queued after it"
@@ -336,7 +336,7 @@ def test_only_the_callers_stream_is_waited_for(make: Callable[[], Communicator],
     other, mine = cupy.cuda.Stream(non_blocking=True), cupy.cuda.Stream(non_blocking=True)
     with make() as comm:
         with other:
-            busy(cupy, 1.0)
+            busy(cupy, 0.4)
             queued = other.record()
         with mine:
             buf = cupy.full(3_000_000, 2.0)

@@ -156,7 +156,9 @@ def _compute(
     values: list[Any] = []
     stream = _streams.stream_at(_current().ptr)
     with LOCK:  # else what is ahead may be done in between, after its result was used
-        is_early = bool(stream.queue or stream.capture or any(one.done < n for one, n in stream.clock.items()))
+        is_early = bool(
+            stream.queue or stream.capture or any(one.done < n for one, n in stream.clock.items())
+        )
     if out is None:
         # The shape of the result: of the result, where all that it comes after has run, else of any.
         with np.errstate(all="ignore"):
