@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from support import mode
-from support.case_table import CASES, GPU_LIMIT_S, cases_of_jobs, check_case, some_cases
+from support.case_table import GPU_LIMIT_S, cases_of_jobs, check_case, some_cases
 from support.checked_gpu import checker_env
 from support.comm_cases import Way, cases_for, run_case
 from support.gpu import SHARED_GPU, alone, alone_staged, run_nccl, run_staged, silicon, why_no_gpu
@@ -146,16 +146,6 @@ def test_the_contract_holds_on_ranks_that_share_a_gpu(device: str, size: int, tm
             failed.append(f"{name}: {error}")
     assert not failed, "\n\n".join(failed)
     nothing_told(tmp_path, "copies", "collectives" if device == "nccl" else "copies")
-
-
-@silicon
-@pytest.mark.mpi
-@pytest.mark.time_limit(GPU_LIMIT_S + 30)
-@pytest.mark.parametrize(
-    "name", [name for name in CASES if name.startswith(("split", "groups_of", "groups_that"))]
-)
-def test_groups_may_share_what_their_communicator_has(name: str) -> None:
-    check_case(name, 4, "nccl", **SHARED_GPU, NCCL_COMM_SPLIT_SHARE_RESOURCES="1")
 
 
 @pytest.mark.mpi

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from support import mode
 from support.comm_kit import refused
-from support.gpu import busy, host_waits, silicon
+from support.gpu import busy, host_waits
 
 from lowshard.comm.reduction import fold
 from lowshard.errors import CommError, KernelError, StreamError
@@ -36,7 +36,7 @@ from lowshard.kernels.buffer import address, address_range
 from lowshard.kernels.cuda.cuda_engine import MOST_FOLDED
 from lowshard.kernels.mxfp8 import FLOATS
 from lowshard.kernels.plain import PlainEngine
-from lowshard.kernels.reference import ELEMS, MODES
+from lowshard.kernels.reference import ELEMS
 from lowshard.selftest import fold_cases
 from lowshard.selftest.comparisons import Tally, difference
 from lowshard.selftest.kernel_cases import FAMILIES, through
@@ -173,32 +173,6 @@ def test_bytes_are_those_of_the_host(dtype: str, elem: Any, stream: Any, rng: np
         assert_as_plain(call, *args)
 
 
-@pytest.mark.full_only
-@pytest.mark.parametrize("elem", ELEMS)
-def test_every_bf16_pattern_as_block_maximum(elem: Any, stream: Any, rng: np.random.Generator) -> None:
-    pattern = np.arange(1 << 16)[:, None]
-    block = rng.integers(0, (pattern & 0x7FFF) + 1, (1 << 16, 32)) | rng.integers(0, 2, (1 << 16, 32)) << 15
-    block[:, 5] = pattern[:, 0]
-    for scale_mode in MODES:
-        assert_as_plain(quantize_mxfp8, block.astype(np.uint16).view(BF16), elem, scale_mode)
-
-
-@pytest.mark.parametrize("dtype", ["uint8", "uint16", "float32", "int64", "complex128"])
-def test_any_widths_are_packed(dtype: str, stream: Any, rng: np.random.Generator) -> None:
-    x = rng.integers(0, 256, (7, 33, 61 * np.dtype(dtype).itemsize), np.uint8).view(dtype)
-    boxes = [((1, 5), (2, 31), (3, 60)), ((0, 7), (0, 33), (0, 1)), ((6, 7), (0, 33), (0, 61))]
-    assert_as_plain(pack, x, boxes)
-
-
-@pytest.mark.parametrize("shape", [(300, 33), (128, 128)])
-def test_swizzled_bytes(shape: tuple[int, int], stream: Any, rng: np.random.Generator) -> None:
-    scale = rng.integers(0, 256, shape, np.uint8)
-    tiles = swizzle_scales(scale)
-    assert_as_plain(swizzle_scales, np.asfortranarray(scale))
-    assert_as_plain(unswizzle_scales, tiles, *shape)
-    assert_as_plain(unswizzle_scales, np.repeat(tiles, 2)[::2], *shape)
-
-
 # ---- how it is called
 
 
@@ -306,27 +280,3 @@ def test_outputs_are_the_arrays_that_were_given_and_lie_in_one_place(
         lambda: dequantize_mxfp8(MXFP8Tensor(on_cpu.data, q.scale)),
     ):  # fmt: skip
         refused(call, KernelError, "one place")
-
-
-NEEDED_GIB = 44
-"""Two rows of 2^31 elements in bf16, their codes, what they give again, and what lies beside these for a time."""
-
-
-@silicon
-def test_offsets_and_totals_beyond_32_bits(cupy: Any, rng: np.random.Generator) -> None:
-    width, free_bytes = (1 << 31) + 4096, int(cupy.cuda.runtime.memGetInfo()[0])
-    if free_bytes < NEEDED_GIB << 30:
-        pytest.skip(f"{free_bytes >> 30} GiB of GPU memory are free; {NEEDED_GIB} are needed")
-    host = floats(rng, "bfloat16", (2, 4096), True)
-    expected = quantize_mxfp8(host)
-    x = cupy.zeros((2, width), np.uint16).view(BF16)
-    ends = [((0, 2), (width - 4096, width))]
-    unpack(on_gpu(host.reshape(-1)), ends, x)
-    np.testing.assert_array_equal(on_host(pack_quantize(x, ends).data), on_host(expected.data).reshape(-1))
-    q = quantize_mxfp8(x)  # one run of more than 2^32 elements
-    assert not on_host(q.data[0, : 1 << 20]).any()
-    np.testing.assert_array_equal(on_host(pack(q.data, ends)), on_host(expected.data).reshape(-1))
-    scales = [((0, 2), ((width - 4096) // 32, width // 32))]
-    np.testing.assert_array_equal(on_host(pack(q.scale, scales)), on_host(expected.scale).reshape(-1))
-    back = dequantize_mxfp8(q)
-    np.testing.assert_array_equal(on_host(pack(back, ends)), on_host(dequantize_mxfp8(expected)).reshape(-1))

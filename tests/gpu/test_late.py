@@ -18,8 +18,8 @@ from support.comm_kit import refused
 from support.gpu import Answers, on_gpu, recorded, run_nccl
 from support.starting import start_ranks
 
-from lowshard.comm import Communicator, late_comparison
-from lowshard.errors import BufferMismatchError, LowshardError, MismatchError, TimedOut
+from lowshard.comm import Communicator
+from lowshard.errors import LowshardError, MismatchError, TimedOut
 
 SOON_S = 5.0
 """Much less than the deadline of a wait, much more than the comparison takes."""
@@ -146,24 +146,6 @@ def test_a_rank_that_stops_calling_is_named_when_the_time_is_over() -> None:
     run_still(check, timeout_s=0.5)
 
 
-def test_what_is_wrong_with_the_arguments_of_one_rank_is_raised_on_all() -> None:
-    def check(comm: Communicator) -> None:
-        buf = zeros(comm, 8)
-        if comm.rank == 1:
-            refused(lambda: comm.broadcast(buf[::2]), BufferMismatchError, "rank 1", "contiguous")
-        else:
-            told(
-                comm.barrier,
-                BufferMismatchError,
-                "rank 1",
-                "contiguous",
-                after=lambda: comm.broadcast(buf[:4]),
-            )
-        assert recorded(comm).ended == "abort"
-
-    run_still(check)
-
-
 def test_where_nccls_communicator_is_its_makers_the_error_says_that_it_is_not_aborted() -> None:
     def check(comm: Communicator) -> None:
         buf = zeros(comm, 2 + comm.rank)
@@ -172,23 +154,6 @@ def test_where_nccls_communicator_is_its_makers_the_error_says_that_it_is_not_ab
         assert not recorded(comm).ended
 
     run_still(check, owned=False)
-
-
-def test_a_rank_that_is_thousands_of_calls_ahead_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(late_comparison, "MOST_AHEAD", 10)
-    calls = [0, 0]
-
-    def check(comm: Communicator) -> None:
-        buf = zeros(comm)
-        if comm.rank == 1:
-            time.sleep(0.3)
-            assert calls[0] == 10
-        for _ in range(30):
-            comm.broadcast(buf)
-            calls[comm.rank] += 1
-        comm.barrier()
-
-    run_still(check)
 
 
 EARLY_END = """

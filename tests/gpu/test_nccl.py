@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.comm_kit import refused, same
-from support.gpu import Answers, Recorded, alone, host_waits, on_gpu, recorded, run_nccl
+from support.gpu import Recorded, alone, host_waits, on_gpu, recorded, run_nccl
 
 from lowshard import DeviceMesh, Layout, Sharded, dtypes, execute, plan_redistribute
 from lowshard import comm as lc
@@ -34,18 +34,6 @@ def calls_of(comm: Communicator, call: Callable[[], object]) -> list[tuple[Any, 
     start = len(recorded(comm).moved())
     call()
     return recorded(comm).moved()[start:]
-
-
-def test_moves_use_the_dtypes_own_code_or_bytes() -> None:
-    with alone() as comm:
-        for row in ROWS:
-            send, recv = comm.xp.zeros(6, row.numpy), comm.xp.ones(6, row.numpy)
-            ((_, at, to, count, code, _),) = calls_of(comm, lambda s=send, r=recv: comm.all_gather(s, r))
-            assert (at, to) == (send.data.ptr, recv.data.ptr)
-            assert (count, code) == (
-                (6, CODES[row.name]) if row.name in CODES else (6 * row.itemsize_bytes, 1)
-            )
-            same(recv, np.zeros(6, row.numpy))
 
 
 def test_nccl_reduces_only_what_it_reduces_as_the_contract_says() -> None:
@@ -160,17 +148,6 @@ def test_what_is_no_buffer_of_the_device_is_refused(cupy: Any) -> None:
         assert not recorded(comm).moved()
 
 
-def test_with_control_ranks_that_ask_for_different_things_are_told_before_nccl_is_called() -> None:
-    def check(comm: Communicator) -> None:
-        buf = on_gpu(comm, np.zeros(4 + comm.rank))
-        refused(lambda: comm.all_reduce(buf, buf), MismatchError, r"float64\[4\]", r"float64\[5\]")
-        wrong = on_gpu(comm, np.zeros(4))[::2] if comm.rank else on_gpu(comm, np.zeros(2))
-        refused(lambda: comm.broadcast(wrong), BufferMismatchError, "rank 1", "contiguous")
-        assert not recorded(comm).moved()
-
-    run_nccl(2, check)
-
-
 def test_errors_of_nccl_become_ours_also_those_that_cupy_cannot_name() -> None:
     nccl = Binding.load().nccl
     for error, cls, told in (
@@ -248,33 +225,6 @@ def test_without_control_a_plan_is_compared_the_first_time_it_is_executed_and_ne
             execute(other, comm.xp.zeros((6, 2), np.float32), comm)
 
     run_nccl(2, check, control=False)
-
-
-def test_ranks_that_compare_a_plan_in_vain_wait_until_the_deadline_and_give_up(answers: Answers) -> None:
-    def check(comm: Communicator) -> None:
-        local = comm.xp.zeros((3, 4), np.float32)
-        answers.status = Answers.NEVER
-        with pytest.raises(TimedOut, match="what ranks agree on was not done"):
-            execute(turned(2), local, comm)
-        assert recorded(comm).ended == "abort"
-
-    run_nccl(2, check, control=False, still=True, timeout_s=0.2)
-
-
-def test_a_result_that_overlaps_its_source_is_refused() -> None:
-    def check(comm: Communicator) -> None:
-        plan, space = turned(2), comm.xp.zeros(40, np.float32)
-        local = space[4:16].reshape(3, 4)
-        for at, overlaps in ((4, True), (15, True), (16, False)):
-            out = space[at : at + 12].reshape(6, 2)
-            if overlaps:
-                refused(
-                    lambda o=out: execute(plan, local, comm, o), BufferMismatchError, "out overlaps local"
-                )
-            else:
-                execute(plan, local, comm, out)
-
-    run_nccl(2, check)
 
 
 SPECS = [  # one dim cut by both axes, in either order, and two dims: what is sent and what comes are many runs each

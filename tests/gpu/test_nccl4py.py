@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -140,66 +140,33 @@ def test_a_cupy_without_nccl_serves_staging_and_nothing_else(
 # ---- memory
 
 
-class Block:
-    """What a pool hands out; its memory goes back when nobody has it."""
-
-    def __init__(self, pool: Pool, ptr: int) -> None:
-        self._pool, self.ptr = pool, ptr
-
-    def __del__(self) -> None:
-        self._pool.unused.append(self.ptr) if self._pool.is_open else self._pool.free(self.ptr, 0)
-
-
-class Pool:
-    """CuPy's MemoryPool over a PythonFunctionAllocator, for blocks of one size."""
-
-    def __init__(self, allocator: Any) -> None:
-        self.allocate, self.free = allocator
-        self.unused, self.is_open = list[int](), True
-
-    def malloc(self, n_bytes: int) -> Block:
-        return Block(self, self.unused.pop() if self.unused else self.allocate(n_bytes, 0))
-
-    def free_all_blocks(self) -> None:
-        while self.unused:
-            self.free(self.unused.pop(), 0)
-
-
-@pytest.fixture
-def memory(low: Low, cupy: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[NCCLMemory]:
-    monkeypatch.setattr(cupy.cuda, "MemoryPool", Pool)
-    allocator = lambda malloc, free: SimpleNamespace(malloc=(malloc, free))  # noqa: E731
-    monkeypatch.setattr(cupy.cuda, "PythonFunctionAllocator", allocator, raising=False)
-    with (made := NCCLMemory(low, "comm", cupy)).allocating():
-        yield made
-
-
-def test_large_arrays_lie_in_registered_memory_that_is_used_again(
-    memory: NCCLMemory, low: Low, cupy: Any
-) -> None:
-    small, first = (cupy.cuda.get_allocator()(n) for n in (FROM_BYTES - 1, FROM_BYTES))
-    assert int(small.ptr) not in low.state
-    at = first.ptr
-    del first
-    second = cupy.cuda.get_allocator()(FROM_BYTES)
-    assert (second.ptr, low.state) == (at, {at: "comm_register"})
-    del second
-    with host_waits(cupy) as waits:
-        memory.close(aborted=False)
-    assert waits == ["deviceSynchronize"], "work that is queued may still use it"
-    assert low.state == {at: "mem_free"}
-
-
 @pytest.mark.parametrize("aborted", [False, True])
-def test_an_array_outlives_its_communicator(memory: NCCLMemory, low: Low, cupy: Any, aborted: bool) -> None:
-    block = cupy.cuda.get_allocator()(FROM_BYTES)
+def test_memory_is_registered_and_is_freed_only_once_nothing_uses_it(
+    low: Low, cupy: Any, aborted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = SimpleNamespace(malloc=lambda n_bytes: memory._malloc(n_bytes, 0), free_all_blocks=lambda: None)
+    monkeypatch.setattr(cupy.cuda, "MemoryPool", lambda malloc: pool)
+    allocator = lambda malloc, free: SimpleNamespace(malloc=malloc)  # noqa: E731
+    monkeypatch.setattr(cupy.cuda, "PythonFunctionAllocator", allocator, raising=False)
+    memory = NCCLMemory(low, "comm", cupy)
+    with memory.allocating():
+        allocate = cupy.cuda.get_allocator()
+        small, at, gone = (allocate(n) for n in (FROM_BYTES - 1, FROM_BYTES, FROM_BYTES))
+        assert low.state == {at: "comm_register", gone: "comm_register"}
+        for low.failing in ("mem_alloc", "comm_register"):
+            told = f"{FROM_BYTES} bytes on device 0", f"{low.failing} failed"
+            refused(lambda: allocate(FROM_BYTES), MemoryError, *told)
+        low.failing = ""
+    with host_waits(cupy) as waits:
+        memory._free(gone, 0)
+    assert (waits, low.state[gone]) == (["deviceSynchronize"], "mem_free"), "what is queued may still use it"
     if aborted:
-        low.state[block.ptr] = "aborted"  # NCCL has forgotten it: to deregister it would be an error
+        low.state[at] = "aborted"  # NCCL has forgotten it: to deregister it would be an error
     memory.close(aborted)
-    assert low.state[block.ptr] == ("aborted" if aborted else "comm_deregister")
-    memory._pool.is_open = False
-    del block
+    assert low.state[at] == ("aborted" if aborted else "comm_deregister")
+    memory._free(at, 0)  # an array that outlives the communicator
     assert set(low.state.values()) == {"mem_free"}
+    del small
 
 
 @pytest.mark.parametrize("end", ["destroy", "abort"])

@@ -328,22 +328,3 @@ def test_a_started_call_waits_for_what_is_before_it_and_runs_beside_what_comes_l
         result = buf + 1
         stream.synchronize()
         same(result[:3], np.full(3, 5.0))
-
-
-@both
-def test_only_the_callers_stream_is_waited_for(make: Callable[[], Communicator], cupy: Any) -> None:
-    busy(cupy, 0.0)
-    other, mine = cupy.cuda.Stream(non_blocking=True), cupy.cuda.Stream(non_blocking=True)
-    with make() as comm:
-        with other:
-            busy(cupy, 0.4)
-            queued = other.record()
-        with mine:
-            buf = cupy.full(3_000_000, 2.0)
-            busy(cupy, 0.05)
-            buf += 1
-            comm.all_reduce(buf, buf)
-            result = buf * 2
-            assert not queued.done, "the other stream was waited for"
-            same(result[-3:], np.full(3, 6.0))
-        other.synchronize()

@@ -288,18 +288,6 @@ def test_an_error_of_one_ranks_gpu_is_raised_by_its_next_call_and_reaches_all_ra
     run_nccl(2, check)
 
 
-def test_what_cuda_refuses_in_a_call_is_our_error_with_the_calls_name(cupy: Any) -> None:
-    comm = alone()
-    recorded(comm).errors["broadcast"] = cupy.cuda.runtime.CUDARuntimeError(Answers.ILLEGAL_ADDRESS)
-    refused(
-        lambda: comm.broadcast(on_gpu(comm, np.ones(3))),
-        CommError,
-        "CUDA refuses broadcast float64",
-        "cudaError",
-    )
-    comm.close()
-
-
 def test_a_wait_that_is_too_long_aborts(cupy: Any) -> None:
     busy(cupy, 0.0)
     comm = alone(timeout_s=0.3)
