@@ -88,10 +88,7 @@ class Block:
     def remember(self, access: Access, operation: Any, is_alone: bool) -> None:
         """Keep an access, and drop those that it makes needless: what is ordered with it is ordered with them.
 
-        Args:
-            access: what is kept.
-            operation: whose it is.
-            is_alone: whether nothing else waits for its turn: all that follows comes after what the host knows.
+        Where it is alone, and nothing waits for its turn, all that follows comes after what the host knows.
         """
         self.records = [
             (old, by)
@@ -165,7 +162,7 @@ def is_device(address: int) -> bool:
 
 
 def block_of(access: Access, name: str, serial: int, made: float, place: str) -> Block:
-    """Return the block of an access of the device, which was asked for at a time.
+    """Return the block of an access of the device.
 
     Args:
         access: where it is.

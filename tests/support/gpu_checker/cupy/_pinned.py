@@ -81,15 +81,7 @@ def is_locked(address: int, size: int = 1) -> bool:
 
 
 def copy_async(to: int, source: int, size: int, kind: int, ptr: int) -> None:
-    """Queue a copy.
-
-    Args:
-        to: first address that is written.
-        source: first address that is read.
-        size: bytes.
-        kind: CUDA's number of the direction.
-        ptr: the stream.
-    """
+    """Queue a copy of `size` bytes on a stream; `kind` is CUDA's number of the direction."""
     count(_COUNT[kind])
     count("pcie_bytes", size * (kind != ON_DEVICE))
     sides = {TO_DEVICE: (False, True), TO_HOST: (True, False), ON_DEVICE: (True, True)}[kind]

@@ -28,33 +28,19 @@ LEGACY, PER_THREAD = (0, 1), 2
 _PAUSE_S = 0.0002
 
 
+SUCCESS, NOT_READY, DESTROYED = 0, 600, 709
+UNSUPPORTED, INVALIDATED, UNJOINED, ISOLATION, IMPLICIT, CAPTURED_EVENT = 900, 901, 904, 905, 906, 907
+"""Statuses of CUDA: those from 900 on are about captures."""
+GLOBAL, THREAD_LOCAL, RELAXED = 0, 1, 2
+"""Modes of a capture."""
+
+
 class CUDARuntimeError(RuntimeError):
     """CuPy's."""
 
     def __init__(self, status: int) -> None:
         self.status = status
-        super().__init__(f"{NAMES.get(status, 'cudaError')}: said by the stand-in (status {status})")
-
-
-SUCCESS, NOT_READY, DESTROYED = 0, 600, 709
-UNSUPPORTED, INVALIDATED, UNJOINED, ISOLATION, IMPLICIT, CAPTURED_EVENT = 900, 901, 904, 905, 906, 907
-NAMES = {
-    1: "cudaErrorInvalidValue",
-    DESTROYED: "cudaErrorContextIsDestroyed",
-    712: "cudaErrorHostMemoryAlreadyRegistered",
-    713: "cudaErrorHostMemoryNotRegistered",
-    UNSUPPORTED: "cudaErrorStreamCaptureUnsupported",
-    INVALIDATED: "cudaErrorStreamCaptureInvalidated",
-    902: "cudaErrorStreamCaptureMerge",
-    903: "cudaErrorStreamCaptureUnmatched",
-    UNJOINED: "cudaErrorStreamCaptureUnjoined",
-    ISOLATION: "cudaErrorStreamCaptureIsolation",
-    IMPLICIT: "cudaErrorStreamCaptureImplicit",
-    CAPTURED_EVENT: "cudaErrorCapturedEvent",
-    908: "cudaErrorStreamCaptureWrongThread",
-}
-GLOBAL, THREAD_LOCAL, RELAXED = 0, 1, 2
-"""Modes of a capture."""
+        super().__init__(f"cudaError {status}: said by the stand-in")
 
 
 class Work:
@@ -174,14 +160,7 @@ def stream_at(ptr: int) -> Stream:
 
 
 def put(ptr: int, name: str, make: Callable[[], Work], kind: str = "") -> None:
-    """Put an operation on a stream: run it as soon as may be, or record it.
-
-    Args:
-        ptr: the stream.
-        name: what it is, for reports.
-        make: makes its work.
-        kind: the count that it adds to.
-    """
+    """Put an operation on a stream, run it as soon as may be, and add to the count of its kind."""
     if kind:
         count(kind)
     if OFF:

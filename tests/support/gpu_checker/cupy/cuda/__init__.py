@@ -162,9 +162,6 @@ class Graph:
         count("graph_launches")
         _streams.replay(self._capture, self._made, (stream or get_current_stream()).ptr)
 
-    def upload(self, stream: Stream | None = None) -> None:
-        """Prepare a launch: nothing to do."""
-
 
 def _stack() -> list[Stream]:
     if not hasattr(_thread, "stack"):

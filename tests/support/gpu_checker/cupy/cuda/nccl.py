@@ -55,10 +55,6 @@ def get_version() -> int:
     return _VERSION
 
 
-def get_build_version() -> int:
-    return _VERSION
-
-
 def get_unique_id() -> bytes:
     return secrets.token_bytes(128)
 
@@ -271,13 +267,6 @@ class _Message(_Part):
             ctypes.memmove(self._call.writes[0][0], self._taken, len(self._taken))
 
 
-class NcclConfig:
-    """Options of a communicator; none changes anything here."""
-
-    def __init__(self, split_share: int = 0) -> None:
-        self.split_share = split_share
-
-
 class NcclCommunicator:
     """A rank's end of a communicator."""
 
@@ -386,16 +375,15 @@ class NcclCommunicator:
         self, name: str, buffers: tuple[int, int], lengths: tuple[int, int, int], datatype: int, op: int, root: int,
         stream: int, result: Callable[..., bytes],
     ) -> None:  # fmt: skip
-        """Make a call of all ranks.
+        """Make a call of all ranks; `op` and `root` are -1 where it has none.
 
         Args:
             name: NCCL's.
             buffers: addresses that are read and written.
-            lengths: elements that are read and written, and how far what is read begins behind what is written where
-                the call is in place.
+            lengths: elements that are read and written, and how far apart they begin in place.
             datatype: NCCL's number.
-            op: of a reduction, else -1.
-            root: of a broadcast, else -1.
+            op: of a reduction.
+            root: of a broadcast.
             stream: its handle.
             result: returns the bytes that are written, from those of all ranks.
         """

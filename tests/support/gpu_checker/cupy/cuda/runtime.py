@@ -17,8 +17,7 @@ eventQuery, eventRecord, eventSynchronize = (
 streamQuery, streamSynchronize = _streams.query_stream, _streams.wait_for_stream
 memcpyAsync, hostUnregister = _pinned.copy_async, _pinned.unlock
 
-memoryTypeUnregistered, memoryTypeHost, memoryTypeDevice, memoryTypeManaged = range(4)
-streamNonBlocking = 1
+memoryTypeUnregistered, memoryTypeHost, memoryTypeDevice = range(3)
 streamCaptureModeGlobal, streamCaptureModeThreadLocal, streamCaptureModeRelaxed = range(3)
 _MEMORY_BYTES = 80 << 30
 _UUID = b"gpu checker 0001"
