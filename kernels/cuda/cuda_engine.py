@@ -53,6 +53,9 @@ class Launcher(Protocol):
     def to_device(self, words: npt.NDArray[np.int64]) -> Array:
         """Return a copy on the device, made in the current stream's order."""
 
+    def keep_captured(self, words: Array) -> None:
+        """Keep what `to_device` returned for ever, where a CUDA graph records what reads it."""
+
     def launch(self, kernel: str, ctas: int, threads: int, args: Sequence[int]) -> None:
         """Start a kernel on the current stream; all arguments are 64-bit integers."""
 
@@ -332,6 +335,7 @@ class CudaEngine:
             found = of_streams[stream] = _Placed(words, args, host.units)
             if len(of_streams) > _KEPT_STREAMS:
                 of_streams.popitem(last=False)
+        self._launcher.keep_captured(found.words)
         return found
 
     def _source_table(self, bases: list[int], kinds: list[int]) -> Array | None:
@@ -351,6 +355,7 @@ class CudaEngine:
                     self._sources.popitem(last=False)
             else:
                 self._sources.move_to_end(key)
+        self._launcher.keep_captured(found)
         return found
 
     def _launch(self, kernel: str, units: int, each: int, resident: int, args: tuple[int, ...]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lowshard.errors import DependencyError
+from lowshard.errors import CaptureError, DependencyError
 from lowshard.kernels.buffer import Array
 
 FOLDER = Path(__file__).parent
@@ -82,6 +82,7 @@ class CuPyLauncher:
         self.multiprocessors = int(self._device.attributes["MultiProcessorCount"])
         self._modules: dict[tuple[str, tuple[str, ...]], Any] = {}
         self._kernels: dict[str, Any] = {}
+        self._captured: dict[int, Array] = {}  # a graph reads them whenever it runs
 
     @property
     def current_stream(self) -> Hashable:
@@ -90,9 +91,27 @@ class CuPyLauncher:
         return (at, threading.get_ident()) if at == _PER_THREAD else at
 
     def to_device(self, words: npt.NDArray[np.int64]) -> Array:
-        """Return a copy on the GPU, made in the current stream's order from pinned memory."""
+        """Return a copy on the GPU, made in the current stream's order from pinned memory.
+
+        Raises:
+            CaptureError: a CUDA graph records the stream; CuPy would keep the pinned memory for ever.
+        """
         with self._device:
+            if self._captures():
+                raise CaptureError(
+                    "a CUDA graph cannot record the first call of a kernel with this layout, which puts a table on the "
+                    "GPU; make the call once on this stream before the capture"
+                )
             return self._cupy.array(words, blocking=False)
+
+    def keep_captured(self, words: Array) -> None:
+        """Keep a table for ever where a CUDA graph records its use."""
+        if self._captures():
+            self._captured[int(words.data.ptr)] = words
+
+    def _captures(self) -> bool:
+        stream = self._cupy.cuda.get_current_stream(self._device.id)
+        return bool(self._cupy.cuda.runtime.streamIsCapturing(stream.ptr))
 
     def launch(self, kernel: str, ctas: int, threads: int, args: Sequence[int]) -> None:
         """Start a kernel on the current stream. CuPy passes a Python integer as 64 bits."""
