@@ -52,13 +52,13 @@ PRODUCT = {
     "weights, checkpoint": Budget(8_687, 36, ("lowshard/weights", "lowshard/checkpoint")),
     "fsdp": Budget(3_794, 16, ("lowshard/fsdp",)),
     "launch": Budget(3_555, 23, ("launch",)),
-    "demo, selftest, interop, cli": Budget(3_597, 29, (
+    "demo, selftest, interop, cli": Budget(3_684, 30, (
         "lowshard/demo", "lowshard/selftest", "lowshard/interop", "lowshard/cli.py",
     )),
 }  # fmt: skip
-PRODUCT_LINES, PRODUCT_BYTES, PRODUCT_FUNCTIONS = 74_001, 3_194_000, 4_668
-BENCH = Budget(5_776, 25, ("bench",))
-TESTS = Budget(60_029, 318, ("tests",))
+PRODUCT_LINES, PRODUCT_BYTES, PRODUCT_FUNCTIONS = 74_088, 3_198_000, 4_672
+BENCH = Budget(5_800, 26, ("bench",))
+TESTS = Budget(60_032, 318, ("tests",))
 TEST_DATA_LINES = 3_400
 EXAMPLES = Budget(1_403, 18, ("examples", "docs"))
 EXAMPLES_AND_BLOCKS_LINES = 1_900
