@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import product
 
 import numpy as np
@@ -34,10 +35,9 @@ def run(setting: Setting, tally: Tally) -> None:
 def run_rank(comm: Communicator, tally: Tally) -> None:
     """Train in every way as one rank, and compare the parameters bit for bit. Collective."""
     for strategy, wire in product(_STRATEGIES, _WIRES):
-        wanted = lc.run_loopback(comm.size, lambda beside: _trained(beside, strategy, wire), _WAIT_S)[
-            comm.rank
-        ]  # noqa: B023
-        for name, value in _trained(comm, strategy, wire).items():
+        train = partial(_trained, strategy=strategy, wire=wire)
+        wanted = lc.run_loopback(comm.size, train, _WAIT_S)[comm.rank]
+        for name, value in train(comm).items():
             what = (
                 f"{name} by {strategy}, gathered as {wire or 'float32'}, on rank {comm.rank} of {comm.size}"
             )
