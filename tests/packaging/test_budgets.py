@@ -50,13 +50,13 @@ PRODUCT = {
     "execute, pool, transfer": Budget(3_030, 19, ("lowshard/execute.py", "lowshard/pool.py", "lowshard/transfer")),
     "reshard": Budget(8_071, 31, ("lowshard/reshard",)),
     "weights, checkpoint": Budget(8_687, 36, ("lowshard/weights", "lowshard/checkpoint")),
-    "fsdp": Budget(3_794, 16, ("lowshard/fsdp",)),
+    "fsdp": Budget(3_795, 16, ("lowshard/fsdp",)),
     "launch": Budget(3_555, 23, ("launch",)),
     "demo, selftest, interop, cli": Budget(3_684, 30, (
         "lowshard/demo", "lowshard/selftest", "lowshard/interop", "lowshard/cli.py",
     )),
 }  # fmt: skip
-PRODUCT_LINES, PRODUCT_BYTES, PRODUCT_FUNCTIONS = 74_088, 3_198_000, 4_672
+PRODUCT_LINES, PRODUCT_BYTES, PRODUCT_FUNCTIONS = 74_089, 3_198_000, 4_672
 BENCH = Budget(5_800, 26, ("bench",))
 TESTS = Budget(60_032, 318, ("tests",))
 TEST_DATA_LINES = 3_400
