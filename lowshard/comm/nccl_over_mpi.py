@@ -56,7 +56,7 @@ class _Found:
     binding: Binding
     device: int
     identity: str
-    """The GPU's PCI address and UUID: parts of a GPU (MIG) share the address, not the UUID."""
+    """The GPU's PCI address, or the name of the part of one (MIG) that this process sees."""
     version: int
     """NCCL's; 0 where it was not asked for or is not there."""
     without: str
