@@ -56,10 +56,11 @@ def source(name: str) -> str:
 
 
 def program_of(kernel: str) -> tuple[str, tuple[str, ...]]:
-    """Return the file of a kernel and its compile options; a fold is compiled for its dtype alone."""
-    words = kernel.split("_")
-    only = (f"-DONLY={words[1]}",) if words[0] == "fold" else ()
-    return _FILE_OF[words[0]], COMPILER_OPTIONS + only
+    """Return the file of a kernel and its compile options; where all of a file takes long it is compiled alone."""
+    first, *words = kernel.split("_")
+    alone = _FILE_OF[first] in ("quantize", "dequantize", "convert", "fold")
+    only = (f"-DONLY={first.upper()}({','.join(words)})",) if alone else ()
+    return _FILE_OF[first], COMPILER_OPTIONS + only
 
 
 _PER_THREAD = 2

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 from support import mode
 
-from lowshard.kernels.cuda.cuda_module import COMPILER_OPTIONS, SOURCES, source
+from lowshard.kernels.cuda.cuda_module import COMPILER_OPTIONS, SOURCES, program_of, source
 
 ARCHES = (80, 86, 89, 90, 100, 103, 120)
 MAIN_ARCH = 90
@@ -187,6 +187,20 @@ every_case = pytest.mark.parametrize(("compiler", "arch", "name"), cases())
 disassembled = pytest.mark.skipif(
     tool("nvdisasm") is None, reason="nvdisasm is neither on PATH nor in a wheel (nvidia-cuda-nvdisasm)"
 )
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not on PATH")
+@pytest.mark.parametrize("name", SOURCES)
+def test_a_kernel_of_a_long_file_is_compiled_alone(name: str) -> None:
+    for kernel in mode.sample(sorted(KERNELS[name]), 2, f"alone {name}"):
+        file, options = program_of(kernel)
+        assert file == name
+        command = ["g++", "-E", "-P", "-x", "c++", *options, "-"]
+        done = subprocess.run(
+            command, input=source(name), capture_output=True, text=True, check=True, timeout=60
+        )
+        found = re.findall(r'extern "C".*?(\w+)\(u64', done.stdout, re.DOTALL)
+        assert found == [kernel] or (kernel in found and len(found) <= 15 and len(KERNELS[name]) <= 15)
 
 
 @every_case
