@@ -16,7 +16,7 @@ from lowshard.errors import DependencyError
 from lowshard.kernels.buffer import Array
 
 FOLDER = Path(__file__).parent
-SOURCES = ("quantize", "dequantize", "copy", "convert", "swizzle", "step", "fold", "changes")
+SOURCES = ("quantize", "dequantize", "copy", "convert", "swizzle", "step", "fold", "changes", "checksum")
 """The .cu files, each of which is a module of its own: only what is used gets compiled."""
 
 COMPILER_OPTIONS = ("-std=c++17",)
@@ -36,6 +36,7 @@ _FILE_OF = {
     "differ": "changes",
     "gather": "changes",
     "scatter": "changes",
+    "checksum": "checksum",
 }
 _INCLUDE = re.compile(r'^#include "([a-z0-9_]+\.cuh)"$', re.MULTILINE)
 

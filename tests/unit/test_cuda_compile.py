@@ -42,6 +42,7 @@ KERNELS = {
     "changes": {
         *(f"{name}_{size}" for name in ("differ", "gather", "scatter") for size in (1, 2, 4, 8, 16)),
     },
+    "checksum": {"checksum_start", "checksum_add"},
     "step": {"adamw_1", "adamw_4", "sgd_1", "sgd_4"},
     "fold": {
         f"fold_{kind}_{count}"
@@ -294,6 +295,9 @@ def test_kernels_become_the_instructions_they_are_for(compiler: str, arch: int, 
             loads = [word for word in words[:first] if re.fullmatch(rf"LDG\.E(\.EF)?{vectors}", word)]
             assert len(loads) >= (4 if "adamw" in kernel else 2), kernel
             assert has(rf"STG\.E{vectors}"), kernel
+        if kernel == "checksum_add":
+            assert sum(bool(re.fullmatch(wide, word)) for word in words) >= 8, kernel
+            assert has(r"REDG?\.E\.ADD\.64\S*"), kernel
         if "swizzle" in kernel:
             loads = [i for i, word in enumerate(words) if word.startswith("LDG")]
             stores = [i for i, word in enumerate(words) if word.startswith("STG")]
