@@ -6,13 +6,13 @@
 
 #include "runs.cuh"
 
-// Element types: fp32 bits of a pattern, and the pattern of fp32 bits.
-struct BF16 {
+// Element types, as kernels' names have them: fp32 bits of a pattern, and the pattern of fp32 bits.
+struct Type_bf16 {
     static const u32 BYTES = 2;
     DEVICE_MEMBER u32 widen(u32 pattern) { return pattern << 16; }
     DEVICE_MEMBER u32 narrow(u32 bits) { return f32_to_bf16(bits); }
 };
-struct F16 {
+struct Type_f16 {
     static const u32 BYTES = 2;
     // The hardware gives every NaN the same bits; with its sign it is NumPy's.
     DEVICE_MEMBER u32 widen(u32 pattern) {
@@ -20,7 +20,7 @@ struct F16 {
     }
     DEVICE_MEMBER u32 narrow(u32 bits) { return f32_to_f16(bits); }
 };
-struct F32 {
+struct Type_f32 {
     static const u32 BYTES = 4;
     DEVICE_MEMBER u32 widen(u32 pattern) { return pattern; }
     DEVICE_MEMBER u32 narrow(u32 bits) {
@@ -28,12 +28,7 @@ struct F32 {
     }
 };
 // Sources that are not all of one type: which one each has comes in an argument.
-struct MIXED {};
-// As the names of kernels have them.
-typedef BF16 Type_bf16;
-typedef F16 Type_f16;
-typedef F32 Type_f32;
-typedef MIXED Type_mixed;
+struct Type_mixed {};
 enum Kind { KIND_BF16, KIND_F16, KIND_F32 };
 
 DEVICE u32 bytes_of(u32 kind) { return kind == KIND_F32 ? 4 : 2; }
@@ -185,7 +180,7 @@ struct Term {
     __device__ __forceinline__ u32 bits(u32 i, u32) const { return packed.bits(i); }
 };
 template <u32 COUNT>
-struct Term<MIXED, COUNT> {
+struct Term<Type_mixed, COUNT> {
     u32 word[COUNT];
 
     __device__ __forceinline__ void set_negative_zeros() {
@@ -207,7 +202,7 @@ struct Term<MIXED, COUNT> {
     }
     __device__ __forceinline__ u32 bits(u32 i, u32 kind) const {
         if (kind == KIND_F32) return word[i];
-        return kind == KIND_BF16 ? BF16::widen(half_of(word, i)) : F16::widen(half_of(word, i));
+        return kind == KIND_BF16 ? Type_bf16::widen(half_of(word, i)) : Type_f16::widen(half_of(word, i));
     }
 };
 

@@ -26,7 +26,7 @@ from lowshard.kernels.change_boxes import ScratchBuffer
 from lowshard.kernels.change_encoding import Changes, values_of
 from lowshard.kernels.changes import ChangeBoxes
 from lowshard.reshard.reshard_run import RefitCost, Report, Reshard
-from lowshard.transfer.changed_blocks import store_changed_blocks
+from lowshard.reshard.version_target import store_changed_blocks
 from lowshard.transfer.conversion import Conversion
 from lowshard.transfer.item import Item
 from lowshard.transfer.rounds import FirstError
