@@ -9,20 +9,19 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from lowshard import dtypes
-from lowshard.box import Box, full_box, shape_of, slices_of, volume
+from lowshard.box import Box, full_box, shape_of, slices_of
 from lowshard.errors import PlanError
 from lowshard.foreign_array import like, view_of
 from lowshard.kernels.buffer import allocate, is_gpu, require_results_apart, twins_of
-from lowshard.kernels.change_boxes import BoxUnits
-from lowshard.kernels.change_encoding import Changes, values_of
+from lowshard.kernels.change_encoding import Changes
 from lowshard.kernels.changes import ChangeBoxes
 from lowshard.kernels.staging import assign
 from lowshard.reshard.parameter_record import may_be_tied
 from lowshard.reshard.published_tensors import local_arrays
 from lowshard.reshard.tensor_layout import TensorLayout
+from lowshard.reshard.version_changes import store_changed_blocks
 from lowshard.reshard.version_store import PIECE_BYTES, box_of, copy_bits, pieces_of
 from lowshard.transfer.device_copies import DeviceCopies, filled_from
 from lowshard.transfer.transform_contract import ReshardTransform, memory_of
@@ -280,28 +279,3 @@ def _set(
         targets[name] = StoredTarget(name, layout.dtype, beside, storing)
     shown = {**weights, **{name: held[name] for name in stored if name in held}}
     return TargetSet(targets, shown, copies, transform)
-
-
-def store_changed_blocks(
-    transform: ReshardTransform, name: str, dtype: str, boxes: BoxUnits, changes: Changes, unit_bytes: int
-) -> None:
-    """Have a transform store the blocks that differ."""
-    places = boxes.places(changes, unit_bytes)
-    came = values_of(changes, unit_bytes)
-    first = 0
-    for box in boxes.boxes:
-        units = volume(box) // boxes.block_elems
-        begin, end = np.searchsorted(places, (first, first + units))
-        if begin < end:
-            index = _index(box, boxes.block_elems, places[begin:end] - first)
-            transform.store_blocks(name, dtype, index, came[begin:end])
-        first += units
-
-
-def _index(box: Box, block_elems: int, places: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], ...]:
-    """Return the positions of blocks in the rank's array, a row of indices for each dim; the last counts blocks."""
-    extents = shape_of(box)
-    index = np.unravel_index(places, (*extents[:-1], extents[-1] // block_elems))
-    begins = [start for start, _ in box]
-    begins[-1] //= block_elems
-    return tuple(i + begin for i, begin in zip(index, begins, strict=True))
