@@ -16,6 +16,7 @@ from support.gpu import SHARED_GPU, nccl_version
 
 from lowshard import DeviceMesh, Layout, Sharded, dtypes
 from lowshard.comm import Communicator
+from lowshard.errors import VerificationError
 from lowshard.kernels import MXFP8Tensor, SwizzledMXFP8, quantize_mxfp8
 from lowshard.reshard import MXFP8ReshardTransform, Refit, build_reshard_plan
 
@@ -63,6 +64,30 @@ def counts_of_an_mxfp8_refit(comm: Communicator, counts: Any) -> None:
         assert not too_many, f"on send {on_send}, scales in {layout}: {too_many} of {dict(found)}"
 
 
+def a_bit_that_flips_on_the_way_is_named(comm: Communicator) -> None:
+    mesh = DeviceMesh((comm.size,), ("tp",))
+    have, want = (Layout(mesh, (ROWS, COLS), "float32", (Sharded(dim),)) for dim in (0, 1))
+    plan = build_reshard_plan({"w": have}, {"w": want})
+    mine, out = (comm.empty(each.local_shape(comm.rank), "float32") for each in (have, want))
+    with Refit(plan, comm, {"w": mine}, {"w": out}, version=0) as refit:
+        mover = refit._movers[1]._mover
+        assert mover is not None
+        seal = mover._add_checksums
+
+        def flip(bucket: Any, slot: Any) -> None:
+            seal(bucket, slot)
+            slot[77] ^= 1
+
+        if comm.rank == 0:
+            mover._add_checksums = flip  # type: ignore[method-assign]
+        with pytest.raises(VerificationError, match=r"w: the checksum .* from rank 0 to rank 1"):
+            refit.push(1)
+        assert refit.version == 0
+        mover._add_checksums = seal  # type: ignore[method-assign]
+        refit.push(2)
+        assert refit.version == 2
+
+
 def _values(name: str, version: int) -> np.ndarray:
     rng = np.random.default_rng([version, *name.encode()])
     return rng.standard_normal((ROWS, COLS)).astype(dtypes.get("bfloat16").numpy)
@@ -95,3 +120,4 @@ if __name__ == "__main__":
         counts = None
     with from_mpi(MPI.COMM_WORLD, "cuda", transport="nccl") as comm:
         counts_of_an_mxfp8_refit(comm, counts)
+        a_bit_that_flips_on_the_way_is_named(comm)
