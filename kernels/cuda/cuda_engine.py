@@ -275,11 +275,11 @@ class CudaEngine:
         self, data: Array, sums: Array, expected: Array | None, runs: RunTable, version: int
     ) -> None:
         """Write a version and the checksum of each of `numbered_runs`, uint64, less what is expected of them."""
-        args = (address(sums), 0 if expected is None else address(expected), sums.size, version)
-        self._launch("checksum_start", sums.size, THREADS, 8, args)
+        words = (address(sums), 0 if expected is None else address(expected), sums.size, version)
+        self._launch("checksum_start", sums.size, THREADS, 8, words)
         table = self._placed(runs, _CHUNK_BYTES)
         args = (address(data), address(sums), *table.args)
-        self._launch("checksum_add", table.units, THREADS // 32, 8, args)
+        self._launch("checksum_add", table.units, THREADS // 32, 4, args)
 
     def word_bytes(self, runs: RunTable, *arrays: Array, of_runs: bool = False) -> int:
         """Return the largest word, of up to 16 bytes, that all runs in arrays begin at multiples of."""
