@@ -326,7 +326,7 @@ class Mover:
         for call in self._local[done:]:
             call()
         messages.finish()
-        if self._checksums and self._comm.xp is not np and self._errors.error is None:
+        if self._checksums and self._words[-1] and self._comm.xp is not np and not self._errors.error:
             self._errors.collect_error(self._check_differences)
 
     def count(self) -> None:

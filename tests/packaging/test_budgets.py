@@ -56,7 +56,7 @@ PRODUCT = {
         "lowshard/demo", "lowshard/selftest", "lowshard/interop", "lowshard/cli.py",
     )),
 }  # fmt: skip
-PRODUCT_LINES, PRODUCT_BYTES, PRODUCT_FUNCTIONS = 74_389, 3_212_025, 4_704
+PRODUCT_LINES, PRODUCT_BYTES, PRODUCT_FUNCTIONS = 74_389, 3_212_038, 4_704
 BENCH = Budget(5_776, 25, ("bench",))
 TESTS = Budget(60_718, 320, ("tests",))
 TEST_DATA_LINES = 3_400
