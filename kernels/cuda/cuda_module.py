@@ -16,7 +16,7 @@ from lowshard.errors import CaptureError, DependencyError
 from lowshard.kernels.buffer import Array
 
 FOLDER = Path(__file__).parent
-SOURCES = ("quantize", "dequantize", "copy", "convert", "swizzle", "step", "fold", "changes")
+SOURCES = ("quantize", "dequantize", "copy", "convert", "swizzle", "step", "fold", "changes", "checksum")
 """The .cu files, each of which is a module of its own: only what is used gets compiled."""
 
 COMPILER_OPTIONS = ("-std=c++17",)
@@ -36,6 +36,7 @@ _FILE_OF = {
     "differ": "changes",
     "gather": "changes",
     "scatter": "changes",
+    "checksum": "checksum",
 }
 _INCLUDE = re.compile(r'^#include "([a-z0-9_]+\.cuh)"$', re.MULTILINE)
 
@@ -56,10 +57,11 @@ def source(name: str) -> str:
 
 
 def program_of(kernel: str) -> tuple[str, tuple[str, ...]]:
-    """Return the file of a kernel and its compile options; a fold is compiled for its dtype alone."""
-    words = kernel.split("_")
-    only = (f"-DONLY={words[1]}",) if words[0] == "fold" else ()
-    return _FILE_OF[words[0]], COMPILER_OPTIONS + only
+    """Return the file of a kernel and its compile options; where all of a file takes long it is compiled alone."""
+    first, *words = kernel.split("_")
+    alone = _FILE_OF[first] in ("quantize", "dequantize", "convert", "fold")
+    only = (f"-DONLY={first.upper()}({','.join(words)})",) if alone else ()
+    return _FILE_OF[first], COMPILER_OPTIONS + only
 
 
 _PER_THREAD = 2

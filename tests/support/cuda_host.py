@@ -216,6 +216,7 @@ for _name in (
     "differ",
     "gather",
     "scatter",
+    "checksum",
 ):
     setattr(HostCudaEngine, _name, _guarded(_name))
 
