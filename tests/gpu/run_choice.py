@@ -40,9 +40,7 @@ def install(gpus: int, version: int | None = 23007) -> None:
     runtime, nccl = cupy.cuda.runtime, cupy.cuda.nccl
     runtime.getDeviceCount = lambda: gpus
     runtime.getDevice, runtime.setDevice = lambda: getattr(HERE, "device", 0), select
-    # As parts of one GPU (MIG) have it.
-    runtime.deviceGetPCIBusId, runtime.deviceGetUuid = lambda d: "0000:01:00.0", lambda d: bytes([d] * 16)
-    runtime.getDeviceProperties = lambda d: {"uuid": bytes([d] * 16)}
+    runtime.deviceGetPCIBusId = lambda device: f"0000:{device:02x}:00.0"
     nccl.available, nccl.get_version = version is not None, lambda: version
     nccl.NcclCommunicator.device_id = lambda self: RANK % max(gpus, 1)
     cupy.ndarray.device = property(lambda self: cupy.cuda.Device(RANK % max(gpus, 1)))

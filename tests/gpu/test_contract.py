@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -14,11 +13,10 @@ from support import mode
 from support.case_table import GPU_LIMIT_S, cases_of_jobs, check_case, some_cases
 from support.checked_gpu import checker_env
 from support.comm_cases import Way, cases_for, run_case
-from support.gpu import SHARED_GPU, alone, alone_staged, run_nccl, run_staged, silicon, why_no_gpu
+from support.gpu import alone, alone_staged, nothing_told, ranks_env, run_nccl, run_staged
 from support.starting import start_ranks
 from support.toy_collective import every_promise
 
-from lowshard import settings
 from lowshard.comm import Communicator
 from lowshard.selftest import redistribute_step, refit_step, stream_step
 from lowshard.selftest.comparisons import Tally
@@ -38,15 +36,6 @@ def few(way: str, count: int) -> list[str]:
 
 @pytest.mark.parametrize("name", cases_for(Way(1, "nccl", on_gpu=True), few("NCCL alone", 6)))
 def test_the_contract_holds_on_one_rank(name: str) -> None:
-    with alone() as comm:
-        run_case(name, comm)
-
-
-@silicon
-@pytest.mark.parametrize("name", cases_for(Way(1, "nccl", on_gpu=True), few("nccl4py", 6)))
-def test_the_contract_holds_through_nccl4py(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("nccl.core", reason="nccl4py is not installed", exc_type=ImportError)
-    monkeypatch.setenv(settings.NCCL.name, "nccl4py")
     with alone() as comm:
         run_case(name, comm)
 
@@ -108,25 +97,6 @@ def test_started_calls_run_on_side_streams() -> None:
 
 
 # ---- MPI ranks
-
-
-def ranks_env(folder: Path) -> dict[str, str]:
-    """Return the environment of ranks that share a GPU, the real one or the checker's."""
-    if why_no_gpu() is None:
-        return SHARED_GPU
-    return SHARED_GPU | checker_env(folder / "reports", folder / "counts")
-
-
-def nothing_told(folder: Path, *what: str) -> None:
-    """Demand that the checker has nothing to tell of processes, and that they did something; print what."""
-    if why_no_gpu() is None:
-        return
-    told = folder / "reports"
-    assert not told.exists() or not told.read_text(), told.read_text()
-    counts = [json.loads(line) for line in (folder / "counts").read_text().splitlines()]
-    found = {name: sum(row.get(name, 0) for row in counts) for name in what}
-    print(found)
-    assert all(found.values()), found
 
 
 JOBS = [(device, size) for device in ("staged", "nccl") for size in (2, 4)]

@@ -18,7 +18,14 @@ from lowshard.comm import Communicator
 from lowshard.comm.nccl import nccl_communicator
 from lowshard.comm.nccl_bindings import Binding
 from lowshard.comm.reduction import fold
-from lowshard.errors import BufferMismatchError, CommError, MismatchError, PeerFailed, TimedOut
+from lowshard.errors import (
+    BufferMismatchError,
+    CommError,
+    DependencyError,
+    MismatchError,
+    PeerFailed,
+    TimedOut,
+)
 
 CODES = {
     "int8": 0, "uint8": 1, "int32": 2, "uint32": 3, "int64": 4, "uint64": 5, "float16": 6, "float32": 7,
@@ -201,6 +208,14 @@ def test_nonblocking_communicators_are_warned_about(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("NCCL_COMM_BLOCKING", "1")
     with warnings.catch_warnings(action="error"):
         alone().close()
+
+
+def test_a_cupy_without_nccl_serves_staging_and_nothing_else(
+    cupy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cupy.cuda.nccl, "available", False)
+    refused(Binding.load, DependencyError, "no NCCL library", "lowshard\\[cuda12\\]")
+    assert Binding.load(with_nccl=False).nccl is None
 
 
 # ---- plans

@@ -5,14 +5,17 @@ A test asks for CuPy by the fixture `cupy` of tests/gpu: the real one where it s
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import pytest
+from support.checked_gpu import checker_env
 
 from lowshard import comm as lc
 from lowshard.comm import Communicator
@@ -213,3 +216,22 @@ def host_waits(cupy: Any) -> Iterator[list[str]]:
         for name in ("streamSynchronize", "eventSynchronize", "deviceSynchronize"):
             patch.setattr(runtime, name, noting(name, getattr(runtime, name)))
         yield found
+
+
+def ranks_env(folder: Path) -> dict[str, str]:
+    """Return the environment of ranks that share a GPU, the real one or the checker's."""
+    if why_no_gpu() is None:
+        return SHARED_GPU
+    return SHARED_GPU | checker_env(folder / "reports", folder / "counts")
+
+
+def nothing_told(folder: Path, *what: str) -> None:
+    """Demand that the checker has nothing to tell of processes, and that they did something; print what."""
+    if why_no_gpu() is None:
+        return
+    told = folder / "reports"
+    assert not told.exists() or not told.read_text(), told.read_text()
+    counts = [json.loads(line) for line in (folder / "counts").read_text().splitlines()]
+    found = {name: sum(row.get(name, 0) for row in counts) for name in what}
+    print(found)
+    assert all(found.values()), found

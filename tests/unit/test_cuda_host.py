@@ -44,12 +44,12 @@ from lowshard.kernels import (
 from lowshard.kernels import engine as engine_module
 from lowshard.kernels.cuda import cuda_engine as cuda_engine
 from lowshard.kernels.cuda import cuda_table as cuda_table
-from lowshard.kernels.cuda.cuda_module import SOURCES, program_of, source
+from lowshard.kernels.cuda.cuda_module import SOURCES, source
+from lowshard.kernels.mxfp8 import quantize_into_tiles
 from lowshard.kernels.plain import PlainEngine
 from lowshard.kernels.runs import RunTable
 from lowshard.selftest.arrays import hard_blocks, put
 from lowshard.selftest.comparisons import Tally, difference
-from lowshard.selftest.fold_cases import DTYPES as FOLDED
 from lowshard.selftest.kernel_cases import FAMILIES, KernelCase, through
 
 DTYPES = {
@@ -165,6 +165,26 @@ def test_boxes_too_large_for_31_bits_are_cut(
         assert_as_plain(engine, lambda: (pack(x, boxes), *parts(pack_quantize(x, boxes))))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("column", [0, 32, 160])
+@pytest.mark.parametrize(("row", "rows"), [(0, 300), (37, 220), (128, 5)])
+def test_a_part_of_a_matrix_goes_to_its_tiles(
+    dtype: str, row: int, rows: int, column: int, engine: HostCudaEngine, rng: np.random.Generator
+) -> None:
+    x = blocks(rng, dtype, rows * 10).reshape(rows, 320)[:, column:]
+    space = rng.integers(0, 256, 300 * 320 + 3 * 3 * 512).astype(np.uint8)
+
+    def call() -> Any:
+        made = space.copy()
+        codes, scales = made[: 300 * 320].reshape(300, 320), made[300 * 320 :]
+        quantize_into_tiles(x, codes, scales, row, column, "e4m3", "rceil")
+        return made
+
+    launches = len(engine.launcher.launches)
+    assert_as_plain(engine, call)
+    assert len(engine.launcher.launches) == launches + 1
+
+
 def test_the_divisors_divide_exactly(rng: np.random.Generator) -> None:
     divisors = np.unique([*range(1, 70), *(2**k + d for k in range(2, 31) for d in (-1, 0, 1)), 2**31 - 1])
     words = np.zeros((len(divisors), 4), np.uint32)
@@ -272,17 +292,6 @@ def test_all_pairs_of_fp8_numbers_are_folded_as_on_the_cpu(
     fold(terms, expected, op)
     engine.fold(found, terms, row.short, op, True, 1)
     assert not difference(found, expected, any_nan=True)
-
-
-@pytest.mark.parametrize("dtype", FOLDED)
-def test_a_dtypes_kernels_are_compiled_alone(dtype: str) -> None:
-    row = dtypes.get(dtype)
-    kernels = [f"fold_{row.short}_{count}" for count in (1, 2 if row.itemsize_bytes == 8 else 4)]
-    file, options = program_of(kernels[0])
-    assert options != program_of("cast_1")[1]
-    command = ["g++", "-E", "-P", "-x", "c++", *options, "-"]
-    done = subprocess.run(command, input=source(file), capture_output=True, text=True, check=True, timeout=60)
-    assert sorted(re.findall(r"fold_\w+_\d\b", done.stdout)) == kernels
 
 
 # ---- sectors: DRAM moves 32 bytes or none
