@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 import warnings
 from collections.abc import Callable
 from functools import cache
@@ -21,7 +20,7 @@ from support.gpu import on_gpu
 
 from lowshard.comm import Communicator
 from lowshard.comm.build import build_host
-from lowshard.comm.nccl_over_mpi import barrier_within, build_over_mpi
+from lowshard.comm.nccl_over_mpi import build_over_mpi
 
 os.environ.pop("NCCL_MULTI_RANK_GPU_ENABLE", None)  # as it is without the checker
 WORLD = MPI.COMM_WORLD
@@ -133,19 +132,6 @@ def sharing_a_gpu_is_left_to_nccl_where_it_can_and_may() -> None:
         del os.environ["NCCL_MULTI_RANK_GPU_ENABLE"]
 
 
-def a_rank_that_does_not_come_is_found_before_nccl_connects() -> None:
-    own, begun = WORLD.Dup(), time.monotonic()
-    if RANK:
-        name, text = outcome(lambda: barrier_within(own, 0.3, None, "the barrier before NCCL connects"))
-        assert name == "TimedOut"
-        assert text.startswith("the barrier before NCCL connects was not done after 0.3")
-        assert time.monotonic() - begun < 5.0
-    WORLD.Barrier()
-    barrier_within(WORLD, 20.0)
-    if RANK == 0:
-        own.Ibarrier()  # so that the others' ends
-
-
 CHECKS: list[Callable[[], None]] = [
     ranks_that_share_a_gpu_are_staged_with_one_warning_that_says_what_to_set,
     asking_for_staged_is_no_cause_for_a_warning_and_needs_no_nccl,
@@ -154,7 +140,6 @@ CHECKS: list[Callable[[], None]] = [
     different_versions_or_wishes_are_a_mismatch,
     ranks_with_a_gpu_each_are_connected,
     sharing_a_gpu_is_left_to_nccl_where_it_can_and_may,
-    a_rank_that_does_not_come_is_found_before_nccl_connects,
 ]
 
 if __name__ == "__main__":

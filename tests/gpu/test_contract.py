@@ -144,4 +144,4 @@ def test_the_selftest_passes(tmp_path: Path) -> None:
 def test_ranks_choose_how_gpu_arrays_are_moved_alike(tmp_path: Path) -> None:
     env = checker_env(tmp_path / "reports", tmp_path / "counts")
     ended = start_ranks(Path(__file__).with_name("run_choice.py"), 2, timeout_s=60, env=env).ok()
-    assert len(ended.stdout.split()) == 8, ended.text
+    assert len(ended.stdout.split()) == 7, ended.text

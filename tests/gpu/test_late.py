@@ -146,16 +146,6 @@ def test_a_rank_that_stops_calling_is_named_when_the_time_is_over() -> None:
     run_still(check, timeout_s=0.5)
 
 
-def test_where_nccls_communicator_is_its_makers_the_error_says_that_it_is_not_aborted() -> None:
-    def check(comm: Communicator) -> None:
-        buf = zeros(comm, 2 + comm.rank)
-        says = "call #1", "is its maker's: abort it there"
-        told(comm.barrier, MismatchError, *says, after=lambda: comm.broadcast(buf))
-        assert not recorded(comm).ended
-
-    run_still(check, owned=False)
-
-
 EARLY_END = """
 import time
 from mpi4py import MPI

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -120,26 +119,6 @@ def test_only_split_and_a_barrier_without_control_wait(cupy: Any) -> None:
         group.close()
 
 
-def test_grouped_messages_are_one_group_and_one_that_fails_is_ended() -> None:
-    def check(comm: Communicator) -> None:
-        ahead, behind = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-        # More than NCCL takes before the other side comes: only a group does not stand still here.
-        send, recv = on_gpu(comm, np.full(5000, float(comm.rank)), np.zeros(5000))
-        with comm.grouped():
-            comm.send(send, ahead)
-            comm.recv(recv, behind)
-            assert not recorded(comm).moved()
-        same(recv, np.full(5000, float(behind)))
-        assert [c[0] for c in recorded(comm).moved()] == ["send", "recv"]
-        recorded(comm).errors["send"] = Binding.load().nccl.NcclError(5)
-        with pytest.raises(CommError, match=r"NCCL failed in send"), comm.grouped():
-            comm.send(send, ahead)
-        with alone() as other:  # no group is left open
-            other.broadcast(send)
-
-    run_nccl(3, check)
-
-
 # ---- refusals, errors, the end
 
 
@@ -199,15 +178,6 @@ def test_a_communicator_that_is_not_ours_is_left_alone_and_serves_again() -> Non
         with pytest.raises(CommError, match=rf"rank 0 of 1.*rank {rank} of {size}"):
             nccl_communicator(handle, rank, size)
     handle.destroy()
-
-
-def test_nonblocking_communicators_are_warned_about(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NCCL_COMM_BLOCKING", "0")
-    with pytest.warns(RuntimeWarning, match="NCCL_COMM_BLOCKING=0"):
-        alone().close()
-    monkeypatch.setenv("NCCL_COMM_BLOCKING", "1")
-    with warnings.catch_warnings(action="error"):
-        alone().close()
 
 
 def test_a_cupy_without_nccl_serves_staging_and_nothing_else(

@@ -13,7 +13,7 @@ import pytest
 from support.comm_kit import refused, same
 from support.gpu import alone, alone_staged, busy, host_waits, on_gpu, recorded, run_nccl, run_staged
 
-from lowshard import DeviceMesh, Layout, execute, execute_all, kernels, plan_redistribute, redistribute
+from lowshard import DeviceMesh, Layout, execute, kernels, plan_redistribute, redistribute
 from lowshard import comm as lc
 from lowshard.comm import Communicator
 from lowshard.comm.nccl_bindings import Binding
@@ -23,7 +23,7 @@ from lowshard.gpu_stream import on_stream
 from lowshard.kernels.cuda.cuda_module import CuPyLauncher
 from lowshard.op.action_run import run_action
 from lowshard.pool import BufferPool
-from lowshard.reshard import Refit, TensorLayout, build_reshard_plan, execute_reshard_plan
+from lowshard.reshard import Refit, TensorLayout, build_reshard_plan
 from lowshard.solver import pick
 
 both = pytest.mark.parametrize("make", [alone, alone_staged])
@@ -87,11 +87,6 @@ def refit_of(comm: Communicator, stream: Any) -> None:
         refit.push(1, stream=stream) if comm.rank == 0 else refit.pull(stream=stream)
 
 
-def reshard_by(comm: Communicator, stream: Any) -> None:
-    plan, src, dst = reshard_of(comm)
-    execute_reshard_plan(plan, src, dst, comm, stream=stream)
-
-
 def act(comm: Communicator, stream: Any) -> None:
     found = pick("matmul", [ROWS, Layout.from_spec(MESH, (6, 4), "float32", ("a", None))])
     run_action(found, [local(comm), local(comm, 3, 4)], comm, stream=stream)
@@ -99,10 +94,8 @@ def act(comm: Communicator, stream: Any) -> None:
 
 MADE: dict[str, Callable[[Communicator, Any], object]] = {
     "execute": lambda comm, stream: execute(PLAN, local(comm), comm, stream=stream),
-    "execute_all": lambda comm, stream: execute_all({"w": PLAN}, {"w": local(comm)}, comm, stream=stream),
     "redistribute": lambda comm, stream: redistribute(local(comm), ROWS, WHOLE, comm, stream=stream),
     "run_action": act,
-    "execute_reshard_plan": reshard_by,
     "Refit": refit_of,
 }
 
@@ -114,7 +107,7 @@ def test_what_is_made_of_several_calls_runs_on_the_stream_that_all_ranks_give(na
         before = len(recorded(comm).calls)
         MADE[name](comm, user)
         made = recorded(comm).calls[before:]
-        if name not in ("Refit", "execute_reshard_plan"):  # which lay out their buckets before
+        if name != "Refit":  # which lays out its buckets before
             assert {call[-1] for call in made if call in recorded(comm).moved()} == {user.ptr}
         user.synchronize()
         for wrong in (0, 1):

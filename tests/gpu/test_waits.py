@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,8 +13,6 @@ from support.gpu import (
     Answers,
     Recorded,
     alone,
-    alone_staged,
-    busy,
     on_gpu,
     recorded,
     run_nccl,
@@ -107,20 +104,6 @@ def test_an_error_of_the_gpu_is_not_taken_for_work_that_goes_on(answers: Answers
     refused(work.done, CommError, "gather of l0: the GPU reports", says)
 
 
-def test_a_lane_of_a_sharded_model_and_a_staged_copy_end_by_their_deadline(answers: Answers) -> None:
-    queue = StreamQueue(0.05)
-    assert queue.submit(lambda: 7, "a gather").wait() == 7
-    queue.settle()
-    comm = alone_staged()
-    comm._transport._own_slots._timeout_s = 0.05  # type: ignore[attr-defined]
-    buf = on_gpu(comm, np.zeros(3))
-    answers.status = Answers.NEVER
-    refused(queue.settle, TimedOut, "what a sharded model has queued was not done")
-    refused(lambda: comm.all_reduce(buf, buf), TimedOut, "all_reduce: the copy of buffers")
-    answers.status = None
-    comm.close()
-
-
 # ---- what an NCCL communicator does with it
 
 
@@ -175,45 +158,6 @@ def test_an_error_that_shows_while_waiting_and_the_side_channel_abort(answers: A
     refused(work.wait, PeerFailed, "boom")
     comm.close()
     assert recorded(comm).ended == "abort"
-
-
-def test_no_abort_beside_another_threads_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lowshard.comm.nccl_handle._ABORT_LOCK_S", 0.05)
-    comm = alone()
-    inside, leave = threading.Event(), threading.Event()
-    nccl = comm._transport._nccl  # type: ignore[attr-defined]
-    thread = threading.Thread(target=lambda: nccl.call(lambda: (inside.set(), leave.wait(10.0))))
-    thread.start()
-    try:
-        assert inside.wait(5.0)
-        nccl.ask()  # does not wait for the other thread either
-        assert "another thread is inside an NCCL call" in nccl.give_up()
-        assert not recorded(comm).ended
-    finally:
-        leave.set()
-        thread.join(10.0)
-    comm.close()
-    assert recorded(comm).ended == "abort"
-
-
-@pytest.mark.parametrize("what", ["synchronize", "commSplit", "destroy"])
-def test_calls_that_block_have_the_deadline_of_the_communicator(what: str) -> None:
-    comm, leave = alone(timeout_s=0.05), threading.Event()
-
-    def block(*args: object) -> None:
-        leave.wait(10.0)
-
-    if what == "synchronize":
-        object.__setattr__(comm._transport._binding, "synchronize", block)  # type: ignore[attr-defined]
-    else:
-        setattr(recorded(comm), what, block)
-    call: Callable[[], object] = comm.close if what == "destroy" else lambda: comm.split(0)
-    try:
-        refused(call, TimedOut, "close" if what == "destroy" else "split")
-    finally:
-        leave.set()
-    # No abort beside a destroy or a call that is stuck.
-    assert recorded(comm).ended == ("abort" if what == "synchronize" else "")
 
 
 def test_a_rank_that_does_not_come_to_a_split_is_found_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,18 +230,3 @@ def test_an_error_of_one_ranks_gpu_is_raised_by_its_next_call_and_reaches_all_ra
         answers.of_threads.pop(me, None)
 
     run_nccl(2, check)
-
-
-def test_a_wait_that_is_too_long_aborts(cupy: Any) -> None:
-    busy(cupy, 0.0)
-    comm = alone(timeout_s=0.3)
-    buf = cupy.zeros(4, cupy.float32)
-    comm.all_reduce(buf, buf)
-    cupy.cuda.Device().synchronize()
-    busy(cupy, 0.8)
-    work = comm.start.all_reduce(buf, buf)
-    refused(lambda: work.wait(timeout_s=0.1), TimedOut, "all_reduce on rank 0 has not ended within")
-    refused(lambda: work.wait(timeout_s=5.0), TimedOut, "all_reduce on rank 0 was not done after 0.3")
-    refused(lambda: comm.all_reduce(buf, buf), CommError, "aborted")
-    comm.close()
-    cupy.cuda.Device().synchronize()

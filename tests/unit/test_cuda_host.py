@@ -31,14 +31,11 @@ from lowshard.kernels import (
     BoxTable,
     MXFP8Tensor,
     SwizzledMXFP8,
-    adamw_step,
     cast,
     dequantize_mxfp8,
     pack,
     pack_quantize,
     quantize_mxfp8,
-    sgd_step,
-    sum_into,
     unpack,
 )
 from lowshard.kernels import engine as engine_module
@@ -372,46 +369,3 @@ def test_cast_moves_whole_sectors_on_both_sides(src: str, dst: str, everywhere: 
     elems = 16 // max(x.itemsize, out.itemsize)
     assert_whole_sectors(accesses, x, False, elems * x.itemsize)
     assert_whole_sectors(accesses, out, True, elems * out.itemsize)
-
-
-@pytest.mark.parametrize(
-    "kinds",
-    [
-        *product(DTYPES, DTYPES),
-        ("bfloat16", "float16", "float32"),
-        ("bfloat16", "bfloat16", "float16"),
-        ("float16",) * 20,
-    ],
-)
-def test_sum_moves_whole_sectors_on_all_sides(kinds: tuple[str, ...], everywhere: HostCudaEngine) -> None:
-    out, *sources = (on_sector(LONG, DTYPES[kind]) for kind in kinds)
-    _, accesses = traced(everywhere, lambda: sum_into(out, sources))
-    elems = 4 if "float32" in kinds or len(set(kinds[1:])) > 1 else 8
-    for array in (out, *sources):
-        assert_whole_sectors(accesses, array, False, elems * array.itemsize)
-    assert_whole_sectors(accesses, out, True, elems * out.itemsize)
-
-
-@pytest.mark.parametrize("offset_bytes", [0, 4])
-def test_steps_read_every_array_before_they_write(offset_bytes: int, everywhere: HostCudaEngine) -> None:
-    arrays = [on_sector(LONG, np.float32) for _ in range(3)]
-    param = on_sector(LONG, np.float32, offset_bytes)
-    lane_bytes = 4 if offset_bytes else 16
-    calls: dict[str, tuple[Callable[[], object], int]] = {
-        "adamw": (
-            lambda: adamw_step(
-                param, *arrays, lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, step=2
-            ),
-            4,
-        ),
-        "sgd": (lambda: sgd_step(param, *arrays[:2], lr=0.1, momentum=0.9, weight_decay=0.1, first=False), 3),
-    }
-    for name, (call, reads) in calls.items():
-        kernel, accesses = traced(everywhere, call)
-        assert kernel == f"{name}_{lane_bytes // 4}"
-        lane = [access for access in accesses if (access.warp, access.lane) == (1, 7)]
-        turn = [access.is_store for access in lane[: 2 * reads - 1]]
-        assert turn == [False] * reads + [True] * (reads - 1)
-        assert param.ctypes.data <= lane[0].address < param.ctypes.data + param.nbytes
-        for array in arrays[: reads - 1] if offset_bytes else (param, *arrays[: reads - 1]):
-            assert_whole_sectors(accesses, array, False, lane_bytes)
