@@ -111,7 +111,7 @@ def test_the_contract_holds_on_ranks_that_share_a_gpu(device: str, size: int, tm
     failed = []
     for name, _ in cases_of_jobs([size], device):
         try:
-            check_case(name, size, device, **env)
+            check_case(name, size, device, None, **env)
         except pytest.fail.Exception as error:
             failed.append(f"{name}: {error}")
     assert not failed, "\n\n".join(failed)

@@ -109,7 +109,7 @@ def test_a_wait_of_the_host_finds_the_mismatch_long_before_its_deadline(answers:
 @pytest.mark.whole
 def test_what_waits_for_the_other_ranks_compares_first(end: str) -> None:
     def check(comm: Communicator) -> None:
-        calls = {
+        calls: dict[str, Callable[[], object]] = {
             "barrier": comm.barrier, "split": lambda: comm.split(0), "close": comm.close,
             "shared": lambda: comm.broadcast(zeros(comm) if comm.rank == 0 else None, shared=True),
         }  # fmt: skip

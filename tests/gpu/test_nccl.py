@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,8 @@ CODES = {
     "float64": 8, "bfloat16": 9,
 }  # fmt: skip
 """ncclDataType_t of nccl.h, not from the table under test; and ncclRedOp_t."""
-OPS = {"sum": 0, "prod": 1, "max": 2, "min": 3, "avg": 4}
+OPS: dict[Any, int] = {"sum": 0, "prod": 1, "max": 2, "min": 3, "avg": 4}
+ORDERS: tuple[Any, ...] = ("fast", "tree")
 ROWS = [row for row in dtypes.all_dtypes() if not row.is_float8 and row.kind != "scale"]
 
 
@@ -48,9 +50,9 @@ def test_nccl_reduces_only_what_it_reduces_as_the_contract_says() -> None:
     def check(comm: Communicator) -> None:
         for row in ROWS:
             buf, part = comm.xp.ones(8, row.numpy), comm.xp.ones(4, row.numpy)
-            for op, order in ((op, order) for op in OPS for order in ("fast", "tree") if row.kind != "bool"):
-                made = calls_of(comm, lambda b=buf, o=op, w=order: comm.all_reduce(b, b, o, w))
-                made += calls_of(comm, lambda b=buf, p=part, o=op, w=order: comm.reduce_scatter(b, p, o, w))
+            for op, order in ((op, order) for op in OPS for order in ORDERS if row.kind != "bool"):
+                made = calls_of(comm, partial(comm.all_reduce, buf, buf, op, order))
+                made += calls_of(comm, partial(comm.reduce_scatter, buf, part, op, order))
                 reductions = [(c[0], c[3], c[5]) for c in made if c[0] in ("allReduce", "reduceScatter")]
                 wraps = op == "avg" and row.kind != "float"  # NCCL would sum in the narrow type
                 its_own = row.name in native and order == "fast" and not wraps
@@ -86,9 +88,9 @@ def test_nccl_reduces_16_bit_floats_itself_where_it_is_told_to(monkeypatch: pyte
         for name in ("bfloat16", "float16"):
             buf = comm.xp.ones(8, dtypes.get(name).numpy)
             for op in ("sum", "avg", "max"):
-                made = calls_of(comm, lambda b=buf, o=op: comm.all_reduce(b, b, o))
+                made = calls_of(comm, partial(comm.all_reduce, buf, buf, op))
                 assert [(c[0], c[3], c[4], c[5]) for c in made] == [("allReduce", 8, CODES[name], OPS[op])]
-                made = calls_of(comm, lambda b=buf, o=op: comm.all_reduce(b, b, o, "tree"))
+                made = calls_of(comm, partial(comm.all_reduce, buf, buf, op, "tree"))
                 assert "allReduce" not in [c[0] for c in made]
 
     monkeypatch.setenv("LOWSHARD_NCCL_REDUCE16", "nccl")
@@ -144,7 +146,7 @@ def test_errors_of_nccl_become_ours_also_those_that_cupy_cannot_name() -> None:
     ):
         comm = alone()
         buf, recorded(comm).errors["broadcast"] = on_gpu(comm, np.zeros(2)), error
-        refused(lambda c=comm, b=buf: c.broadcast(b), cls, "broadcast", told)
+        refused(partial(comm.broadcast, buf), cls, "broadcast", told)
         comm.close()
         assert recorded(comm).ended == "abort"
 

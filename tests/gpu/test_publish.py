@@ -7,12 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.comm_kit import get, refused
+from support.comm_kit import refused
 from support.gpu import Answers, busy
 
 import lowshard as ls
 from lowshard import dtypes
 from lowshard.errors import CommError
+from lowshard.foreign_array import host_of
 from lowshard.kernels import MXFP8Tensor, SwizzledMXFP8, quantize_mxfp8, swizzle_scales
 from lowshard.kernels.mxfp8_tensor import swizzled_bytes
 from lowshard.reshard import MXFP8ReshardTransform, Publisher, Subscriber
@@ -56,7 +57,7 @@ def _random(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> np.
 
 
 def _bits(values: Any) -> bytes:
-    return get(values).tobytes()
+    return bytes(host_of(values).tobytes())
 
 
 def _change(rng: np.random.Generator, values: np.ndarray, count: int) -> None:

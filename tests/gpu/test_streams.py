@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
@@ -112,7 +113,7 @@ def test_what_is_made_of_several_calls_runs_on_the_stream_that_all_ranks_give(na
         user.synchronize()
         for wrong in (0, 1):
             given = "no stream" if comm.rank == wrong else None
-            refused(lambda g=given: MADE[name](comm, g), StreamError, "stream is a stream of CuPy", "got str")
+            refused(partial(MADE[name], comm, given), StreamError, "stream is a stream of CuPy", "got str")
         MADE[name](comm, None)
 
     run_nccl(2, check)
@@ -151,13 +152,9 @@ def test_streams_of_cupy_and_torch_addresses_and_the_protocol_are_taken(cupy: An
         SimpleNamespace(ptr=1, device_id=1),
         SimpleNamespace(cuda_stream=1, device=SimpleNamespace(index=1)),
     ):
-        refused(
-            lambda o=other: on_stream(o, 0).__enter__(), StreamError, "on device 0", "belongs to device 1"
-        )
+        refused(on_stream(other, 0).__enter__, StreamError, "on device 0", "belongs to device 1")
     for wrong in ("7", 1.5, True, -1):
-        refused(
-            lambda w=wrong: on_stream(w, 0).__enter__(), StreamError, "or the address", type(wrong).__name__
-        )
+        refused(on_stream(wrong, 0).__enter__, StreamError, "or the address", type(wrong).__name__)
 
 
 def test_the_default_streams_of_two_threads_are_two(cupy: Any) -> None:
@@ -239,6 +236,7 @@ def test_a_started_call_follows_the_callers_stream_and_wait_makes_it_follow_the_
 def test_started_messages_begin_together_and_with_the_next_call(how: str) -> None:
     def check(comm: Communicator) -> None:
         other, peer = comm.split(0), 1 - comm.rank
+        assert other is not None
         send, recv, again = on_gpu(comm, np.full(4000, float(comm.rank)), np.zeros(4000), np.zeros(4000))
         recorded(comm).calls.clear()
         # In this order a send would wait for ever for a recv that is started behind a send.
@@ -283,7 +281,11 @@ def test_a_thread_whose_current_device_is_another_one_launches_on_the_communicat
     buf, found, used = on_gpu(comm, np.full(3, 2.0)), list[int](), set[int]()
     for kind in (comm.xp.cuda.Stream, comm.xp.cuda.Event):
         made = kind.__init__
-        noting = lambda *args, m=made, **kinds: (used.add(two_gpus.getDevice()), m(*args, **kinds))[1]  # noqa: E731
+
+        def noting(*args: Any, made: Any = made, **kinds: Any) -> None:
+            used.add(two_gpus.getDevice())
+            made(*args, **kinds)
+
         monkeypatch.setattr(kind, "__init__", noting)
 
     def work() -> None:

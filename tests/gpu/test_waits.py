@@ -29,7 +29,7 @@ from lowshard.fsdp.groups import StreamQueue, _StreamWork
 class Watch:
     """A side channel that hears of a failure when the test says so; one of several tells the others."""
 
-    def __init__(self, others: list[Watch] | None = None) -> None:
+    def __init__(self, others: list[Any] | None = None) -> None:
         self.flag = np.zeros(1, np.int64)
         self.told: list[str] = []
         self.heard = "rank 1 failed: ValueError('boom')"
@@ -68,13 +68,13 @@ class Breaks:
 def test_a_deadline_a_failure_and_an_error_of_nccl_end_a_wait_and_abort() -> None:
     never, watch, begun = Breaks(), Watch(), time.monotonic()
     with pytest.raises(TimedOut, match=r"all_reduce on rank 0 was not done after 0\.(0[4-9]|[1-9])"):
-        wait_for(never, begun + 0.05, watch, never, "all_reduce on rank 0")
+        wait_for(never, begun + 0.05, watch, never, "all_reduce on rank 0")  # type: ignore[arg-type]
     assert (never.given_up, watch.told) == (1, ["timed out"])
     assert never.asked < 60, "the pauses do not grow"
     threading.Timer(0.05, lambda: watch.flag.fill(1)).start()
     never = Breaks()
     with pytest.raises(PeerFailed, match=r"ValueError\('boom'\); this rank was in barrier"):
-        wait_for(never, begun + 20.0, watch, never, "barrier")
+        wait_for(never, begun + 20.0, watch, never, "barrier")  # type: ignore[arg-type]
     assert never.given_up == 1
     never = Breaks(PeerFailed("NCCL lost another rank"))
     with pytest.raises(PeerFailed, match="lost another rank"):
@@ -91,10 +91,10 @@ def test_an_error_of_the_gpu_is_not_taken_for_work_that_goes_on(answers: Answers
             binding.check(binding.new_stream())
         answers.status = Answers.ILLEGAL_ADDRESS
         refused(lambda: binding.check(binding.new_stream()), CommError, says)
-        refused(lambda a=awaited: a.done, CommError, "the GPU reports", says, "CUDA_LAUNCH_BLOCKING=1")
+        refused(lambda: awaited.done, CommError, "the GPU reports", says, "CUDA_LAUNCH_BLOCKING=1")  # noqa: B023
     watch, begun = Watch(), time.monotonic()
     with pytest.raises(CommError, match="all_reduce on rank 1: the GPU reports cudaError"):
-        wait_for(binding.new_event(), begun + 60.0, watch, None, "all_reduce on rank 1")
+        wait_for(binding.new_event(), begun + 60.0, watch, None, "all_reduce on rank 1")  # type: ignore[arg-type]
     assert (time.monotonic() - begun < 1.0, watch.told) == (True, ["failed"])
     slots, queue = Slots(binding, lambda n: np.empty(n, np.uint8), 60.0), StreamQueue(60.0)
     refused(lambda: slots._wait(binding.new_event(), "broadcast"), CommError, "broadcast: the copy", says)
@@ -186,11 +186,12 @@ def test_a_rank_that_never_comes_to_the_first_call_ends_the_split_by_its_deadlin
         raise KeyError(7)  # and nothing else is called
 
     def check(comm: Communicator) -> None:
-        handle, made = recorded(comm), []
-        split, host = handle.commSplit, comm._transport.host  # type: ignore[attr-defined]
+        handle: Any = recorded(comm)
+        host: Any = comm._transport.host  # type: ignore[attr-defined]
+        made: list[Any] = []
+        split, split_host = handle.commSplit, host.split
         handle.commSplit = lambda *args: Gone(split(*args).raw)
-        split_host = host.split
-        host.split = lambda *args: made.append(split_host(*args)) or made[0]
+        host.split = lambda *args: made.extend([split_host(*args)]) or made[0]  # type: ignore[func-returns-value]
         begun = time.monotonic()
         refused(lambda: comm.split(0), TimedOut, f"NCCL connecting rank {comm.rank} to 1 others was not done")
         assert time.monotonic() - begun < 5.0

@@ -74,9 +74,6 @@ class Recorded:
         """(name, arguments...) of all that was asked, in order."""
 
     def __getattr__(self, name: str) -> Any:
-        if name == "memory":
-            raise AttributeError(name)
-
         def call(*args: Any) -> Any:
             self.calls.append((name, *args))
             error = self.errors.pop(name, None) or self.errors.pop("", None)
@@ -107,13 +104,13 @@ MOVES = ("allReduce", "reduceScatter", "allGather", "broadcast", "send", "recv")
 def recorded(comm: Communicator) -> Recorded:
     """Return the NCCL communicator of one of ours."""
     assert isinstance(comm._transport._handle, Recorded)  # type: ignore[attr-defined]
-    return comm._transport._handle  # type: ignore[attr-defined, no-any-return]
+    return comm._transport._handle  # type: ignore[attr-defined]
 
 
 def alone(device: int = 0, **options: Any) -> Communicator:
     """Return a communicator over NCCL of one rank; options are those of `nccl_communicator`."""
     binding = Binding.load()
-    handle = Recorded(binding.nccl.NcclCommunicator(1, binding.nccl.get_unique_id(), 0))
+    handle: Any = Recorded(binding.nccl.NcclCommunicator(1, binding.nccl.get_unique_id(), 0))
     if device:
         handle.device_id = lambda: device
     comm = nccl_communicator(handle, 0, 1, **{"binding": binding, **options})
