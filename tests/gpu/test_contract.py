@@ -20,7 +20,7 @@ from support.toy_collective import every_promise
 from lowshard.comm import Communicator
 from lowshard.selftest import redistribute_step, refit_step, stream_step
 from lowshard.selftest.comparisons import Tally
-from lowshard.selftest.steps import Setting
+from lowshard.selftest.steps import STEPS, Setting
 
 LATE, PLAIN = (Way(2, "nccl", on_gpu=True, late=True), Way(3, "nccl", on_gpu=True, compares=False))
 SLOW = {"a_call_reads_what_one_that_was_started_writes"}
@@ -122,20 +122,12 @@ def test_the_contract_holds_on_ranks_that_share_a_gpu(device: str, size: int, tm
 @pytest.mark.full_only
 @pytest.mark.time_limit(600)
 def test_the_selftest_passes(tmp_path: Path) -> None:
+    steps = ",".join(step.name for step in STEPS if step.name != "bandwidths")  # which the checker has not
+    command = [sys.executable, "-m", "lowshard", "selftest", "--device", "cuda", "-n", "2", "--only", steps]
     env = {**os.environ, **ranks_env(tmp_path)}
-    command = [
-        sys.executable,
-        "-m",
-        "lowshard",
-        "selftest",
-        "--device",
-        "cuda",
-        "-n",
-        "2",
-        "--out",
-        str(tmp_path),
-    ]
-    ran = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900)
+    ran = subprocess.run(
+        [*command, "--out", str(tmp_path)], env=env, capture_output=True, text=True, timeout=900
+    )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     nothing_told(tmp_path, "launches", "copies", "collectives")
 

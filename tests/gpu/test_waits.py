@@ -187,7 +187,7 @@ def test_a_rank_that_never_comes_to_the_first_call_ends_the_split_by_its_deadlin
 
     def check(comm: Communicator) -> None:
         handle: Any = recorded(comm)
-        host: Any = comm._transport.host  # type: ignore[attr-defined]
+        host: Any = comm._transport.host
         made: list[Any] = []
         split, split_host = handle.commSplit, host.split
         handle.commSplit = lambda *args: Gone(split(*args).raw)
