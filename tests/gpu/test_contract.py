@@ -13,7 +13,7 @@ from support import mode
 from support.case_table import GPU_LIMIT_S, cases_of_jobs, check_case, some_cases
 from support.checked_gpu import checker_env
 from support.comm_cases import Way, cases_for, run_case
-from support.gpu import alone, alone_staged, nothing_told, ranks_env, run_nccl, run_staged
+from support.gpu import alone, alone_staged, did, nothing_told, ranks_env, run_nccl, run_staged
 from support.starting import start_ranks
 from support.toy_collective import every_promise
 
@@ -78,7 +78,7 @@ def test_a_collective_in_one_record_works(run: Any) -> None:
 
 @pytest.mark.parametrize("run", [run_nccl, run_staged])
 @pytest.mark.parametrize(("run_rank", "size"), [(redistribute_step.run_rank, 3), (refit_step.run_rank, 2)])
-def test_ranks_move_and_refit(run: Any, run_rank: Any, size: int) -> None:
+def test_ranks_move_and_refit(cupy: Any, run: Any, run_rank: Any, size: int) -> None:
     def work(comm: Communicator) -> Tally:
         tally = Tally()
         run_rank(comm, tally)
@@ -87,6 +87,7 @@ def test_ranks_move_and_refit(run: Any, run_rank: Any, size: int) -> None:
     for tally in run(size, work):
         assert not tally.wrong, tally.findings
         assert tally.checks > 60
+    did(cupy, "launches", "collectives" if run is run_nccl else "host_waits")
 
 
 def test_started_calls_run_on_side_streams() -> None:

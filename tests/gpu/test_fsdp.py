@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.fsdp_kit import UNITS, filler, optimizer
-from support.gpu import on_gpu, run_nccl, run_staged
+from support.gpu import did, on_gpu, run_nccl, run_staged
 
 from lowshard import comm as lc
 from lowshard.checkpoint import CheckpointReader
@@ -57,9 +57,10 @@ def train(comm: lc.Communicator, path: Path, strategy: Any, precision: Precision
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("run", [run_nccl, run_staged])
 def test_a_model_trains_to_the_bits_of_the_cpus(
-    run: Any, strategy: str, precision: str, tmp_path: Path
+    cupy: Any, run: Any, strategy: str, precision: str, tmp_path: Path
 ) -> None:
     how, size = (STRATEGIES[strategy], PRECISIONS[precision]), 4 if strategy == "hybrid" else 2
     wanted = lc.run_loopback(size, lambda comm: train(comm, tmp_path / "cpu", *how), 60.0)
     found = run(size, lambda comm: train(comm, tmp_path / "gpu", *how))
     assert found == wanted
+    did(cupy, "launches", "collectives" if run is run_nccl else "host_waits")

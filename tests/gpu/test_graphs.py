@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from support.comm_kit import refused, same
-from support.gpu import alone, alone_staged, on_gpu, recorded, run_nccl
+from support.gpu import alone, alone_staged, did, on_gpu, recorded, run_nccl
 
 from lowshard import (
     DeviceMesh,
@@ -45,7 +45,7 @@ def capture(cupy: Any, into: list[Any]) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("control", [False, True])
-def test_a_graph_repeats_collectives_and_messages_on_new_values(control: bool) -> None:
+def test_a_graph_repeats_collectives_and_messages_on_new_values(control: bool, cupy: Any) -> None:
     def check(comm: Communicator) -> None:
         xp, peer = comm.xp, 1 - comm.rank
         buf, total, got = on_gpu(comm, np.full(4, comm.rank + 1.0), np.zeros(4), np.zeros(4))
@@ -76,6 +76,7 @@ def test_a_graph_repeats_collectives_and_messages_on_new_values(control: bool) -
         comm.broadcast(buf)
 
     run_nccl(2, check, control=control)
+    did(cupy, "graph_launches", "collectives")
 
 
 MESH = DeviceMesh((1,), ("x",))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -222,13 +222,23 @@ def ranks_env(folder: Path) -> dict[str, str]:
     return SHARED_GPU | checker_env(folder / "reports", folder / "counts")
 
 
+def did(cupy: Any, *what: str) -> None:
+    """Demand that the checker, where it is one, has counted some of each kind of work; print how much."""
+    if hasattr(cupy, "checker"):
+        counted(cupy.checker.counts(), what)
+
+
+def counted(counts: Mapping[str, int], what: Sequence[str]) -> None:
+    found = {name: counts[name] for name in what}
+    print(found)
+    assert all(found.values()), found
+
+
 def nothing_told(folder: Path, *what: str) -> None:
-    """Demand that the checker has nothing to tell of processes, and that they did something; print what."""
+    """Demand that the checker has nothing to tell of processes, and that they did something; print how much."""
     if why_no_gpu() is None:
         return
     told = folder / "reports"
     assert not told.exists() or not told.read_text(), told.read_text()
-    counts = [json.loads(line) for line in (folder / "counts").read_text().splitlines()]
-    found = {name: sum(row.get(name, 0) for row in counts) for name in what}
-    print(found)
-    assert all(found.values()), found
+    rows = [json.loads(line) for line in (folder / "counts").read_text().splitlines()]
+    counted({name: sum(row.get(name, 0) for row in rows) for name in what}, what)
