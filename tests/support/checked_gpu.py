@@ -1,0 +1,76 @@
+"""The GPU checker for tests: CuPy and NCCL without a GPU, in this process or in processes that a test starts."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+
+from lowshard import foreign_array
+from lowshard.kernels.cuda import cuda_changes, cuda_engine
+
+CHECKER_PATH = Path(__file__).with_name("gpu_checker")
+"""The folder that PYTHONPATH has where the package cupy is to be the checker."""
+SHARED_GPU = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "2", "NCCL_NVLS_ENABLE": "0"}
+"""Environment of ranks that share the one GPU."""
+
+_CACHES = (cuda_engine.device_engine, cuda_changes.device_search, foreign_array._way_to_see)
+"""What keeps arrays and types of the CuPy that was there first."""
+_kept: dict[str, ModuleType] = {}
+
+
+@contextmanager
+def checked_gpu() -> Iterator[ModuleType]:
+    """Have `import cupy` import the checker, which starts with no reports and counts; return it.
+
+    Afterwards CuPy is what it was before. There is one checker in a process, which is used again.
+    """
+    others, environment = _take_modules(), dict(os.environ)
+    sys.modules.update(_kept)
+    sys.path.insert(0, str(CHECKER_PATH))
+    os.environ.update(SHARED_GPU)
+    _clear()
+    try:
+        cupy = importlib.import_module("cupy")
+        cupy.checker.reset()
+        yield cupy
+    finally:
+        _kept.update(_take_modules())
+        sys.modules.update(others)
+        sys.path.remove(str(CHECKER_PATH))
+        os.environ.clear()
+        os.environ.update(environment)
+        _clear()
+
+
+def checker_env(report: Path | str, counts: Path | str | None = None, **more: str) -> dict[str, str]:
+    """Return the environment of a process that is to use the checker, beside what is set already.
+
+    Args:
+        report: gets a line for each fault.
+        counts: gets a line of JSON from each process when it ends; None for none.
+        more: other variables, such as LOWSHARD_CHECKER="off"; see `cupy.checker`.
+    """
+    path = [str(CHECKER_PATH), str(CHECKER_PATH.parents[1]), os.environ.get("PYTHONPATH", "")]
+    found = {
+        **SHARED_GPU,
+        "PYTHONPATH": os.pathsep.join(filter(None, path)),
+        "LOWSHARD_CHECKER_REPORT": str(report),
+    }
+    if counts is not None:
+        found["LOWSHARD_CHECKER_COUNTS"] = str(counts)
+    return found | more
+
+
+def _take_modules() -> dict[str, ModuleType]:
+    names = [name for name in sys.modules if name == "cupy" or name.startswith("cupy.")]
+    return {name: sys.modules.pop(name) for name in names}
+
+
+def _clear() -> None:
+    for cache in _CACHES:
+        cache.cache_clear()
