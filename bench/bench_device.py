@@ -155,8 +155,13 @@ class Yardstick:
     def copy(self, moved_bytes: int, times: int = 1) -> Copy:
         """Return the copy that reads and writes as many bytes in total."""
         each = -(-moved_bytes // (2 * times))
-        run = self._device.copy_work(self._dst[:each], self._src[:each])
-        return Copy(run if times == 1 else _repeated(run, times), each * times)
+        once = self._device.copy_work(self._dst[:each], self._src[:each])
+
+        def run() -> None:
+            for _ in range(times):
+                once()
+
+        return Copy(run, each * times)
 
 
 def open_device(choice: str) -> Device:
@@ -184,11 +189,3 @@ def require_memory(need_bytes: int, free: int | None, option: str = "--size", wh
             f"the buffers of this measurement take {need_bytes / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free on the "
             f"{where}; pass a smaller {option}"
         )
-
-
-def _repeated(run: Work, times: int) -> Work:
-    def all_of_them() -> None:
-        for _ in range(times):
-            run()
-
-    return all_of_them

@@ -14,23 +14,16 @@ from lowshard.bench.bench_report import Limit, Row
 
 KERNELS: dict[str, float] = {
     **{f"quantize bf16 -> e4m3 {mode}": 1.0 for mode in ("rceil", "floor", "even", "ceil")},
-    "quantize fp32 -> e4m3 rceil": 1.1,
-    "quantize fp32 -> e5m2 rceil": 1.1,
-    "dequantize e4m3 -> bf16": 1.0,
-    "dequantize e5m2 -> bf16": 1.0,
-    "pack boxes of 4 KB": 1.1,
-    "pack boxes of 512 B": 1.3,
-    "pack_quantize slice of 1 KB rows": 1.2,
-}
+    **{f"quantize fp32 -> {elem} rceil": 1.1 for elem in ("e4m3", "e5m2")},
+    **{f"dequantize {elem} -> bf16": 1.0 for elem in ("e4m3", "e5m2")},
+    "pack boxes of 4 KB": 1.1, "pack boxes of 512 B": 1.3, "pack_quantize slice of 1 KB rows": 1.2,
+}  # fmt: skip
 NARROW_KERNELS: dict[str, float] = {
     **{f"quantize bf16 -> e4m3 {mode}": 1.6 for mode in ("rceil", "floor", "even", "ceil")},
-    "quantize fp32 -> e4m3 rceil": 1.5,
-    "quantize fp32 -> e5m2 rceil": 1.5,
-    "dequantize e4m3 -> bf16": 1.2,
-    "dequantize e5m2 -> bf16": 1.2,
-    "pack boxes of 512 B": 1.4,
-    "pack_quantize slice of 1 KB rows": 2.2,
-}
+    **{f"quantize fp32 -> {elem} rceil": 1.5 for elem in ("e4m3", "e5m2")},
+    **{f"dequantize {elem} -> bf16": 1.2 for elem in ("e4m3", "e5m2")},
+    "pack boxes of 512 B": 1.4, "pack_quantize slice of 1 KB rows": 2.2,
+}  # fmt: skip
 """In place of these, where vectors have less than 512 bits: computing takes longer than memory there."""
 KERNEL_BYTES = 100_000_000
 """Bytes a round from which on these limits are promised."""
@@ -79,8 +72,10 @@ def refit_limit(quantised: bool) -> float:
 GATHER = {False: 1.3, True: 1.8}
 """Times the floor, by whether the array has 256 MB or more; there a plain copy writes past the caches by itself."""
 REDISTRIBUTE = {
-    "S0->S1": 1.4, "P->R": 1.5, "P->S0": 1.4, "S0,R->R,S0": 1.4, "S0,S1->S1,S0": 1.4, "P,S0->R,S1": 1.4,
-}  # fmt: skip
+    "S0->S1": 1.4,
+    "P->R": 1.5,
+    **dict.fromkeys(("P->S0", "S0,R->R,S0", "S0,S1->S1,S0", "P,S0->R,S1"), 1.4),
+}
 PRIVATE_EXTRA = 1.2
 """What one more pass may add where the source lies in ordinary memory."""
 
@@ -115,11 +110,7 @@ PLAN_S = {
 RANKS = 2
 FROM_BYTES, TO_BYTES = 16_000_000, 64 << 20
 """Sizes that the multiples of a memcpy hold for."""
-X_MEMCPY: dict[tuple[str, str], float] = {
-    ("all_reduce", "window"): 2.0,
-    ("reduce_scatter", "window"): 0.9,
-    ("all_gather", "shared"): 0.6,
-}
+X_MEMCPY = {("all_reduce", "window"): 2.0, ("reduce_scatter", "window"): 0.9, ("all_gather", "shared"): 0.6}
 """Largest time as a multiple of a memcpy, out of place, by collective and form."""
 X_MPI, OVER_MPI_S, X_MPI_FROM_BYTES = 1.05, 1.5e-6, 64 << 10
 """Largest time as a multiple of mpi4py's own call, and seconds beside it, from so many bytes on."""

@@ -13,20 +13,23 @@ from lowshard.errors import BufferMismatchError, DTypeError, KernelError
 from lowshard.foreign_array import like
 from lowshard.kernels import reference
 from lowshard.kernels.buffer import Array, allocate, dtype_name, require_apart, require_array, require_out
+from lowshard.kernels.cuda.cuda_engine import CudaEngine
 from lowshard.kernels.engine import engine_for
 from lowshard.kernels.kernel_stream import Stream, takes_stream
 from lowshard.kernels.mxfp8_tensor import (
+    TILE_ROWS,
     MXFP8Tensor,
     ScaleLayout,
     SwizzledMXFP8,
     scale_shape,
+    swizzled_bytes,
     swizzled_scale_shape,
     tensor_like,
 )
 from lowshard.kernels.reference import BLOCK_ELEMS, Elem, Mode
 from lowshard.kernels.runs import whole_array_runs
 from lowshard.kernels.staging import assign, contiguous
-from lowshard.kernels.swizzle import unswizzle_scales
+from lowshard.kernels.swizzle import put_scales, unswizzle_scales
 
 FLOATS = ("bfloat16", "float16", "float32")
 
@@ -195,6 +198,27 @@ def _quantize_swizzled(
     quantize_mxfp8(source, elem, mode, rowwise, floor_byte, streaming=streaming)
     engine.swizzle(rowwise.scale, scale)
     return out
+
+
+def quantize_into_tiles(
+    x: Array, data: Array, scale: Array, row: int, column: int, elem: Elem, mode: Mode
+) -> None:
+    """Quantise a part of a matrix, whose scales lie in the 128x4 layout, from a row and a column on; the rest stays."""
+    width = data.shape[1]
+    engine = engine_for(x, data, scale)
+    if isinstance(engine, CudaEngine) and data.flags.c_contiguous:
+        above = row // TILE_ROWS * TILE_ROWS
+        offset = (row - above) * width + column
+        runs = whole_array_runs(x.shape, x.strides, data.strides, x.dtype.itemsize, 1, offset)
+        if runs.run_divisor_elems % BLOCK_ELEMS == 0:
+            blocks = width // BLOCK_ELEMS
+            tiles = scale[swizzled_bytes(above, blocks) :]
+            engine.quantize(x, data[above:], tiles, runs, elem, mode, 0, None, blocks)
+            return
+    codes = data[row : row + x.shape[0], column : column + x.shape[1]]
+    rowwise = allocate(scale_shape(x.shape, "x"), _UINT8, x)
+    quantize_mxfp8(x, elem, mode, MXFP8Tensor(codes, rowwise, elem), streaming=True)
+    put_scales(rowwise, scale, row, column // BLOCK_ELEMS, rowwise.shape, width // BLOCK_ELEMS)
 
 
 @takes_stream

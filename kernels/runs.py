@@ -162,13 +162,13 @@ def whole_array_runs(
     dst_strides: tuple[int, ...],
     src_itemsize: int,
     dst_itemsize: int,
+    dst_offset: int = 0,
 ) -> RunTable:
     """Return the runs of one box that is a whole array, strides in bytes."""
-    zero = np.zeros(1, np.int64)
     return lower(
         np.array([shape], np.int64).reshape(1, -1),
-        zero,
-        zero,
+        np.zeros(1, np.int64),
+        np.array([dst_offset], np.int64),
         np.array([src_strides], np.int64).reshape(1, -1),
         np.array([dst_strides], np.int64).reshape(1, -1),
         src_itemsize,

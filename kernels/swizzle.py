@@ -7,15 +7,19 @@ Source: cuBLAS documentation, "1D block scaling factors layout".
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 
 from lowshard.argument import as_shape, whole
+from lowshard.bounded import bounded_cache
 from lowshard.errors import BufferMismatchError, DTypeError, KernelError
 from lowshard.foreign_array import like
 from lowshard.kernels.buffer import Array, allocate, require_apart, require_array, require_out
 from lowshard.kernels.engine import engine_for
 from lowshard.kernels.kernel_stream import Stream, takes_stream
-from lowshard.kernels.mxfp8_tensor import TILE_BYTES, swizzled_bytes
+from lowshard.kernels.mxfp8_tensor import TILE_BYTES, TILE_COLS, TILE_ROWS, swizzled_bytes
+from lowshard.kernels.runs import RunTable, lower
 
 
 @takes_stream
@@ -90,6 +94,45 @@ def unswizzle_scales(
         # A strided 1-D array comes out of reshape as it was; an engine reads contiguous bytes.
         engine_for(source, target).unswizzle(flat if flat.flags.c_contiguous else flat.copy(), target)
     return like(target, swizzled) if out is None else out
+
+
+def put_scales(scale: Array, tiles: Array, row: int, column: int, shape: tuple[int, int], width: int) -> None:
+    """Copy scales of a box of a matrix of `width` columns to its 128x4 tiles, from [rows, columns] or other tiles."""
+    above = swizzled_bytes(row // TILE_ROWS * TILE_ROWS, width)
+    strides = scale.strides if scale.ndim == 2 else ()
+    runs = _box_runs(row % TILE_ROWS, column, shape, width, strides)
+    scale = scale if strides else scale[above:]
+    engine_for(scale, tiles).copy(scale, tiles[above:], runs)
+
+
+def scale_place(row: Array, column: Array, width: int) -> Array:
+    """Return where the scales of given rows and columns lie in the 128x4 tiles of a matrix."""
+    tile = row // TILE_ROWS * -(-width // TILE_COLS) + column // TILE_COLS
+    return tile * TILE_BYTES + row % 32 * 16 + row % TILE_ROWS // 32 * 4 + column % TILE_COLS
+
+
+@bounded_cache(1 << 22)
+def _box_runs(
+    row: int, column: int, shape: tuple[int, int], width: int, strides: tuple[int, ...]
+) -> RunTable:
+    """Return the runs of `put_scales`: places are strided within 32 rows, and for whole groups of four columns."""
+    bottom, right = row + shape[0], column + shape[1]
+    whole_from = min(-(-column // 4) * 4, right)
+    edges = (column, whole_from, max(whole_from, right // 4 * 4), right)
+    rows = np.unique([row, *range(row // 32 * 32 + 32, bottom, 32), bottom])
+    extents, places, offsets = [], [], []
+    for top, end in pairwise(rows.tolist()):
+        for first, last in pairwise(edges):
+            groups = max(1, (last - first) // 4)
+            extents.append((end - top, groups, (last - first) // groups))
+            places.append(scale_place(top, first, width))
+            offsets.append(
+                (top - row) * strides[0] + (first - column) * strides[1] if strides else places[-1]
+            )
+    steps = np.broadcast_to([16, TILE_BYTES, 1], (len(extents), 3))
+    own = np.broadcast_to([strides[0], 4 * strides[1], strides[1]], steps.shape) if strides else steps
+    boxes = np.array(extents, np.int64).reshape(-1, 3)
+    return lower(boxes, np.array(offsets, np.int64), np.array(places, np.int64), own, steps, 1, 1)
 
 
 def _target(out: Array | None, shape: tuple[int, ...], source: Array, name: str) -> Array:

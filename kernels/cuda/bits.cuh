@@ -146,6 +146,9 @@ DEVICE void store_word(u64 at, u16 value) {
 DEVICE void store_word(u64 at, u32 value) {
     asm volatile("st.global.u32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
 }
+DEVICE void store_word(u64 at, u64 value) {
+    asm volatile("st.global.u64 [%0], %1;" ::"l"(at), "l"(value) : "memory");
+}
 DEVICE void store_word(u64 at, uint2 value) {
     asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(at), "r"(value.x), "r"(value.y) : "memory");
 }
@@ -163,6 +166,14 @@ DEVICE void store_word(u64 at, T value) {
 template <class T>
 DEVICE void store(u64 address, T value) {
     store_word(address, value);
+}
+// Adds to a word of memory, as other threads do at the same time.
+DEVICE void add(u64 address, u64 value) {
+#if defined(ON_GPU)
+    asm volatile("red.global.add.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
+#else
+    cuda_host::add((u64*)address, value);
+#endif
 }
 // Loads of tables, which many threads read again and again.
 template <class T>

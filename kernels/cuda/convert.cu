@@ -6,13 +6,13 @@
 
 #include "runs.cuh"
 
-// Element types: fp32 bits of a pattern, and the pattern of fp32 bits.
-struct BF16 {
+// Element types, as kernels' names have them: fp32 bits of a pattern, and the pattern of fp32 bits.
+struct Type_bf16 {
     static const u32 BYTES = 2;
     DEVICE_MEMBER u32 widen(u32 pattern) { return pattern << 16; }
     DEVICE_MEMBER u32 narrow(u32 bits) { return f32_to_bf16(bits); }
 };
-struct F16 {
+struct Type_f16 {
     static const u32 BYTES = 2;
     // The hardware gives every NaN the same bits; with its sign it is NumPy's.
     DEVICE_MEMBER u32 widen(u32 pattern) {
@@ -20,7 +20,7 @@ struct F16 {
     }
     DEVICE_MEMBER u32 narrow(u32 bits) { return f32_to_f16(bits); }
 };
-struct F32 {
+struct Type_f32 {
     static const u32 BYTES = 4;
     DEVICE_MEMBER u32 widen(u32 pattern) { return pattern; }
     DEVICE_MEMBER u32 narrow(u32 bits) {
@@ -28,7 +28,7 @@ struct F32 {
     }
 };
 // Sources that are not all of one type: which one each has comes in an argument.
-struct MIXED {};
+struct Type_mixed {};
 enum Kind { KIND_BF16, KIND_F16, KIND_F32 };
 
 DEVICE u32 bytes_of(u32 kind) { return kind == KIND_F32 ? 4 : 2; }
@@ -147,30 +147,15 @@ struct Cast {
     }
 };
 
-#define CAST(pair, Src, Dst, COUNT, EACH)                                                           \
+#define CAST(from, to, COUNT)                                                                       \
     extern "C" __global__ void __launch_bounds__(THREADS, 4)                                        \
-        cast_##pair##_##COUNT(u64 src, u64 dst, u64 records, u64 boxes, u64 dims, u64 map_shift,    \
-                              u64 units) {                                                          \
-        const u32 src_step = COUNT * Src::BYTES, dst_step = COUNT * Dst::BYTES;                     \
+        cast_##from##_##to##_##COUNT(u64 src, u64 dst, u64 records, u64 boxes, u64 dims,            \
+                                     u64 map_shift, u64 units) {                                    \
+        const u32 src_step = COUNT * Type_##from::BYTES, dst_step = COUNT * Type_##to::BYTES;       \
         const Table table = {records, boxes, (u32)dims, (u32)map_shift, units, src_step, dst_step}; \
-        const Cast<Src, Dst, COUNT> move = {src, dst};                                              \
-        for_each_unit<EACH>(table, COUNT, move);                                                    \
+        const Cast<Type_##from, Type_##to, COUNT> move = {src, dst};                                \
+        for_each_unit<COUNT == 8 ? 2 : 4>(table, COUNT, move);                                      \
     }
-
-// With vectors, and at any address.
-#define CASTS(pair, Src, Dst, COUNT, EACH) \
-    CAST(pair, Src, Dst, COUNT, EACH)      \
-    CAST(pair, Src, Dst, 1, 4)
-
-CASTS(bf16_bf16, BF16, BF16, 8, 2)
-CASTS(bf16_f16, BF16, F16, 8, 2)
-CASTS(bf16_f32, BF16, F32, 4, 4)
-CASTS(f16_bf16, F16, BF16, 8, 2)
-CASTS(f16_f16, F16, F16, 8, 2)
-CASTS(f16_f32, F16, F32, 4, 4)
-CASTS(f32_bf16, F32, BF16, 4, 4)
-CASTS(f32_f16, F32, F16, 4, 4)
-CASTS(f32_f32, F32, F32, 4, 4)
 
 // ---- sums
 
@@ -195,7 +180,7 @@ struct Term {
     __device__ __forceinline__ u32 bits(u32 i, u32) const { return packed.bits(i); }
 };
 template <u32 COUNT>
-struct Term<MIXED, COUNT> {
+struct Term<Type_mixed, COUNT> {
     u32 word[COUNT];
 
     __device__ __forceinline__ void set_negative_zeros() {
@@ -217,7 +202,7 @@ struct Term<MIXED, COUNT> {
     }
     __device__ __forceinline__ u32 bits(u32 i, u32 kind) const {
         if (kind == KIND_F32) return word[i];
-        return kind == KIND_BF16 ? BF16::widen(half_of(word, i)) : F16::widen(half_of(word, i));
+        return kind == KIND_BF16 ? Type_bf16::widen(half_of(word, i)) : Type_f16::widen(half_of(word, i));
     }
 };
 
@@ -297,26 +282,33 @@ DEVICE void sum(u64 out, u64 elements, const Sources& sources, bool accumulate) 
     }
 }
 
-#define SUM(pair, Source, Out, COUNT)                                                                     \
-    extern "C" __global__ void __launch_bounds__(THREADS, 4)                                              \
-        sum_##pair##_##COUNT(u64 out, u64 elements, u64 accumulate, u64 count, u64 kinds, u64 s0, u64 s1, \
-                             u64 s2, u64 s3, u64 s4, u64 s5, u64 s6, u64 s7, u64 more) {                  \
-        const Sources sources = {{s0, s1, s2, s3, s4, s5, s6, s7}, more, (u32)kinds, (u32)count};         \
-        sum<Source, Out, COUNT>(out, elements, sources, accumulate != 0);                                 \
+#define SUM(from, to, COUNT)                                                                      \
+    extern "C" __global__ void __launch_bounds__(THREADS, 4)                                      \
+        sum_##from##_##to##_##COUNT(u64 out, u64 elements, u64 accumulate, u64 count, u64 kinds,  \
+                                    u64 s0, u64 s1, u64 s2, u64 s3, u64 s4, u64 s5, u64 s6,       \
+                                    u64 s7, u64 more) {                                           \
+        const Sources sources = {{s0, s1, s2, s3, s4, s5, s6, s7}, more, (u32)kinds, (u32)count}; \
+        sum<Type_##from, Type_##to, COUNT>(out, elements, sources, accumulate != 0);              \
     }
 
-SUM(bf16_bf16, BF16, BF16, 8)
-SUM(bf16_f16, BF16, F16, 8)
-SUM(bf16_f32, BF16, F32, 4)
-SUM(f16_bf16, F16, BF16, 8)
-SUM(f16_f16, F16, F16, 8)
-SUM(f16_f32, F16, F32, 4)
-SUM(f32_bf16, F32, BF16, 4)
-SUM(f32_f16, F32, F16, 4)
-SUM(f32_f32, F32, F32, 4)
-SUM(mixed_bf16, MIXED, BF16, 4)
-SUM(mixed_f16, MIXED, F16, 4)
-SUM(mixed_f32, MIXED, F32, 4)
-SUM(mixed_bf16, MIXED, BF16, 1)
-SUM(mixed_f16, MIXED, F16, 1)
-SUM(mixed_f32, MIXED, F32, 1)
+#if defined(ONLY)
+ONLY
+#else
+// Casts with vectors and at any address; sums of one type with vectors.
+#define PAIR(from, to, COUNT) CAST(from, to, COUNT) CAST(from, to, 1) SUM(from, to, COUNT)
+PAIR(bf16, bf16, 8)
+PAIR(bf16, f16, 8)
+PAIR(bf16, f32, 4)
+PAIR(f16, bf16, 8)
+PAIR(f16, f16, 8)
+PAIR(f16, f32, 4)
+PAIR(f32, bf16, 4)
+PAIR(f32, f16, 4)
+PAIR(f32, f32, 4)
+SUM(mixed, bf16, 4)
+SUM(mixed, f16, 4)
+SUM(mixed, f32, 4)
+SUM(mixed, bf16, 1)
+SUM(mixed, f16, 1)
+SUM(mixed, f32, 1)
+#endif

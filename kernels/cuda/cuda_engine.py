@@ -20,7 +20,7 @@ from lowshard.kernels import reference
 from lowshard.kernels.buffer import Array, address, allocate
 from lowshard.kernels.cuda.cuda_table import UnitTable, start_divisor_bytes, unit_table
 from lowshard.kernels.reference import BLOCK_ELEMS, Elem, Mode
-from lowshard.kernels.runs import DST_OFFSET, RUN, SRC_OFFSET, RunTable, whole_array_runs
+from lowshard.kernels.runs import DST_OFFSET, RUN, SRC_OFFSET, RunTable, lower, whole_array_runs
 
 THREADS = 256
 """Threads of a CTA; the sources have the same number."""
@@ -38,6 +38,7 @@ _KEPT_SOURCE_TABLES = 256
 _KEPT_STREAMS = 64  # that a run table has a copy for
 _TILE_BYTES = 512  # of the 128x4 layout
 _SWIZZLE_TILES = 8  # of a CTA's turn
+_CHUNK_BYTES, _PLACE_BITS = 4096, 40  # of checksums: as checksum.cu has them
 _WAVES = 32  # of CTAs: at 1 GB 4 % faster on an H200 than one wave that loops
 
 
@@ -52,6 +53,9 @@ class Launcher(Protocol):
 
     def to_device(self, words: npt.NDArray[np.int64]) -> Array:
         """Return a copy on the device, made in the current stream's order."""
+
+    def keep_captured(self, words: Array) -> None:
+        """Keep what `to_device` returned for ever, where a CUDA graph records what reads it."""
 
     def launch(self, kernel: str, ctas: int, threads: int, args: Sequence[int]) -> None:
         """Start a kernel on the current stream; all arguments are 64-bit integers."""
@@ -97,9 +101,10 @@ class CudaEngine:
         mode: Mode,
         min_scale_byte: int,
         streaming: bool | None = None,
+        tiled_columns: int = 0,
     ) -> None:
-        """Quantise every run, whole blocks, of a bf16, fp16 or fp32 array."""
-        self._quantize(src, data, scale, runs, elem, mode, min_scale_byte, (0, 0))
+        """Quantise every run, whole blocks, of a bf16, fp16 or fp32 array; by columns of scales into 128x4 tiles."""
+        self._quantize(src, data, scale, runs, elem, mode, min_scale_byte, (0, tiled_columns))
 
     def quantize_swizzled(
         self,
@@ -134,7 +139,9 @@ class CudaEngine:
         aligned = 1 * (src_bits % _VECTOR_BYTES == 0) + 2 * (src_bits % runs.src_itemsize == 0)
         aligned += 4 * ((address(data) | runs.dst_divisor_bytes) % 8 == 0)
         sides = [(src, SRC_OFFSET, 1), (data, DST_OFFSET, 1), (scale, DST_OFFSET, BLOCK_ELEMS)]
-        form, args, units = self._form(runs, aligned & 5 == 5, sides)
+        # The places of tiles are counted from the start of data: a run that begins later goes by its table.
+        is_linear = not tiled[1] or not _first_offsets(runs)[1]
+        form, args, units = self._form(runs, aligned & 5 == 5, sides, is_linear)
         name = f"quantize_{_SHORT[src.dtype.name]}_{elem}_{form}"
         round_up = reference.scale_round_up(reference.element_format(elem), mode)
         resident = 3 if runs.src_itemsize == 4 else 4 if form == "any" else 5
@@ -267,6 +274,16 @@ class CudaEngine:
         args = (address(array), address(packed), address(places), len(places), parts, *table.args)
         self._launch(f"{name}_{word}", len(places) * parts, THREADS, 8, args)
 
+    def checksum(
+        self, data: Array, sums: Array, expected: Array | None, runs: RunTable, version: int
+    ) -> None:
+        """Write a version and the checksum of each of `numbered_runs`, uint64, less what is expected of them."""
+        words = (address(sums), 0 if expected is None else address(expected), sums.size, version)
+        self._launch("checksum_start", sums.size, THREADS, 8, words)
+        table = self._placed(runs, _CHUNK_BYTES)
+        args = (address(data), address(sums), *table.args)
+        self._launch("checksum_add", table.units, THREADS // 32, 4, args)
+
     def word_bytes(self, runs: RunTable, *arrays: Array, of_runs: bool = False) -> int:
         """Return the largest word, of up to 16 bytes, that all runs in arrays begin at multiples of."""
         bits = _start_bits(runs) | (_run_bits(runs) if of_runs else runs.src_itemsize) | _VECTOR_BYTES
@@ -300,10 +317,10 @@ class CudaEngine:
         self._launch(name, tiles.size // _TILE_BYTES, _SWIZZLE_TILES, 8, args)
 
     def _form(
-        self, runs: RunTable, vectors: bool, sides: list[tuple[Array, int, int]]
+        self, runs: RunTable, vectors: bool, sides: list[tuple[Array, int, int]], is_linear: bool = True
     ) -> tuple[str, tuple[int, ...], int]:
         """Return the form of a block kernel, its first arguments, and the blocks."""
-        if vectors and runs.boxes == 1 and not runs.outer_dims:
+        if is_linear and vectors and runs.boxes == 1 and not runs.outer_dims:
             firsts = _first_offsets(runs)
             starts = [address(array) + firsts[row] // per for array, row, per in sides]
             units = runs.total_elems // BLOCK_ELEMS
@@ -332,6 +349,7 @@ class CudaEngine:
             found = of_streams[stream] = _Placed(words, args, host.units)
             if len(of_streams) > _KEPT_STREAMS:
                 of_streams.popitem(last=False)
+        self._launcher.keep_captured(found.words)
         return found
 
     def _source_table(self, bases: list[int], kinds: list[int]) -> Array | None:
@@ -351,6 +369,7 @@ class CudaEngine:
                     self._sources.popitem(last=False)
             else:
                 self._sources.move_to_end(key)
+        self._launcher.keep_captured(found)
         return found
 
     def _launch(self, kernel: str, units: int, each: int, resident: int, args: tuple[int, ...]) -> None:
@@ -365,6 +384,14 @@ def device_engine(device_id: int) -> CudaEngine:
     from lowshard.kernels.cuda.cuda_module import CuPyLauncher
 
     return CudaEngine(CuPyLauncher(device_id))
+
+
+def numbered_runs(offsets: Sequence[int], sizes: Sequence[int]) -> RunTable:
+    """Return pieces of bytes, each on a 16-byte boundary, for `CudaEngine.checksum`."""
+    extents = np.array(sizes, np.int64).reshape(-1, 1)
+    words = np.arange(1, len(extents) + 1) << _PLACE_BITS  # the first is the version's
+    ones = np.ones_like(extents)
+    return lower(extents, np.array(offsets, np.int64), words, ones, ones, 1, 1)
 
 
 def _first_offsets(runs: RunTable) -> list[int]:

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lowshard.errors import DependencyError
+from lowshard.errors import CaptureError, DependencyError
 from lowshard.kernels.buffer import Array
 
 FOLDER = Path(__file__).parent
-SOURCES = ("quantize", "dequantize", "copy", "convert", "swizzle", "step", "fold", "changes")
+SOURCES = ("quantize", "dequantize", "copy", "convert", "swizzle", "step", "fold", "changes", "checksum")
 """The .cu files, each of which is a module of its own: only what is used gets compiled."""
 
 COMPILER_OPTIONS = ("-std=c++17",)
@@ -36,6 +36,7 @@ _FILE_OF = {
     "differ": "changes",
     "gather": "changes",
     "scatter": "changes",
+    "checksum": "checksum",
 }
 _INCLUDE = re.compile(r'^#include "([a-z0-9_]+\.cuh)"$', re.MULTILINE)
 
@@ -56,10 +57,11 @@ def source(name: str) -> str:
 
 
 def program_of(kernel: str) -> tuple[str, tuple[str, ...]]:
-    """Return the file of a kernel and its compile options; a fold is compiled for its dtype alone."""
-    words = kernel.split("_")
-    only = (f"-DONLY={words[1]}",) if words[0] == "fold" else ()
-    return _FILE_OF[words[0]], COMPILER_OPTIONS + only
+    """Return the file of a kernel and its compile options; where all of a file takes long it is compiled alone."""
+    first, *words = kernel.split("_")
+    alone = _FILE_OF[first] in ("quantize", "dequantize", "convert", "fold")
+    only = (f"-DONLY={first.upper()}({','.join(words)})",) if alone else ()
+    return _FILE_OF[first], COMPILER_OPTIONS + only
 
 
 _PER_THREAD = 2
@@ -82,6 +84,7 @@ class CuPyLauncher:
         self.multiprocessors = int(self._device.attributes["MultiProcessorCount"])
         self._modules: dict[tuple[str, tuple[str, ...]], Any] = {}
         self._kernels: dict[str, Any] = {}
+        self._captured: dict[int, Array] = {}  # a graph reads them whenever it runs
 
     @property
     def current_stream(self) -> Hashable:
@@ -90,9 +93,27 @@ class CuPyLauncher:
         return (at, threading.get_ident()) if at == _PER_THREAD else at
 
     def to_device(self, words: npt.NDArray[np.int64]) -> Array:
-        """Return a copy on the GPU, made in the current stream's order from pinned memory."""
+        """Return a copy on the GPU, made in the current stream's order from pinned memory.
+
+        Raises:
+            CaptureError: a CUDA graph records the stream; CuPy would keep the pinned memory for ever.
+        """
         with self._device:
+            if self._captures():
+                raise CaptureError(
+                    "a CUDA graph cannot record the first call of a kernel with this layout, which puts a table on the "
+                    "GPU; make the call once on this stream before the capture"
+                )
             return self._cupy.array(words, blocking=False)
+
+    def keep_captured(self, words: Array) -> None:
+        """Keep a table for ever where a CUDA graph records its use."""
+        if self._captures():
+            self._captured[int(words.data.ptr)] = words
+
+    def _captures(self) -> bool:
+        stream = self._cupy.cuda.get_current_stream(self._device.id)
+        return bool(self._cupy.cuda.runtime.streamIsCapturing(stream.ptr))
 
     def launch(self, kernel: str, ctas: int, threads: int, args: Sequence[int]) -> None:
         """Start a kernel on the current stream. CuPy passes a Python integer as 64 bits."""

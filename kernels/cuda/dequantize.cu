@@ -11,7 +11,7 @@ const u32 FIRST_NORMAL_SCALE = 17;
 
 // Targets. A lane's share of a block is what fills 16 bytes, so the 16-byte stores of neighbouring lanes are neighbours
 // and fill whole sectors: four lanes a block for 16-bit targets, eight for fp32.
-struct ToBF16 {
+struct To_bf16 {
     static const u32 BYTES = 2, ELEMS = 8;
     DEVICE_MEMBER void put(u32* word, u32 pair, float low, float high) {
         // Four significant bits, no subnormal: nothing is cut off.
@@ -22,7 +22,7 @@ struct ToBF16 {
     }
 };
 
-struct ToF16 {
+struct To_f16 {
     static const u32 BYTES = 2, ELEMS = 8;
     DEVICE_MEMBER void put(u32* word, u32 pair, float low, float high) {
         word[pair] = f32_pair_to_f16(low, high);
@@ -32,7 +32,7 @@ struct ToF16 {
     }
 };
 
-struct ToF32 {
+struct To_f32 {
     static const u32 BYTES = 4, ELEMS = 4;
     DEVICE_MEMBER void put(u32* word, u32 pair, float low, float high) {
         put_bits(word, pair, __float_as_uint(low), __float_as_uint(high));
@@ -124,7 +124,6 @@ DEVICE Values<Target> decode_exactly(const Codes<Target::ELEMS>& codes, u32 scal
     return values;
 }
 
-enum Form { LINEAR, TABLE, ANY };
 enum { DATA_VECTORS = 1, DST_VECTORS = 2, DST_ELEMENTS = 4 };
 
 template <class Elem, class Target, Form FORM>
@@ -188,21 +187,24 @@ DEVICE void dequantize(u64 data, u64 scale, u64 dst, const Table& table, u32 ali
     }
 }
 
-#define DEQUANTIZE(name, Elem, Target, FORM)                                                            \
-    extern "C" __global__ void __launch_bounds__(THREADS, Target::BYTES == 4 ? 4 : 5)                   \
-        name(u64 data, u64 scale, u64 dst, u64 records, u64 boxes, u64 dims, u64 map_shift, u64 units,  \
-             u64 aligned) {                                                                             \
-        const Table table = {records, boxes, (u32)dims, (u32)map_shift, units, 32, 32 * Target::BYTES}; \
-        dequantize<Elem, Target, FORM>(data, scale, dst, table, (u32)aligned);                          \
+#define DEQUANTIZE(elem, target, form)                                                                    \
+    extern "C" __global__ void __launch_bounds__(THREADS, To_##target::BYTES == 4 ? 4 : 5)                \
+        dequantize_##elem##_##target##_##form(u64 data, u64 scale, u64 dst, u64 records, u64 boxes,       \
+                                              u64 dims, u64 map_shift, u64 units, u64 aligned) {          \
+        const u32 dst_step = 32 * To_##target::BYTES;                                                     \
+        const Table table = {records, boxes, (u32)dims, (u32)map_shift, units, 32, dst_step};             \
+        dequantize<Elem_##elem, To_##target, FORM_##form>(data, scale, dst, table, (u32)aligned);         \
     }
-#define DEQUANTIZE_FORMS(name, Elem, Target)        \
-    DEQUANTIZE(name##_linear, Elem, Target, LINEAR) \
-    DEQUANTIZE(name##_table, Elem, Target, TABLE)   \
-    DEQUANTIZE(name##_any, Elem, Target, ANY)
 
-DEQUANTIZE_FORMS(dequantize_e4m3_bf16, E4M3, ToBF16)
-DEQUANTIZE_FORMS(dequantize_e4m3_f16, E4M3, ToF16)
-DEQUANTIZE_FORMS(dequantize_e4m3_f32, E4M3, ToF32)
-DEQUANTIZE_FORMS(dequantize_e5m2_bf16, E5M2, ToBF16)
-DEQUANTIZE_FORMS(dequantize_e5m2_f16, E5M2, ToF16)
-DEQUANTIZE_FORMS(dequantize_e5m2_f32, E5M2, ToF32)
+#if defined(ONLY)
+ONLY
+#else
+#define DEQUANTIZES(elem, target) \
+    DEQUANTIZE(elem, target, linear) DEQUANTIZE(elem, target, table) DEQUANTIZE(elem, target, any)
+DEQUANTIZES(e4m3, bf16)
+DEQUANTIZES(e4m3, f16)
+DEQUANTIZES(e4m3, f32)
+DEQUANTIZES(e5m2, bf16)
+DEQUANTIZES(e5m2, f16)
+DEQUANTIZES(e5m2, f32)
+#endif

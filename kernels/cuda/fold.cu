@@ -80,19 +80,19 @@ DEVICE i64 divided(i64 a, u64 by) {
 
 // ---- element types: how their bits are widened and rounded
 
-struct Float32 {
+struct Kind_f32 {
     typedef float Wide;
     typedef u32 Bits;
     DEVICE_MEMBER float widen(u32 bits) { return __uint_as_float(bits); }
     DEVICE_MEMBER u32 narrow(float value) { return __float_as_uint(value); }
 };
-struct Float16 {
+struct Kind_f16 {
     typedef float Wide;
     typedef u16 Bits;
     DEVICE_MEMBER float widen(u16 bits) { return f16_to_f32(bits); }
     DEVICE_MEMBER u16 narrow(float value) { return (u16)f32_to_f16(__float_as_uint(value)); }
 };
-struct BFloat16 {
+struct Kind_bf16 {
     typedef float Wide;
     typedef u16 Bits;
     DEVICE_MEMBER float widen(u16 bits) { return __uint_as_float((u32)bits << 16); }
@@ -111,9 +111,9 @@ struct Float8 {
         return (u8)round_to_code<Elem>(bits, 127);
     }
 };
-typedef Float8<E4M3, 0x43E80000u, 0x7F, 0x7F> Float8E4M3;  // 464, half way to what would be 480: even is 448
-typedef Float8<E5M2, 0x476FFFFFu, 0x7C, 0x7E> Float8E5M2;  // below 61440, half way to 65536: even is Inf
-struct Float64 {
+typedef Float8<E4M3, 0x43E80000u, 0x7F, 0x7F> Kind_e4m3;  // 464, half way to what would be 480: even is 448
+typedef Float8<E5M2, 0x476FFFFFu, 0x7C, 0x7E> Kind_e5m2;  // below 61440, half way to 65536: even is Inf
+struct Kind_f64 {
     typedef double Wide;
     typedef u64 Bits;
     DEVICE_MEMBER double widen(u64 bits) {
@@ -132,6 +132,15 @@ struct Integer {
     DEVICE_MEMBER Wide widen(Bits bits) { return (Wide)(Own)bits; }
     DEVICE_MEMBER Bits narrow(Wide value) { return (Bits)value; }
 };
+
+typedef Integer<signed char, u8, i64> Kind_i8;
+typedef Integer<short, u16, i64> Kind_i16;
+typedef Integer<i32, u32, i64> Kind_i32;
+typedef Integer<i64, u64, i64> Kind_i64;
+typedef Integer<u8, u8, u64> Kind_u8;
+typedef Integer<u16, u16, u64> Kind_u16;
+typedef Integer<u32, u32, u64> Kind_u32;
+typedef Integer<u64, u64, u64> Kind_u64;
 
 // ---- sources
 
@@ -317,8 +326,10 @@ DEVICE Operand<Kind, COUNT> mean_of_parts(const Sources& sources, u64 offset_byt
 }
 
 // One float kind, whose order shows, or one integer kind, whose order does not.
-template <class Kind, i32 COUNT, bool ORDERED, bool PARTS>
+template <class Kind, i32 COUNT>
 struct Fold {
+    static const bool ORDERED = (typename Kind::Wide)0.5 != 0, PARTS = !ORDERED && sizeof(typename Kind::Bits) == 8;
+
     DEVICE_MEMBER void element(u64 out, u64 index, const Sources& sources, u32 op, bool tree, u64 divisor) {
         const u64 offset_bytes = index * COUNT * sizeof(typename Kind::Bits);
         Operand<Kind, COUNT> result;
@@ -343,55 +354,32 @@ struct Fold {
     }
 };
 
-template <class Kind, i32 COUNT, bool ORDERED, bool PARTS>
+template <class Kind, i32 COUNT>
 DEVICE void fold(u64 out, u64 elements, const Sources& sources, u32 op, bool tree, u64 divisor) {
     const u64 units = elements / COUNT, threads = (u64)gridDim.x * THREADS;
     const u64 thread = (u64)blockIdx.x * THREADS + threadIdx.x;
     for (u64 unit = thread; unit < units; unit += threads) {
-        Fold<Kind, COUNT, ORDERED, PARTS>::element(out, unit, sources, op, tree, divisor);
+        Fold<Kind, COUNT>::element(out, unit, sources, op, tree, divisor);
     }
     if (COUNT > 1 && thread < elements - units * COUNT) {
-        Fold<Kind, 1, ORDERED, PARTS>::element(out, units * COUNT + thread, sources, op, tree, divisor);
+        Fold<Kind, 1>::element(out, units * COUNT + thread, sources, op, tree, divisor);
     }
 }
 
 // Registers hold a group and the stack, so they are not bounded by more than one CTA a multiprocessor.
-#define FOLD(name, KIND, COUNT, ORDERED, PARTS)                                                              \
-    extern "C" __global__ void __launch_bounds__(THREADS, 1)                                                 \
-        name(u64 out, u64 elements, u64 op, u64 tree, u64 divisor, u64 table, u64 groups, u64 mask, u64 s0,  \
-             u64 s1, u64 s2, u64 s3, u64 s4, u64 s5, u64 s6, u64 s7) {                                       \
-        const Sources sources = {{s0, s1, s2, s3, s4, s5, s6, s7}, table, groups, mask};                     \
-        fold<KIND, COUNT, ORDERED, PARTS>(out, elements, sources, (u32)op, tree != 0, divisor);              \
+#define FOLD(kind, COUNT)                                                                            \
+    extern "C" __global__ void __launch_bounds__(THREADS, 1)                                         \
+        fold_##kind##_##COUNT(u64 out, u64 elements, u64 op, u64 tree, u64 divisor, u64 table,       \
+                              u64 groups, u64 mask, u64 s0, u64 s1, u64 s2, u64 s3, u64 s4, u64 s5,  \
+                              u64 s6, u64 s7) {                                                      \
+        const Sources sources = {{s0, s1, s2, s3, s4, s5, s6, s7}, table, groups, mask};             \
+        fold<Kind_##kind, COUNT>(out, elements, sources, (u32)op, tree != 0, divisor);               \
     }
-#define FLOATS(name, KIND, COUNT)                       \
-    FOLD(fold_##name##_##COUNT, KIND, COUNT, true, false) \
-    FOLD(fold_##name##_1, KIND, 1, true, false)
-#define INTEGERS(name, OWN, BITS, WIDE, COUNT, PARTS)                \
-    typedef Integer<OWN, BITS, WIDE> Integer_##name;                 \
-    FOLD(fold_##name##_##COUNT, Integer_##name, COUNT, false, PARTS) \
-    FOLD(fold_##name##_1, Integer_##name, 1, false, PARTS)
 
-#define FOLD_f64 FLOATS(f64, Float64, 2)
-#define FOLD_f32 FLOATS(f32, Float32, 4)
-#define FOLD_f16 FLOATS(f16, Float16, 4)
-#define FOLD_bf16 FLOATS(bf16, BFloat16, 4)
-#define FOLD_e4m3 FLOATS(e4m3, Float8E4M3, 4)
-#define FOLD_e5m2 FLOATS(e5m2, Float8E5M2, 4)
-#define FOLD_i8 INTEGERS(i8, signed char, u8, i64, 4, false)
-#define FOLD_i16 INTEGERS(i16, short, u16, i64, 4, false)
-#define FOLD_i32 INTEGERS(i32, i32, u32, i64, 4, false)
-#define FOLD_i64 INTEGERS(i64, i64, u64, i64, 2, true)
-#define FOLD_u8 INTEGERS(u8, u8, u8, u64, 4, false)
-#define FOLD_u16 INTEGERS(u16, u16, u16, u64, 4, false)
-#define FOLD_u32 INTEGERS(u32, u32, u32, u64, 4, false)
-#define FOLD_u64 INTEGERS(u64, u64, u64, u64, 2, true)
-
-// ONLY is one of the names: what one program folds is one or two of them, and all take seconds to compile.
-#define JOINED(a, b) a##b
-#define FOLD_OF(name) JOINED(FOLD_, name)
 #if defined(ONLY)
-FOLD_OF(ONLY)
+ONLY
 #else
-FOLD_f64 FOLD_f32 FOLD_f16 FOLD_bf16 FOLD_e4m3 FOLD_e5m2 FOLD_i8
-FOLD_i16 FOLD_i32 FOLD_i64 FOLD_u8 FOLD_u16 FOLD_u32 FOLD_u64
+#define FOLDS(kind, COUNT) FOLD(kind, COUNT) FOLD(kind, 1)
+FOLDS(f64, 2) FOLDS(f32, 4) FOLDS(f16, 4) FOLDS(bf16, 4) FOLDS(e4m3, 4) FOLDS(e5m2, 4)
+FOLDS(i8, 4) FOLDS(i16, 4) FOLDS(i32, 4) FOLDS(i64, 2) FOLDS(u8, 4) FOLDS(u16, 4) FOLDS(u32, 4) FOLDS(u64, 2)
 #endif

@@ -79,6 +79,10 @@ struct E5M2 {
     }
 };
 
+// As the names of kernels have them.
+typedef E4M3 Elem_e4m3;
+typedef E5M2 Elem_e5m2;
+
 // Nonzero where one of four codes is a NaN: adding carries into bit 7 of its byte.
 template <class Elem>
 DEVICE u32 nan_codes(u32 codes) {

@@ -7,21 +7,21 @@
 #include "fp8.cuh"
 #include "runs.cuh"
 
-struct FromBF16 {
+struct From_bf16 {
     static const u32 BYTES = 2;
     DEVICE_MEMBER u32 widen(u32 pattern) { return pattern << 16; }
     DEVICE_MEMBER u32 low(u32 pair) { return pair << 16; }
     DEVICE_MEMBER u32 high(u32 pair) { return pair & 0xFFFF0000u; }
 };
 
-struct FromF16 {
+struct From_f16 {
     static const u32 BYTES = 2;
     DEVICE_MEMBER u32 widen(u32 pattern) { return __float_as_uint(f16_to_f32(pattern)); }
     DEVICE_MEMBER u32 low(u32 pair) { return widen(pair & 0xFFFFu); }
     DEVICE_MEMBER u32 high(u32 pair) { return widen(pair >> 16); }
 };
 
-struct FromF32 {
+struct From_f32 {
     static const u32 BYTES = 4;
 };
 
@@ -117,7 +117,6 @@ DEVICE uint2 encode_exactly(const L& lane, u32 scale) {
     return {code[0], code[1]};
 }
 
-enum Form { LINEAR, TABLE, ANY };
 enum { SRC_VECTORS = 1, SRC_ELEMENTS = 2, DATA_VECTORS = 4 };
 
 DEVICE void store_codes(u64 address, uint2 codes, bool vectors) {
@@ -241,23 +240,28 @@ DEVICE void quantize(u64 src, u64 data, u64 scale, const Table& table, u32 round
 #define RESIDENT 5
 #endif
 
-#define QUANTIZE(name, Source, Elem, FORM, CTAS)                                                         \
-    extern "C" __global__ void __launch_bounds__(THREADS, CTAS)                                          \
-        name(u64 src, u64 data, u64 scale, u64 records, u64 boxes, u64 dims, u64 map_shift, u64 units,   \
-             u64 round_up, u64 lowest, u64 aligned, u64 rows, u64 columns) {                             \
-        const Table table = {records, boxes, (u32)dims, (u32)map_shift, units, 32 * Source::BYTES, 32};  \
-        const Tiles tiles = {rows, (u32)columns, (u32)(columns + 3) & ~3u};                              \
-        quantize<Source, Elem, FORM>(src, data, scale, table, (u32)round_up, (u32)lowest, (u32)aligned,  \
-                                     tiles);                                                             \
+#define QUANTIZE(source, elem, form)                                                                       \
+    extern "C" __global__ void __launch_bounds__(                                                          \
+        THREADS, From_##source::BYTES == 4 ? 3 : FORM_##form == ANY ? 4 : RESIDENT)                        \
+        quantize_##source##_##elem##_##form(u64 src, u64 data, u64 scale, u64 records, u64 boxes,          \
+                                            u64 dims, u64 map_shift, u64 units, u64 round_up, u64 lowest,  \
+                                            u64 aligned, u64 rows, u64 columns) {                          \
+        const u32 src_step = 32 * From_##source::BYTES;                                                    \
+        const Table table = {records, boxes, (u32)dims, (u32)map_shift, units, src_step, 32};              \
+        const Tiles tiles = {rows, (u32)columns, (u32)(columns + 3) & ~3u};                                \
+        quantize<From_##source, Elem_##elem, FORM_##form>(src, data, scale, table, (u32)round_up,          \
+                                                          (u32)lowest, (u32)aligned, tiles);               \
     }
-#define QUANTIZE_FORMS(name, Source, Elem, CTAS, ANY_CTAS) \
-    QUANTIZE(name##_linear, Source, Elem, LINEAR, CTAS)    \
-    QUANTIZE(name##_table, Source, Elem, TABLE, CTAS)      \
-    QUANTIZE(name##_any, Source, Elem, ANY, ANY_CTAS)
 
-QUANTIZE_FORMS(quantize_bf16_e4m3, FromBF16, E4M3, RESIDENT, 4)
-QUANTIZE_FORMS(quantize_bf16_e5m2, FromBF16, E5M2, RESIDENT, 4)
-QUANTIZE_FORMS(quantize_f16_e4m3, FromF16, E4M3, RESIDENT, 4)
-QUANTIZE_FORMS(quantize_f16_e5m2, FromF16, E5M2, RESIDENT, 4)
-QUANTIZE_FORMS(quantize_f32_e4m3, FromF32, E4M3, 3, 3)
-QUANTIZE_FORMS(quantize_f32_e5m2, FromF32, E5M2, 3, 3)
+#if defined(ONLY)
+ONLY
+#else
+#define QUANTIZES(source, elem) \
+    QUANTIZE(source, elem, linear) QUANTIZE(source, elem, table) QUANTIZE(source, elem, any)
+QUANTIZES(bf16, e4m3)
+QUANTIZES(bf16, e5m2)
+QUANTIZES(f16, e4m3)
+QUANTIZES(f16, e5m2)
+QUANTIZES(f32, e4m3)
+QUANTIZES(f32, e5m2)
+#endif

@@ -20,6 +20,9 @@ struct Table {
     __device__ __forceinline__ u64 starts() const { return records + boxes * record_bytes(); }
 };
 
+// Forms of a kernel: one run on vector boundaries, many on such, any at all. FORM_ and a word of a kernel's name is one.
+enum Form { LINEAR, TABLE, ANY, FORM_linear = LINEAR, FORM_table = TABLE, FORM_any = ANY };
+
 struct Place {
     u64 src, dst;  // offsets in bytes, two's complement
     u32 left;      // units from this one to the end of its run, the last one perhaps a part

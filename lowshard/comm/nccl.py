@@ -48,7 +48,6 @@ from lowshard.comm.device import GpuBuffers
 from lowshard.comm.late_comparison import LateComparison
 from lowshard.comm.nccl_bindings import Binding
 from lowshard.comm.nccl_handle import NCCLHandle
-from lowshard.comm.nccl_memory import NCCLMemory
 from lowshard.comm.nccl_wire import SUM, UINT8, Exchange, exchange_of, exchange_parts, native_code, wire_of
 from lowshard.comm.stream_work import SideStream, StreamWork
 from lowshard.comm.transport import Front, Planner, Run, Transport
@@ -88,7 +87,7 @@ class NCCLTransport(Transport):
         """Wrap an NCCL communicator.
 
         Args:
-            handle: the NCCL communicator: CuPy's, or nccl4py's.
+            handle: CuPy's NcclCommunicator.
             rank: this rank in it.
             size: its number of ranks.
             host: over the same ranks, for checks on the host; `end` closes it.
@@ -101,7 +100,7 @@ class NCCLTransport(Transport):
             CommError: rank and size are not those of the NCCL communicator.
             DependencyError: CuPy or NCCL is missing.
         """
-        binding = Binding.load(handle) if binding is None else binding
+        binding = Binding.load() if binding is None else binding
         given = {} if host is None else {"group": host.group, "activity": host.activity}
         if timeout_s is None:
             timeout_s = TIMEOUT_S.seconds() if host is None else host.timeout_s
@@ -117,7 +116,6 @@ class NCCLTransport(Transport):
         if host is None:
             self.check = "off"  # there is nothing to compare over but the GPU
         self.host, self._side = host, SideStream(self._binding, self._nccl.has_ended)
-        self._memory: NCCLMemory | None = None
         self._next_look_s = time.monotonic() + _LOOK_S
         has = (self._nccl.rank, self._nccl.size)
         if has != (rank, size):
@@ -153,19 +151,6 @@ class NCCLTransport(Transport):
 
             self._late, self.agrees = LateComparison(beside, give_up), True
         return self
-
-    def empty(self, shape: int | Sequence[int], dtype: Any) -> Array:
-        """As `GpuBuffers.empty`; with nccl4py, arrays of 2 MiB and more lie in memory that NCCL moves directly.
-
-        Such memory is registered with this communicator until it is closed (see `lowshard.comm.nccl_memory`).
-        """
-        with self._binding.on_device(self._device):
-            if not hasattr(self._handle, "memory") or self._binding.capturing(self._binding.stream()):
-                return super().empty(shape, dtype)
-            if self._memory is None:
-                self._memory = self._handle.memory(self.buffers.xp)
-            with self._memory.allocating():
-                return super().empty(shape, dtype)
 
     # ---- checks between ranks
 
@@ -388,7 +373,7 @@ class NCCLTransport(Transport):
         """Send and receive parts in one group; the own part is a copy on the device."""
         source, target = self._binding.pointer(send), self._binding.pointer(recv)
         if self.buffers.overlap(send, recv) and not exchange.is_in_place(source, target):
-            send = send.copy()
+            send = self.buffers.copied(send)
             source = self._binding.pointer(send)
         exchange_parts(self._nccl, self._binding, exchange, source, target, self._stream())
 
@@ -456,7 +441,7 @@ class NCCLTransport(Transport):
             source, target = address(send), address(recv)
             apart = source + send_bytes <= target or target + recv_bytes <= source
             if not apart and source + own_bytes != target:
-                send = send.copy()
+                send = self.buffers.copied(send)
                 source = address(send)
             if code is None:
                 exchanged(send, recv)
@@ -541,9 +526,6 @@ class NCCLTransport(Transport):
 
     def _end(self) -> None:
         try:
-            if self._memory is not None:
-                self._nccl.free(self._memory.close)
-                self._memory = None
             self._nccl.end()
         finally:
             if self.host is not None:

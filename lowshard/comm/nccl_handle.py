@@ -38,15 +38,13 @@ class NCCLHandle:
         """Wrap an NCCL communicator.
 
         Args:
-            raw: CuPy's NcclCommunicator, or nccl4py's Communicator.
+            raw: CuPy's NcclCommunicator.
             binding: what calls NCCL.
             owned: whether it is ours to end.
             timeout_s: deadline of every wait of the host.
             watch: the side channel, or None.
         """
-        adopt = getattr(binding.nccl, "adopt", None)
-        self.raw = raw if adopt is None else adopt(raw)
-        """The NCCL communicator, with CuPy's names and signatures."""
+        self.raw = raw
         self.timeout_s, self.watch = timeout_s, watch
         self.failed = False
         """Whether something went wrong after which only an abort may follow."""
@@ -268,24 +266,6 @@ class NCCLHandle:
         return (stream, memory), done
 
     # ---- the end
-
-    def free(self, call: Callable[[bool], None]) -> None:
-        """Make a call that frees what NCCL's work uses, and so waits for the device; after an abort if all is not well.
-
-        Args:
-            call: gets whether NCCL was aborted. It goes on in a thread where it does not come back in time.
-        """
-        if self.failed:
-            self.give_up()
-
-        def on_device() -> None:
-            self._binding.select(self.device)  # a new thread begins on device 0
-            call(self._state == "aborted")
-
-        with suppress(CommError):  # `end` will say what is wrong
-            wait_for(
-                InThread(on_device), time.monotonic() + self.timeout_s, None, what="freeing NCCL's memory"
-            )
 
     def end(self) -> None:
         """Give NCCL's resources back: destroy if all is well, else abort. Leaves alone what is not ours.

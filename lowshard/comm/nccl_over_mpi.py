@@ -56,7 +56,7 @@ class _Found:
     binding: Binding
     device: int
     identity: str
-    """The GPU's PCI address and UUID: parts of a GPU (MIG) share the address, not the UUID."""
+    """The GPU's PCI address, or the name of the part of one (MIG) that this process sees."""
     version: int
     """NCCL's; 0 where it was not asked for or is not there."""
     without: str
@@ -219,5 +219,7 @@ def _find_device(local_rank: int, with_nccl: bool) -> _Found:
     if count == 0:
         raise DependencyError("CuPy sees no CUDA device")
     device = local_rank % count
-    uuid = bytes(runtime.getDeviceProperties(device).get("uuid", b"")).hex()
-    return _Found(binding, device, f"{runtime.deviceGetPCIBusId(device)} {uuid}", version, without)
+    # CuPy cuts the UUID at a zero byte, and a slice of a GPU has the whole one's address; its process sees no other.
+    shown = settings.environment().get("CUDA_VISIBLE_DEVICES", "")
+    identity = shown if shown.startswith("MIG-") else runtime.deviceGetPCIBusId(device)
+    return _Found(binding, device, identity, version, without)

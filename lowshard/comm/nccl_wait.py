@@ -130,7 +130,7 @@ def _with_cause(error: CommError, more: str) -> CommError:
 def last_error() -> str:
     """Return what the NCCL library loaded in this process last complained of, or ""."""
     try:
-        # NOLOAD: the one that CuPy or nccl4py has loaded, wherever it lies, or none.
+        # NOLOAD: the one that CuPy has loaded, wherever it lies, or none.
         library = ctypes.CDLL(_LIBRARY, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
         function = library.ncclGetLastError
     except (OSError, AttributeError):

@@ -9,7 +9,9 @@ CuPy's.
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +20,7 @@ import numpy as np
 from lowshard.comm.nccl_bindings import Binding
 from lowshard.comm.nccl_wait import wait_for
 from lowshard.comm.wait_guard import Watching
+from lowshard.errors import CommError
 
 SLOT_BYTES = 8 << 20
 _PAGE_BYTES = 4096
@@ -73,6 +76,8 @@ class Slots:
         self._binding, self._make, self._timeout_s, self._watch = binding, make, timeout_s, watch
         self._slots: list[_Slot] = []
         self._turn = 0
+        # Not by __del__: in a cycle of references the events, which it would ask, may be destroyed before it runs.
+        weakref.finalize(self, _give_back, self._slots).atexit = False
 
     def run(self, rounds: Iterable[Round], what: str) -> None:
         """Do the rounds one after the other on the current stream.
@@ -115,12 +120,6 @@ class Slots:
             self._release(self._slots[-1], "close")
             self._slots.pop()
 
-    def __del__(self) -> None:
-        try:
-            self.close()
-        except Exception:
-            _kept.extend(self._slots)  # the device may still write there
-
     def _release(self, slot: _Slot, what: str) -> None:
         if slot.used:
             self._wait(slot.free, what)
@@ -130,7 +129,7 @@ class Slots:
 
     def _take(self, n_bytes: int, what: str) -> _Slot:
         if not self._slots:
-            self._slots = [_Slot(self._binding), _Slot(self._binding)]
+            self._slots += [_Slot(self._binding), _Slot(self._binding)]
         self._turn = 1 - self._turn
         slot = self._slots[self._turn]
         if slot.memory.size < n_bytes:
@@ -173,6 +172,16 @@ class Slots:
 
 
 _kept: list[_Slot] = []
+
+
+def _give_back(slots: list[_Slot]) -> None:
+    """Unlock slots that nobody closed; those that the device may still write to are kept for ever."""
+    for slot in slots:
+        with suppress(CommError):
+            if not slot.used or slot.free.done:
+                slot.unlock()
+                continue
+        _kept.append(slot)
 
 
 def _nothing() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -148,7 +149,7 @@ class StagedTransport(Transport):
         own = recv[displs[self.rank] : displs[self.rank] + counts[self.rank]]
         in_place = send.size and self._binding.pointer(send) == self._binding.pointer(own)
         if not in_place and self.buffers.overlap(send, recv):
-            send = send.copy()
+            send = self.buffers.copied(send)
         dtype, chunk = recv.dtype, self._chunk(recv.dtype, self.size)
 
         def round_from(done: int) -> Round:
@@ -205,7 +206,7 @@ class StagedTransport(Transport):
         recv_displs: Sequence[int],
     ) -> None:
         if self.buffers.overlap(send, recv):
-            send = send.copy()
+            send = self.buffers.copied(send)
         me, dtype, chunk = self.rank, send.dtype, self._chunk(send.dtype, 2 * self.size)
         keeps = send_counts[me]
         self.buffers.copy(
@@ -329,10 +330,8 @@ class StagedTransport(Transport):
             side.fork()
 
         def run() -> Any:
-            self._thread.slots = slots = self._new_slots()
-            ended = self._on_side(side, lambda: front.message(name, buf, peer), name)
-            slots.close()
-            return ended
+            with closing(self._new_slots()) as self._thread.slots:
+                return self._on_side(side, lambda: front.message(name, buf, peer), name)
 
         return StagedWork(self._binding, front.in_line(name, peer, run))
 
@@ -368,7 +367,7 @@ class StagedTransport(Transport):
             s, r = send.reshape(-1), None if recv is None else recv.reshape(-1)
             if r is not None and self.buffers.overlap(s, r):
                 in_place = not scatters and self._binding.pointer(s) == self._binding.pointer(r)
-                s = s if in_place else s.copy()
+                s = s if in_place else self.buffers.copied(s)
 
             def work(one: np.ndarray, others: np.ndarray) -> None:
                 plans[one.size](others if scatters else one, None if r is None else one)

@@ -188,7 +188,8 @@ class Gradients:
         unit, grad = self._units[name], self.state[name]
         term = self._buffer(unit)
         if unit.formats.grad != unit.formats.reduce:
-            self._groups.reduce_queue.settle()
+            # After the jobs that use this buffer; on a GPU the stream waits, and not the host.
+            self._groups.reduce_queue.submit(lambda: None, f"what comes before {name!r}").wait()
             staged = self._operand(unit)
             convert(term, staged)
             term = staged

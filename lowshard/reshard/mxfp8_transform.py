@@ -21,9 +21,11 @@ from lowshard.kernels import (
     unswizzle_scales,
 )
 from lowshard.kernels.buffer import is_gpu, place_of, require_array
-from lowshard.kernels.mxfp8_tensor import TILE_BYTES, TILE_COLS, TILE_ROWS, swizzled_bytes
+from lowshard.kernels.mxfp8 import quantize_into_tiles
+from lowshard.kernels.mxfp8_tensor import swizzled_bytes
 from lowshard.kernels.reference import BLOCK_ELEMS, Elem, Mode
 from lowshard.kernels.staging import assign
+from lowshard.kernels.swizzle import put_scales, scale_place
 from lowshard.reshard.scale_slice import scale_slice_from_data_slice
 from lowshard.transfer.transform_contract import ReshardTransform, Slices
 
@@ -208,19 +210,14 @@ class MXFP8ReshardTransform(ReshardTransform):
         if held.scale.ndim == 2:
             held.scale[at] = scale
         else:
-            held.scale[_beside(held.scale, _swizzled(rows, cols, width))] = scale
+            held.scale[_beside(held.scale, scale_place(rows, cols, width))] = scale
 
     def take_over(self, param_name: str, dst_slice: Slices, other: MXFP8ReshardTransform) -> None:
         """Copy the codes and scales of a slice from another transform's buffers."""
         held, theirs = self._held(param_name), other._held(param_name)
         box = self._box(held, dst_slice)
         (r0, r1), (k0, k1) = box
-        c0, c1 = k0 // BLOCK_ELEMS, k1 // BLOCK_ELEMS
-        if held.scale.ndim == 2:
-            scale = theirs.scale[r0:r1, c0:c1]
-        else:
-            place = swizzled_places(range(r0, r1), range(c0, c1), held.data.shape[1] // BLOCK_ELEMS)
-            scale = theirs.scale[_beside(theirs.scale, place)]
+        scale = theirs.scale if theirs.scale.ndim == 1 else theirs.scale[r0:r1, k0 // 32 : k1 // 32]
         self._store(held, box, theirs.data[r0:r1, k0:k1], scale)
 
     # ---- a run
@@ -315,8 +312,7 @@ class MXFP8ReshardTransform(ReshardTransform):
                 there = MXFP8Tensor(held.data[at], held.scale[at[0], first // 32 : last // 32], self.elem)
                 quantize_mxfp8(part, self.elem, self.mode, there, streaming=True)
             else:
-                q = quantize_mxfp8(part, self.elem, self.mode)
-                self._store(held, ((r0, r1), (first, last)), q.data, q.scale)
+                quantize_into_tiles(part, held.data, held.scale, r0, first, self.elem, self.mode)
         if first > last:  # within one block
             self._fill_edge(name, held, k0 // BLOCK_ELEMS, (r0, r1), (k0, k1), values)
             return
@@ -340,7 +336,7 @@ class MXFP8ReshardTransform(ReshardTransform):
         at = (slice(*rows), slice(span[0] - begin, span[1] - begin))
         if bool(filled[at].any()):
             raise PlanError(f"{name}: rows {rows}, columns {span} arrived twice")
-        _raw(kept)[at] = _raw(values)
+        kept.view(np.uint16)[at] = values.view(np.uint16)
         filled[at] = True
         done = host_of(filled[slice(*rows)].all(axis=1))
         edges = np.flatnonzero(np.diff(np.concatenate(([False], done, [False])).astype(np.int8)))
@@ -354,30 +350,12 @@ class MXFP8ReshardTransform(ReshardTransform):
     @staticmethod
     def _store(held: Any, box: Box, data: Array, scale: Array) -> None:
         (r0, r1), (k0, k1) = box
-        held.data[r0:r1, k0:k1] = data
+        assign(held.data[r0:r1, k0:k1], data)
         c0, c1 = k0 // BLOCK_ELEMS, k1 // BLOCK_ELEMS
         if held.scale.ndim == 2:
-            held.scale[r0:r1, c0:c1] = scale
-            return
-        place = swizzled_places(range(r0, r1), range(c0, c1), held.data.shape[1] // BLOCK_ELEMS)
-        held.scale[_beside(held.scale, place)] = scale
-
-
-def swizzled_places(rows: range, cols: range, width: int) -> np.ndarray:
-    """Return the positions of scales in the 128x4 layout, int64 [rows, cols].
-
-    Source: cuBLAS documentation, "1D block scaling factors layout".
-    """
-    r = np.arange(rows.start, rows.stop, dtype=np.int64)[:, None]
-    c = np.arange(cols.start, cols.stop, dtype=np.int64)[None, :]
-    places: np.ndarray = _swizzled(r, c, width)
-    return places
-
-
-def _swizzled(r: Array, c: Array, width: int) -> Array:
-    """Return the positions of the scales of given rows and columns."""
-    tile = (r // TILE_ROWS) * (-(-width // TILE_COLS)) + c // TILE_COLS
-    return tile * TILE_BYTES + (r % 32) * 16 + (r % TILE_ROWS) // 32 * 4 + c % TILE_COLS
+            assign(held.scale[r0:r1, c0:c1], scale)
+        else:
+            put_scales(scale, held.scale, r0, c0, (r1 - r0, c1 - c0), held.data.shape[1] // BLOCK_ELEMS)
 
 
 def ensure_sendable(tensor: Any, dtype: object = "bfloat16") -> Array:
@@ -476,10 +454,6 @@ def _beside(array: Array, index: Array) -> Array:
 
         return cupy.asarray(index)
     return index
-
-
-def _raw(values: Array) -> Array:
-    return values.view(np.uint16)
 
 
 def _contiguous(values: Array) -> Array:

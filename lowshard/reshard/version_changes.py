@@ -17,20 +17,20 @@ import numpy as np
 import numpy.typing as npt
 
 from lowshard import dtypes
-from lowshard.box import slices_of, volume
+from lowshard.box import Box, shape_of, slices_of, volume
 from lowshard.comm.agreement import agree, trade
 from lowshard.comm.communicator import Communicator
 from lowshard.errors import CommError
 from lowshard.kernels.buffer import address, address_range
-from lowshard.kernels.change_boxes import ScratchBuffer
+from lowshard.kernels.change_boxes import BoxUnits, ScratchBuffer
 from lowshard.kernels.change_encoding import Changes, values_of
 from lowshard.kernels.changes import ChangeBoxes
 from lowshard.reshard.reshard_run import RefitCost, Report, Reshard
-from lowshard.transfer.changed_blocks import store_changed_blocks
 from lowshard.transfer.conversion import Conversion
 from lowshard.transfer.item import Item
 from lowshard.transfer.rounds import FirstError
 from lowshard.transfer.spans import BoxCopy
+from lowshard.transfer.transform_contract import ReshardTransform
 
 Array = Any
 
@@ -446,3 +446,28 @@ def _flat(by_peer: Decided, size: int) -> npt.NDArray[np.int64]:
 def _split(joined: npt.NDArray[np.int64], counts: Sequence[int], width: int) -> Decided:
     ends = [0, *accumulate(counts)]
     return {r: joined[ends[r] : ends[r + 1]].reshape(-1, width) for r, n in enumerate(counts) if n}
+
+
+def store_changed_blocks(
+    transform: ReshardTransform, name: str, dtype: str, boxes: BoxUnits, changes: Changes, unit_bytes: int
+) -> None:
+    """Have a transform store the blocks that differ."""
+    places = boxes.places(changes, unit_bytes)
+    came = values_of(changes, unit_bytes)
+    first = 0
+    for box in boxes.boxes:
+        units = volume(box) // boxes.block_elems
+        begin, end = np.searchsorted(places, (first, first + units))
+        if begin < end:
+            index = _index(box, boxes.block_elems, places[begin:end] - first)
+            transform.store_blocks(name, dtype, index, came[begin:end])
+        first += units
+
+
+def _index(box: Box, block_elems: int, places: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], ...]:
+    """Return the positions of blocks in the rank's array, a row of indices for each dim; the last counts blocks."""
+    extents = shape_of(box)
+    index = np.unravel_index(places, (*extents[:-1], extents[-1] // block_elems))
+    begins = [start for start, _ in box]
+    begins[-1] //= block_elems
+    return tuple(i + begin for i, begin in zip(index, begins, strict=True))

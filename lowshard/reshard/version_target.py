@@ -21,8 +21,8 @@ from lowshard.kernels.staging import assign
 from lowshard.reshard.parameter_record import may_be_tied
 from lowshard.reshard.published_tensors import local_arrays
 from lowshard.reshard.tensor_layout import TensorLayout
+from lowshard.reshard.version_changes import store_changed_blocks
 from lowshard.reshard.version_store import PIECE_BYTES, box_of, copy_bits, pieces_of
-from lowshard.transfer.changed_blocks import store_changed_blocks
 from lowshard.transfer.device_copies import DeviceCopies, filled_from
 from lowshard.transfer.transform_contract import ReshardTransform, memory_of
 

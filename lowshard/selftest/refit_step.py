@@ -28,7 +28,9 @@ _ROWS, _COLS_EACH = 90, 96
 _NAMES = ("w1", "w2")
 _VERSIONS = (1, 2, 3)
 _WAYS = {"plain": None, "MXFP8 by the receiver": False, "MXFP8 by the sender": True}
-_DELTAS: tuple[Literal["off", "auto"], ...] = "off", "auto"
+_KINDS: tuple[tuple[Literal["off", "auto"], Literal["double", "in_place"]], ...] = (
+    ("off", "double"), ("auto", "double"), ("off", "in_place"),
+)  # fmt: skip
 
 
 def run(setting: Setting, tally: Tally) -> None:
@@ -39,17 +41,18 @@ def run(setting: Setting, tally: Tally) -> None:
 
 def run_rank(comm: Communicator, tally: Tally) -> None:
     """Push three versions in every way, and publish them, as one rank. Collective."""
-    for (way, on_send), delta in product(_WAYS.items(), _DELTAS):
+    for (way, on_send), (delta, buffering) in product(_WAYS.items(), _KINDS):
         # Rows to columns where bits move as they are; blocks of 32 lie along the columns and stay whole by rows.
         weights = _Weights(comm, tally, Sharded(0), Sharded(0) if on_send else Sharded(1))
         plan = build_reshard_plan(weights.have, weights.want)
         how = None if on_send is None else weights.quantised(on_send)
-        with Refit(plan, comm, weights.mine, {} if how else weights.out(), how, delta=delta) as refit:
+        out = {} if how else weights.out()
+        with Refit(plan, comm, weights.mine, out, how, delta=delta, buffering=buffering) as refit:
             for version in _VERSIONS:
                 weights.fill(version)
                 refit.push(version)
                 settle(comm.xp)
-                weights.check(f"refit {way}, delta {delta}", refit.weights, version)
+                weights.check(f"refit {way}, delta {delta}, {buffering}", refit.weights, version)
                 tally.true(f"refit {way} on rank {comm.rank}", refit.version == version, f"{refit.version}")
     weights = _Weights(comm, tally, Sharded(0), Sharded(1))
     with tempfile.TemporaryDirectory() as folder:  # of rank 0

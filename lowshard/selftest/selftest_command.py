@@ -6,6 +6,7 @@ import argparse
 import json
 import signal
 import sys
+import tarfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -48,7 +49,8 @@ def add_selftest_parser(subparsers: argparse._SubParsersAction[argparse.Argument
     parser.add_argument("-n", "--ranks", type=count_of, default=2, metavar="N", help="MPI ranks (default 2)")
     parser.add_argument(
         "-o", "--out", type=folder_of, metavar="DIR",
-        help="folder for logs and selftest.json (default: selftest in lowshard's cache folder, each run anew)",
+        help="folder for logs and selftest.json, and selftest.tgz with all of these (default: selftest in lowshard's "
+        "cache folder, each run anew)",
     )  # fmt: skip
     parser.add_argument("--only", metavar="A,B", help="these steps alone")
     parser.set_defaults(func=run)
@@ -88,6 +90,10 @@ def run(args: argparse.Namespace) -> int:
     }  # fmt: skip
     text = json.dumps(report, indent=2, allow_nan=False)
     (folder / "selftest.json").write_text(f"{text}\n", encoding="utf-8")
+    if args.out is not None:
+        with tarfile.open(folder / "selftest.tgz", "w:gz") as archive:  # one file to send
+            for path in [folder / "selftest.json", *sorted(folder.glob("*.log"))]:
+                archive.add(path, path.name)
     _show(outcomes, failed, folder / "selftest.json", seconds)
     if interrupted:
         _say(f"interrupted; done: {', '.join(outcome.name for outcome in outcomes) or 'no step'}")

@@ -33,14 +33,15 @@ _MPI = ("mpi4py", "mpi")
 # The steps that may be the first to need a kernel have time to compile it, on either device.
 STEPS = (
     Step("facts", "facts:run", "versions, driver, libraries, MPI, topology", 90, 40),
-    Step("kernels", "kernel_cases:run", "every kernel against its plain twin", 300, 300),
+    Step("kernels", "kernel_cases:run", "every kernel against its plain twin", 300, 180),
     Step("fold", "fold_cases:run", "every order, op and dtype of a reduction against plain NumPy", 120, 120),
-    Step("threads", "collective_step:run_threads", "collectives of ranks that are threads of one process", 120, 120),
-    Step("collectives", "collective_step:run", "collectives of MPI ranks against NumPy", 240, 240, _MPI),
+    Step("threads", "collective_step:run_threads", "collectives of ranks that are threads of one process", 120, 60),
+    Step("collectives", "collective_step:run", "collectives of MPI ranks against NumPy", 240, 120, _MPI),
     Step("streams", "stream_step:run", "started calls, and what may run beside them", 60, 40),
     Step("redistribute", "redistribute_step:run", "transitions between layouts against slices of the whole array",
          120, 60, _MPI),
     Step("refit", "refit_step:run", "new versions of weights, plain and as MXFP8", 180, 90, _MPI),
+    Step("fsdp", "fsdp_step:run", "sharded training against the same on NumPy arrays", 120, 60, _MPI),
     Step("bandwidths", "bandwidth_step:run", "shares of a copy of the same bytes", 180, 60, _MPI),
 )  # fmt: skip
 

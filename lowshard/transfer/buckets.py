@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import Any, NamedTuple
 
 from lowshard.bounded import bounded_cache
 from lowshard.box import Box, full_box, row_major_parts, volume
+from lowshard.kernels.cuda.cuda_engine import numbered_runs
+from lowshard.kernels.runs import RunTable
 
 Item = Any
 """An item of any kind; it is only passed through."""
@@ -32,12 +35,17 @@ class Piece(NamedTuple):
     size_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Bucket:
     """The pieces of one message."""
 
     pieces: tuple[Piece, ...]
     size_bytes: int
+
+    @cached_property
+    def runs(self) -> RunTable:
+        """The pieces' bytes, for a GPU's checksums."""
+        return numbered_runs([p.offset_bytes for p in self.pieces], [p.size_bytes for p in self.pieces])
 
 
 class Part(NamedTuple):

@@ -26,7 +26,6 @@ class Conversion:
 
     def __init__(self, transform: ReshardTransform, xp: Any) -> None:
         self.transform, self._xp = transform, xp
-        self._in_place = transform.in_place and xp is np
         self._uses: dict[Key, int] = {}
         self._kept: dict[Key, list[Array]] = {}
         self._pending: dict[Key, int] = {}
@@ -171,7 +170,7 @@ class Conversion:
     def copy(self, item: Item) -> None:
         """Copy an item within this rank."""
         values = item.source[slices_of(item.src_box)]
-        if self._in_place and item.stores and self._serves_one(item):
+        if self.transform.in_place and item.stores and self._serves_one(item):
             self.transform.recv_rows(item.dst_name, slices_of(item.dst_box), [values])
             return
         came = [values]
@@ -186,7 +185,7 @@ class Conversion:
 
     def _box_of(self, pieces: Sequence[Piece], forms: Sequence[Format]) -> Box | None:
         """Return the part of an item's box that pieces have all arrays of, or None."""
-        if not self._in_place:
+        if not self.transform.in_place:
             return None
         first = pieces[0]
         if first.component < 0:

@@ -25,7 +25,7 @@ from lowshard.transfer.buckets import Bucket, Part, Piece, bands_of, buckets_of
 from lowshard.transfer.conversion import Conversion, together
 from lowshard.transfer.huge_pages import settle
 from lowshard.transfer.item import Item, bytes_of
-from lowshard.transfer.piece_checksum import checksum
+from lowshard.transfer.piece_checksum import seal
 from lowshard.transfer.rounds import FirstError, Message, RoundMessages, run_rounds
 from lowshard.transfer.spans import BoxCopy, Span, can_read, inner_span, is_worth_it, packed_span
 
@@ -204,6 +204,9 @@ class Mover:
             self._turns.append(range(first, len(self._steps)))
         self._set_aside(like)
         self._packers: dict[tuple[int, bool], tuple[BoxCopy | None, list[list[Piece]]]] = {}
+        words = (0 if step is None else 1 + len(step[1].pieces) for _, step in self._steps)
+        self._words = list(accumulate(words, initial=0))
+        self._differences = comm.xp.empty(self._words[-1], np.uint64)
 
     def _set_aside(self, like: Mover | None) -> None:
         """Make, or share, the send and receive buffers."""
@@ -323,6 +326,8 @@ class Mover:
         for call in self._local[done:]:
             call()
         messages.finish()
+        if self._checksums and self._words[-1] and self._comm.xp is not np and not self._errors.error:
+            self._errors.collect_error(self._check_differences)
 
     def count(self) -> None:
         """Count bytes moved through memory; messages are counted when sent."""
@@ -353,7 +358,7 @@ class Mover:
 
     def _unpack(self, number: int, peer: int, bucket: Bucket, slot: Array) -> None:
         if self._checksums:
-            self._check_checksums(peer, bucket, slot)
+            self._check_checksums(number, peer, bucket, slot)
         found = self._packers.get((number, False))
         if found is None:
             plain, rest = _sorted(bucket)
@@ -368,24 +373,35 @@ class Mover:
 
     # ---- checksums
 
-    def _add_checksums(self, bucket: Bucket, slot: Array) -> None:
-        at = -(-bucket.size_bytes // 8) * 8
-        words = [self.version]
-        words += [checksum(slot[p.offset_bytes : p.offset_bytes + p.size_bytes]) for p in bucket.pieces]
-        sealed = np.array(words, np.uint64).view(np.uint8)
-        slot[at : at + sealed.size] = self._comm.xp.asarray(sealed)
+    def _sealed(self, bucket: Bucket, slot: Array) -> Array:
+        """Return the words behind the pieces of a bucket: its version, and a checksum for each."""
+        return slot[-(-bucket.size_bytes // 8) * 8 : self._size(bucket)].view(np.uint64)
 
-    def _check_checksums(self, peer: int, bucket: Bucket, slot: Array) -> None:
-        at, me = -(-bucket.size_bytes // 8) * 8, self._comm.rank
-        raw = slot[at : at + 8 * (1 + len(bucket.pieces))]
-        raw = raw if isinstance(raw, np.ndarray) else raw.get()
-        words = raw.copy().view(np.uint64).tolist()
-        if words[0] != self.version:
+    def _add_checksums(self, bucket: Bucket, slot: Array) -> None:
+        seal(slot, bucket, self.version, self._sealed(bucket, slot))
+
+    def _check_checksums(self, number: int, peer: int, bucket: Bucket, slot: Array) -> None:
+        differences = self._differences[self._words[number] : self._words[number + 1]]
+        seal(slot, bucket, self.version, differences, self._sealed(bucket, slot))
+        if isinstance(differences, np.ndarray):  # those of a GPU are told at the end of the run, in one wait
+            self._refuse(peer, bucket, differences)
+
+    def _check_differences(self) -> None:
+        found = self._comm._transport.to_host(self._differences)
+        for first, (_, step) in zip(self._words, self._steps, strict=False):
+            if step is not None:
+                self._refuse(*step, found[first:])
+
+    def _refuse(self, peer: int, bucket: Bucket, differences: Array) -> None:
+        """Raise what differs of the version and the checksums of a bucket, if anything does."""
+        me = self._comm.rank
+        if differences[0]:
+            came = (self.version - int(differences[0])) % (1 << 64)
             raise VerificationError(
-                f"rank {peer} sent version {words[0]} to rank {me}, which expects {self.version}"
+                f"rank {peer} sent version {came} to rank {me}, which expects {self.version}"
             )
-        for piece, word in zip(bucket.pieces, words[1:], strict=True):
-            if checksum(slot[piece.offset_bytes : piece.offset_bytes + piece.size_bytes]) != word:
+        for piece, difference in zip(bucket.pieces, differences[1:], strict=False):
+            if difference:
                 raise VerificationError(
                     f"{piece.item.name}: the checksum of a piece of {piece.size_bytes} bytes from rank {peer} to rank "
                     f"{me}, at {piece.item.dst_box}, does not agree: bits changed on the way"

@@ -1,4 +1,4 @@
-"""A 64-bit checksum of raw bytes, on the CPU at the speed of reading.
+"""A 64-bit checksum of raw bytes, at the speed of reading: by the CPU, or of many pieces by the GPU that has them.
 
 Each word of 64 bits is mixed with its place by steps that can be undone (add, xor with a shift of itself, multiply by
 an odd number), and the results are added up. So whatever changes within one word shows, always: a sum of which one
@@ -11,9 +11,13 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
+
+from lowshard.kernels.cuda.cuda_engine import CudaEngine
+from lowshard.kernels.engine import engine_for
+from lowshard.transfer.buckets import Bucket
 
 Array = Any
 
@@ -23,16 +27,24 @@ _MASK = (1 << 64) - 1
 
 
 def checksum(buffer: Array) -> int:
-    """Return the checksum of an array's bytes; it is C-contiguous."""
+    """Return the checksum of the bytes of an array of the host; it is C-contiguous."""
     raw = buffer.reshape(-1).view(np.uint8)
-    if not isinstance(raw, np.ndarray):
-        raw = raw.get()
     if raw.ctypes.data % 8:
         raw = raw.copy()
     words = raw[: raw.size // 8 * 8].view(np.uint64)
     tail = int.from_bytes(raw[words.size * 8 :].tobytes(), "little")
     ends = _mixed(tail, words.size) + _mixed(raw.size, words.size + 1)
     return (int(sums()(words)) + ends) & _MASK
+
+
+def seal(slot: Array, bucket: Bucket, version: int, sums: Array, expected: Array | None = None) -> None:
+    """Write a version and the checksums of a bucket's pieces, uint64, less what is expected. No GPU is waited for."""
+    if not isinstance(slot, np.ndarray):
+        cast(CudaEngine, engine_for(slot)).checksum(slot, sums, expected, bucket.runs, version)
+        return
+    parts = (slot[p.offset_bytes : p.offset_bytes + p.size_bytes] for p in bucket.pieces)
+    sums[:] = np.array([version, *map(checksum, parts)], np.uint64)
+    sums -= np.uint64(0) if expected is None else expected
 
 
 def _mixed(word: int, place: int) -> int:

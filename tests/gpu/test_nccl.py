@@ -16,7 +16,6 @@ from support.gpu import REASON, SHARED_GPU, busy, gpus, nccl_version, version_te
 from support.starting import start_ranks
 
 from lowshard import comm as lc
-from lowshard import settings
 from lowshard.comm import Communicator
 from lowshard.comm.nccl import nccl_communicator
 from lowshard.comm.nccl_bindings import Binding
@@ -64,18 +63,6 @@ ALONE = Way(1, "nccl", on_gpu=True)
 @pytest.mark.parametrize("name", cases_for(ALONE))
 def test_the_contract_holds_on_one_gpu(name: str, handle: Any) -> None:
     with lc.from_nccl(handle, 0, 1) as comm:
-        run_case(name, comm)
-
-
-@pytest.mark.parametrize("name", cases_for(ALONE))
-def test_the_contract_holds_on_one_gpu_through_nccl4py(
-    name: str, handle: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # The communicator that CuPy made, called by nccl4py.
-    pytest.importorskip("nccl.core", reason="nccl4py is not installed", exc_type=ImportError)
-    monkeypatch.setenv(settings.NCCL.name, "nccl4py")
-    with lc.from_nccl(handle, 0, 1) as comm:
-        assert type(comm._transport._handle).__name__ == "NCCL4PyHandle"  # type: ignore[attr-defined]
         run_case(name, comm)
 
 

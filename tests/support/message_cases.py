@@ -203,6 +203,19 @@ def a_group_does_not_disturb_what_was_started_before_it(comm: Communicator, rng:
 
 
 @case(by_the_host, others)
+def a_refused_message_tells_its_sender(comm: Communicator, rng: np.random.Generator) -> None:
+    for elems in (3, 1000, LARGE, 1 << 18):
+        buf, longer = put(comm, np.full(elems, 5.0)), put(comm, np.zeros(elems + 1))
+        if comm.rank == 0:
+            comm.send(buf, 1)  # returns, though it is refused
+            comm.send(buf, 1)
+        elif comm.rank == 1:
+            refused(lambda longer=longer: comm.recv(longer, 0), BufferMismatchError, "expect")  # type: ignore[misc]
+            comm.recv(longer[1:], 0)
+            same(longer[1:], np.full(elems, 5.0))
+
+
+@case(by_the_host, others)
 def a_message_of_another_length_in_a_group_is_refused_and_leaves_nothing_behind(
     comm: Communicator, rng: np.random.Generator
 ) -> None:

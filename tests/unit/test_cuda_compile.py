@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 from support import mode
 
-from lowshard.kernels.cuda.cuda_module import COMPILER_OPTIONS, SOURCES, source
+from lowshard.kernels.cuda.cuda_module import COMPILER_OPTIONS, SOURCES, program_of, source
 
 ARCHES = (80, 86, 89, 90, 100, 103, 120)
 MAIN_ARCH = 90
@@ -42,6 +42,7 @@ KERNELS = {
     "changes": {
         *(f"{name}_{size}" for name in ("differ", "gather", "scatter") for size in (1, 2, 4, 8, 16)),
     },
+    "checksum": {"checksum_start", "checksum_add"},
     "step": {"adamw_1", "adamw_4", "sgd_1", "sgd_4"},
     "fold": {
         f"fold_{kind}_{count}"
@@ -189,6 +190,20 @@ disassembled = pytest.mark.skipif(
 )
 
 
+@pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not on PATH")
+@pytest.mark.parametrize("name", SOURCES)
+def test_a_kernel_of_a_long_file_is_compiled_alone(name: str) -> None:
+    for kernel in mode.sample(sorted(KERNELS[name]), 2, f"alone {name}"):
+        file, options = program_of(kernel)
+        assert file == name
+        command = ["g++", "-E", "-P", "-x", "c++", *options, "-"]
+        done = subprocess.run(
+            command, input=source(name), capture_output=True, text=True, check=True, timeout=60
+        )
+        found = re.findall(r'extern "C".*?(\w+)\(u64', done.stdout, re.DOTALL)
+        assert found == [kernel] or (kernel in found and len(found) <= 15 and len(KERNELS[name]) <= 15)
+
+
 @every_case
 def test_a_source_compiles_without_warnings_and_spills_no_register(
     compiler: str, arch: int, name: str
@@ -280,6 +295,9 @@ def test_kernels_become_the_instructions_they_are_for(compiler: str, arch: int, 
             loads = [word for word in words[:first] if re.fullmatch(rf"LDG\.E(\.EF)?{vectors}", word)]
             assert len(loads) >= (4 if "adamw" in kernel else 2), kernel
             assert has(rf"STG\.E{vectors}"), kernel
+        if kernel == "checksum_add":
+            assert sum(bool(re.fullmatch(wide, word)) for word in words) >= 8, kernel
+            assert has(r"REDG?\.E\.ADD\.64\S*"), kernel
         if "swizzle" in kernel:
             loads = [i for i, word in enumerate(words) if word.startswith("LDG")]
             stores = [i for i, word in enumerate(words) if word.startswith("STG")]

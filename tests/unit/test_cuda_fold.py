@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import subprocess
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -19,7 +17,6 @@ from lowshard.comm import reduction
 from lowshard.comm.reduction import fold
 from lowshard.errors import CommError
 from lowshard.kernels.cuda.cuda_engine import MOST_FOLDED
-from lowshard.kernels.cuda.cuda_module import program_of, source
 from lowshard.selftest.arrays import hard
 from lowshard.selftest.comparisons import difference
 from lowshard.selftest.fold_cases import DTYPES, OPS, fold_cases
@@ -137,14 +134,3 @@ def test_more_operands_than_the_kernel_takes_are_refused(on_gpu: HostCudaEngine)
     ones = [np.ones(4, np.float32)] * MOST_FOLDED
     fold(ones, out, "sum")
     np.testing.assert_array_equal(out, MOST_FOLDED)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_dtypes_kernels_are_compiled_alone(dtype: str) -> None:
-    row = dtypes.get(dtype)
-    kernels = [f"fold_{row.short}_{count}" for count in (1, 2 if row.itemsize_bytes == 8 else 4)]
-    file, options = program_of(kernels[0])
-    assert options != program_of("cast_1")[1]
-    command = ["g++", "-E", "-P", "-x", "c++", *options, "-"]
-    done = subprocess.run(command, input=source(file), capture_output=True, text=True, check=True, timeout=60)
-    assert sorted(re.findall(r"fold_\w+_\d\b", done.stdout)) == kernels

@@ -53,6 +53,7 @@ from lowshard.kernels import engine as engine_module
 from lowshard.kernels.cuda import cuda_engine as cuda_engine
 from lowshard.kernels.cuda import cuda_table as cuda_table
 from lowshard.kernels.cuda.cuda_module import SOURCES, source
+from lowshard.kernels.mxfp8 import quantize_into_tiles
 from lowshard.kernels.plain import PlainEngine
 from lowshard.kernels.runs import RunTable
 from lowshard.selftest.arrays import bits
@@ -421,6 +422,27 @@ def test_the_widest_units_that_addresses_allow_are_taken(engine: HostCudaEngine)
             packed = pack(array, [((1, 5), (column, column + 16))], out)
         assert packed.tolist() == array[1:5, column : column + 16].reshape(-1).tolist()
         assert engine.launcher.launches[-1][0] == f"copy_{unit}"
+
+
+@any_dtype
+@pytest.mark.parametrize("column", [0, 32, 160])
+@pytest.mark.parametrize(("row", "rows"), [(0, 300), (37, 220), (128, 5)])
+def test_a_part_of_a_matrix_goes_to_its_tiles(
+    dtype: str, row: int, rows: int, column: int, any_engine: HostCudaEngine, rng: np.random.Generator
+) -> None:
+    x = blocks(rng, dtype, rows * 10).reshape(rows, 320)[:, column:]
+    space = rng.integers(0, 256, 300 * 320 + 3 * 3 * 512).astype(np.uint8)
+
+    def call() -> Any:
+        made = space.copy()
+        quantize_into_tiles(
+            x, made[: 300 * 320].reshape(300, 320), made[300 * 320 :], row, column, "e4m3", "rceil"
+        )
+        return made
+
+    launches = len(any_engine.launcher.launches)
+    assert_as_plain(any_engine, call)
+    assert len(any_engine.launcher.launches) == launches + 1
 
 
 # ----------------------------------------------------------------------------------------- scales' layouts

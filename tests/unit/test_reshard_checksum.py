@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from support.cuda_host import host_cuda_engine
+from support.host_kernels import needs_compiler
 
-from lowshard.transfer.piece_checksum import _plain, checksum, sums
+from lowshard.transfer.buckets import Bucket, Piece
+from lowshard.transfer.piece_checksum import _plain, checksum, seal, sums
 
 
 @pytest.mark.parametrize("size", [1, 8, 41, 264])
@@ -41,3 +44,23 @@ def test_it_is_the_same_without_numba_and_wherever_bytes_lie(rng: np.random.Gene
         words = raw[: size // 8 * 8].view(np.uint64)
         assert int(sums()(words)) == _plain(words)
         assert len({checksum(np.concatenate([raw[:i], raw[:size]])[i:]) for i in range(8)}) == 1
+
+
+@needs_compiler
+@pytest.mark.parametrize("most_ctas", [None, 1])
+def test_a_gpu_has_the_same_and_tells_what_differs(rng: np.random.Generator, most_ctas: int | None) -> None:
+    engine = host_cuda_engine(most_ctas=most_ctas)
+    sizes = [*range(1, 34), 4088, 4095, 4096, 4097, 8192, 12_345, 3]
+    offsets = np.cumsum([0, *(-(-size // 16) * 16 for size in sizes)]).tolist()
+    pieces = [Piece(None, -1, (), *place) for place in zip(offsets, sizes, strict=False)]
+    bucket = Bucket(tuple(pieces), offsets[-1])
+    raw = engine.launcher.to_device(rng.integers(0, 1 << 62, offsets[-1] // 8)).view(np.uint8)
+    sums, wanted, differences = np.zeros((3, 1 + len(sizes)), np.uint64)
+    seal(raw, bucket, (1 << 63) - 1, wanted)
+    engine.checksum(raw, sums, None, bucket.runs, (1 << 63) - 1)
+    np.testing.assert_array_equal(sums, wanted)
+    raw[offsets[-3] + sizes[-2] - 1] ^= 1
+    engine.checksum(raw, differences, sums, bucket.runs, 7)
+    assert np.flatnonzero(differences).tolist() == [0, len(sizes) - 1]
+    seal(raw, bucket, 7, wanted, sums)
+    np.testing.assert_array_equal(differences, wanted)

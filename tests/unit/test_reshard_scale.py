@@ -8,8 +8,8 @@ from support.recorded import oracle
 
 from lowshard.errors import KernelError
 from lowshard.kernels import dequantize_mxfp8, quantize_mxfp8, swizzle_scales
+from lowshard.kernels.swizzle import put_scales
 from lowshard.reshard import SwizzledMXFP8, ensure_sendable, scale_slice_from_data_slice
-from lowshard.reshard.mxfp8_transform import swizzled_places
 
 
 @pytest.mark.parametrize(
@@ -79,6 +79,20 @@ def test_sendable_is_an_array_as_it_is_or_a_quantised_one_in_bf16(rng: np.random
 
 
 def test_places_in_the_swizzled_layout_are_those_of_the_kernel(rng: np.random.Generator) -> None:
-    scale = rng.integers(0, 255, (300, 7), dtype=np.uint8)
+    scale = rng.integers(1, 255, (300, 11), dtype=np.uint8)
     whole = swizzle_scales(scale)
-    assert np.array_equal(whole[swizzled_places(range(37, 290), range(2, 7), 7)], scale[37:290, 2:7])
+    for (r0, r1), (c0, c1) in (
+        ((37, 290), (2, 7)),
+        ((0, 300), (0, 11)),
+        ((130, 131), (5, 6)),
+        ((96, 256), (3, 9)),
+        ((7, 7), (0, 4)),
+    ):
+        rest, expected = scale.copy(), np.zeros_like(scale)
+        rest[r0:r1, c0:c1], expected[r0:r1, c0:c1] = 0, scale[r0:r1, c0:c1]
+        tiles = np.zeros_like(whole)
+        for source in (scale[r0:r1, c0:c1], whole):
+            put_scales(source, tiles, r0, c0, (r1 - r0, c1 - c0), 11)
+            assert np.array_equal(tiles, swizzle_scales(expected))
+        put_scales(rest, tiles, 0, 0, rest.shape, 11)
+        assert np.array_equal(tiles, swizzle_scales(rest))

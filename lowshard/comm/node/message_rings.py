@@ -57,6 +57,8 @@ KIND, LENGTH, _ADDRESS, _SEGMENT, _OFFSET = range(5)
 ) = range(5, 14)  # fmt: skip
 """Of one that both copy: whether the receiver says where to; pieces that somebody copies, and bytes that have been
 copied; where to; who sleeps; whether a copy has failed."""
+_REFUSED = 2
+"""In ACCEPTED: the receiver expects another length."""
 _BOTH_BYTES = 64 << 10
 """Messages from here on both sides copy."""
 _PIECE_BYTES, _PIECES = 32 << 10, 16
@@ -160,7 +162,7 @@ def send(ctx: int, dst: int, address: int, size_bytes: int) -> Any:
     if share == BOTH:
         entry = entry_of(ctx, me, dst, number)
         code = await_word(ctx, entry + 8 * ACCEPTED, entry + 8 * _ACCEPTED_SLEEPERS, 1, dst)
-        if code == OK:
+        if code == OK and field(entry, ACCEPTED) != _REFUSED:
             segment = field(entry, _TO_SEGMENT)
             base = 0 if segment == NO_SEGMENT else mapped_at(ctx, dst, segment)
             there = field(entry, _TO_ADDRESS) if base == 0 else base + field(entry, _TO_OFFSET)
@@ -212,10 +214,7 @@ def _copy_message(ctx: int, entry: int, src: int, address: int, size_bytes: int)
         set_field(entry, _TO_SEGMENT, own)
         if own != NO_SEGMENT:
             set_field(entry, _TO_OFFSET, address - mapped_at(ctx, field(ctx, ME), own))
-        release(entry + 8 * ACCEPTED, 1)
-        fence()
-        if field(entry, _ACCEPTED_SLEEPERS) != 0:
-            wake(ctx, entry + 8 * ACCEPTED)
+        _answer(ctx, entry, 1)
         _copy_pieces(ctx, entry, src, address, there, base != 0, size_bytes, False)
         code = await_word(ctx, entry + 8 * _COPIED, entry + 8 * _COPIED_SLEEPERS, size_bytes, src)
     elif base != 0:
@@ -226,6 +225,15 @@ def _copy_message(ctx: int, entry: int, src: int, address: int, size_bytes: int)
         set_field(ctx, FAULT, 0)
         return FAULTY
     return code
+
+
+@inner
+def _answer(ctx: int, entry: int, word: int) -> None:
+    """Tell the sender of a message that both would copy where it goes, or that it is refused."""
+    release(entry + 8 * ACCEPTED, word)
+    fence()
+    if field(entry, _ACCEPTED_SLEEPERS) != 0:
+        wake(ctx, entry + 8 * ACCEPTED)
 
 
 @inner
@@ -296,6 +304,8 @@ def receive(ctx: int, src: int, address: int, size_bytes: int) -> Any:
     elif came != size_bytes:
         set_field(ctx, CAME, came)
         code = UNEQUAL
+        if kind == _THERE_BOTH:
+            _answer(ctx, entry, _REFUSED)
     elif kind == _HERE:
         copy_bytes(address, entry + ENTRY_HEAD_BYTES, size_bytes)
     else:

@@ -56,6 +56,7 @@ void call_kernel() {
     case n:                                             \
         reinterpret_cast<void(*) types>(kernel) values; \
         break;
+        CASE(4, (W, W, W, W), (a[0], a[1], a[2], a[3]))
         CASE(7, (W, W, W, W, W, W, W), (a[0], a[1], a[2], a[3], a[4], a[5], a[6]))
         CASE(8, (W, W, W, W, W, W, W, W), (a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7]))
         CASE(9, (W, W, W, W, W, W, W, W, W), (a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8]))
@@ -171,7 +172,8 @@ void check_access(const volatile void* address, std::size_t size, const char* wh
     if (trace) {
         if (trace_count < trace_room) {
             const Word thread = (Word)blockIdx.x * blockDim.x + threadIdx.x;
-            trace[trace_count] = {at, size, thread / LANES, thread % LANES, what[0] == 's'};
+            trace[trace_count] = {at, size, thread / LANES, thread % LANES,
+                                  what[0] == 'a' ? 2u : what[0] == 's'};
         }
         ++trace_count;
     }

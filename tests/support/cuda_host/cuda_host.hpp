@@ -39,7 +39,7 @@ unsigned exchange(unsigned mask, unsigned value, unsigned lane, unsigned call);
 // The same for a value that every lane wants of all.
 bool all(unsigned mask, bool value);
 
-// A load or store of one lane. Warps are numbered through the grid.
+// A load or store of one lane. Warps are numbered through the grid. `is_store` is 2 for what is added to memory at once.
 struct Access {
     unsigned long long address, size, warp, lane, is_store;
 };
@@ -57,6 +57,12 @@ template <class T>
 inline void store(T* address, T value) {
     check_access(address, sizeof(T), "store");
     *address = value;
+}
+
+template <class T>
+inline void add(T* address, T value) {
+    check_access(address, sizeof(T), "add");
+    *address += value;
 }
 
 inline unsigned this_lane() { return threadIdx.x % 32; }
