@@ -81,8 +81,6 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "full_only: takes long, finds the unusual: `pytest --full` has it")
     config.addinivalue_line("markers", "whole: none of its cases is left out of the default tier")
     config.addinivalue_line("markers", "quiet: measures times; the other processes of a run wait meanwhile")
-    if not full and not config.option.markexpr and not config.option.keyword:
-        config.pluginmanager.register(skips.WithoutGpu(), "lowshard without a GPU")
     if full and hasattr(config, "workerinput"):
         config.pluginmanager.register(_Turns(config.workerinput["testrunuid"]), "lowshard turns")
 

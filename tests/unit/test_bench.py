@@ -467,7 +467,6 @@ def test_packing_rows_move_their_boxes(plain_kernels: None) -> None:
     assert np.array_equal(np.concatenate([bits[a:b] for ((a, b),) in move.table.boxes]), wanted)
 
 
-@pytest.mark.gpu
 @pytest.mark.skipif(NO_GPU is not None, reason=f"no GPU to use here: {NO_GPU}")
 @pytest.mark.parametrize("bench", KERNELS)
 def test_every_row_runs_on_a_gpu(bench: str, tmp_path: Path) -> None:

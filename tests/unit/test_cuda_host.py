@@ -1,39 +1,32 @@
-"""The CUDA sources, run on the host, give the bytes of the plain engine: same files and launches, no GPU."""
+"""The CUDA sources on the host, where no GPU is large enough or tells what it was asked for: offsets beyond 32 bits,
+grids of any size, and which sectors of memory a warp touches.
+
+That they have the bytes of the plain engine is tested with the other engines (`support.engines`), and on GPU arrays in
+tests/gpu.
+"""
 
 from __future__ import annotations
 
 import mmap
+import platform
 import re
+import shutil
 import subprocess
 import sys
-from collections import OrderedDict
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import product
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from support import mode
-from support.cuda_host import HostCudaEngine, HostFault, host_cuda_engine, host_library
-from support.host_kernels import (
-    DTYPES,
-    ELEMS,
-    WAYS,
-    any_dtype,
-    any_elem,
-    any_mode,
-    assert_as_plain,
-    assert_same,
-    at_offset,
-    blocks,
-    engine_that_runs,
-    floats,
-    needs_compiler,
-    parts,
-    strided,
-    through,
-)
+from support.cuda_host import Access, HostCudaEngine, host_cuda_engine, host_library
 
+from lowshard import dtypes
+from lowshard.comm.reduction import fold
 from lowshard.kernels import (
     BoxTable,
     MXFP8Tensor,
@@ -43,11 +36,7 @@ from lowshard.kernels import (
     pack,
     pack_quantize,
     quantize_mxfp8,
-    sum_into,
-    swizzle_scales,
     unpack,
-    unpack_dequantize,
-    unswizzle_scales,
 )
 from lowshard.kernels import engine as engine_module
 from lowshard.kernels.cuda import cuda_engine as cuda_engine
@@ -56,16 +45,25 @@ from lowshard.kernels.cuda.cuda_module import SOURCES, source
 from lowshard.kernels.mxfp8 import quantize_into_tiles
 from lowshard.kernels.plain import PlainEngine
 from lowshard.kernels.runs import RunTable
-from lowshard.selftest.arrays import bits
+from lowshard.selftest.arrays import hard_blocks, put
+from lowshard.selftest.comparisons import Tally, difference
+from lowshard.selftest.kernel_cases import FAMILIES, KernelCase, through
 
-pytestmark = needs_compiler
+DTYPES = {
+    "bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16), "float32": np.dtype(np.float32),
+}  # fmt: skip
+BF16 = DTYPES["bfloat16"]
 
 
 @pytest.fixture(autouse=True)
-def plain_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def plain_elsewhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What a test expects, and what it prepares, comes from the plain engine."""
+    if shutil.which("g++") is None:
+        pytest.skip("g++, which builds the kernels, is not on PATH")
     plain = PlainEngine()
     monkeypatch.setattr(engine_module, "host_engine", lambda: plain)
+    with np.errstate(all="ignore"):  # overflow and invalid operations are what is asked for
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -73,12 +71,38 @@ def engine() -> HostCudaEngine:
     return host_cuda_engine()
 
 
-@pytest.fixture(scope="module", params=WAYS)
-def any_engine(request: pytest.FixtureRequest) -> HostCudaEngine:
-    return engine_that_runs(request.param)
+def blocks(rng: np.random.Generator, dtype: str, count: int) -> Any:
+    """Return hard blocks [count, 32], others each time."""
+    return hard_blocks((count, 32), dtype, int(rng.integers(1 << 60)))
 
 
-# ------------------------------------------------------------------------------------------------ the build
+def parts(result: Any) -> tuple[Any, ...]:
+    if isinstance(result, (MXFP8Tensor, SwizzledMXFP8)):
+        return result.data, result.scale
+    return result if isinstance(result, tuple) else (result,)
+
+
+def assert_as_plain(engine: HostCudaEngine, call: Callable[..., Any], *args: Any) -> None:
+    """Make a call through both engines; it makes its own output arrays."""
+    with through(engine):
+        found = parts(call(*args))
+    for a, b in zip(found, parts(call(*args)), strict=True):
+        assert (a.dtype, a.shape) == (b.dtype, b.shape)
+        np.testing.assert_array_equal(*(np.ascontiguousarray(x).view(np.uint8) for x in (a, b)))
+
+
+def at_offset(array: Any, offset: int, boundary: int = 64) -> Any:
+    """Return a copy of an array that begins `offset` bytes after a boundary."""
+    space = np.zeros(array.nbytes + offset + boundary, np.uint8)
+    skip = -space.ctypes.data % boundary + offset
+    copy = space[skip : skip + array.nbytes].view(array.dtype).reshape(array.shape)
+    copy[...] = array
+    return copy
+
+
+# ---- the build
+
+
 def test_the_sources_compile_without_a_warning() -> None:
     assert host_library()[1] == ""
 
@@ -97,195 +121,27 @@ def test_the_engine_can_be_imported_without_cupy_and_numba() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-def test_a_misaligned_an_outside_and_a_wrong_access_are_found(engine: HostCudaEngine) -> None:
-    words = np.zeros(64, np.int64)
-    base, name = words.ctypes.data, "sum_bf16_bf16_8"
-    with pytest.raises(HostFault, match="no multiple"):
-        engine.launcher.launch(name, 1, 256, (base + 8, 8, 0, 1, 0, base + 8, *[0] * 8))
-    engine.launcher.ranges = [(base, base + 32)]
-    try:
-        with pytest.raises(HostFault, match="outside"):
-            engine.launcher.launch(name, 1, 256, (base, 24, 0, 1, 0, base, *[0] * 8))
-    finally:
-        engine.launcher.ranges = None
-    with pytest.raises(HostFault, match="no kernel takes"):
-        engine.launcher.launch(name, 1, 256, (base,))
-    out = np.ones(4, np.float32)
-    with through(engine):  # and the fibers are whole again
-        assert sum_into(out, [np.ones(4, np.float32)]).tolist() == [2, 2, 2, 2]
+# ---- any grid, any numbers
 
 
-# ------------------------------------------------------------------------------------------------ quantise
-@pytest.fixture(scope="module", params=["bfloat16", "float16"])
-def every_pattern(request: pytest.FixtureRequest) -> Any:
-    """Blocks in which each 16-bit pattern is the largest once, and is an element under many scales."""
-    rng = mode.rng(f"every {request.param}")
-    pattern = np.arange(1 << 16)[:, None]
-    below = rng.integers(0, (pattern & 0x7FFF) + 1, (1 << 16, 32)) | rng.integers(0, 2, (1 << 16, 32)) << 15
-    near = np.maximum((pattern & 0x7FFF) - rng.integers(0, 0x600, (1 << 16, 32)), 0)
-    block = np.where(rng.random((1 << 16, 1)) < 0.5, below, near | below & 0x8000)
-    block[np.arange(1 << 16), rng.integers(0, 32, 1 << 16)] = pattern[:, 0]
-    return floats(np.concatenate([block, rng.permutation(1 << 16).reshape(-1, 32)]), request.param)
-
-
-@any_elem
-@any_mode
-def test_every_16_bit_pattern_as_element_and_as_block_maximum(
-    every_pattern: Any, elem: Any, scale_mode: Any, engine: HostCudaEngine
+@pytest.mark.parametrize("way", mode.sample(["one CTA", "large grid", "flushing"], 1, "ways of the host"))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_of_kernels_has_its_bytes_whichever_way_it_runs(
+    family: Callable[[], Iterator[KernelCase]], way: str
 ) -> None:
-    assert_as_plain(engine, quantize_mxfp8, every_pattern, elem, scale_mode)
-    assert engine.launcher.launches[-1][0].endswith(f"{elem}_linear")
-
-
-@any_dtype
-@any_elem
-@any_mode
-def test_blocks_of_every_scale(
-    dtype: str, elem: Any, scale_mode: Any, any_engine: HostCudaEngine, rng: np.random.Generator, full: bool
-) -> None:
-    x = blocks(rng, dtype, 300_000 if full else 8_000)
-    # Warps go another way where one of their 32 blocks is special: so both among each other and sorted.
-    largest = (bits(x) << 1).max(axis=1)
-    for order in (slice(None), np.argsort(largest)):
-        assert_as_plain(any_engine, quantize_mxfp8, x[order], elem, scale_mode)
-
-
-@any_dtype
-@any_elem
-def test_every_lowest_scale_byte(
-    dtype: str, elem: Any, any_engine: HostCudaEngine, rng: np.random.Generator
-) -> None:
-    edges = [0, 1, 2, 16, 17, 18, 19, 126, 127, 128, 240, 247, 248, 252, 253, 254]
-    for lowest in edges if mode.full() else [254, 253, *rng.choice(edges, 3)]:
-        x = blocks(rng, dtype, 1_000)
-        assert_as_plain(any_engine, quantize_mxfp8, x, elem, "rceil", None, int(lowest))
-
-
-@pytest.mark.parametrize("count", [1, 2, 7, 8, 31, 32, 33, 255, 256, 257])
-@any_dtype
-def test_any_number_of_blocks_leaves_what_lies_behind(
-    count: int, dtype: str, any_engine: HostCudaEngine, rng: np.random.Generator
-) -> None:
-    x = blocks(rng, dtype, count)
-
-    def call() -> Any:
-        space = np.full((count + 1) * 33, 0xA5, np.uint8)
-        data, scale = space[: count * 32].reshape(count, 32), space[(count + 1) * 32 :][:count]
-        quantize_mxfp8(x, out=MXFP8Tensor(data, scale.reshape(count, 1)))
-        return space
-
-    assert_as_plain(any_engine, call)
-
-
-@any_dtype
-def test_quantised_arrays_may_lie_backwards(
-    dtype: str, any_engine: HostCudaEngine, rng: np.random.Generator
-) -> None:
-    x = blocks(rng, dtype, 3 * 5 * 40).reshape(3, 5, 1280)
-
-    def call() -> Any:
-        data, scale = np.zeros((3, 5, 1280), np.uint8), np.zeros((3, 5, 40), np.uint8)
-        q = quantize_mxfp8(x, out=MXFP8Tensor(data[::-1, ::-1], scale[::-1, ::-1]))
-        return data, scale, dequantize_mxfp8(q, dtype)
-
-    assert_as_plain(any_engine, call)
-
-
-# ---------------------------------------------------------------------------------------------- dequantise
-@any_dtype
-@any_elem
-def test_blocks_of_one_code_under_every_scale(dtype: str, elem: Any, any_engine: HostCudaEngine) -> None:
-    # One code a block, and zeros: a warp goes another way where a code is special. The selftest has them side by side.
-    code = np.tile(np.arange(256, dtype=np.uint8), (256, 1))
-    alone = np.repeat(code[:, :, None], 32, axis=2).reshape(256, -1)
-    zeros = code & 0x80
-    for data in (alone, zeros):
-        scale = np.repeat(np.arange(256, dtype=np.uint8)[:, None], data.shape[1] // 32, axis=1)
-        q = MXFP8Tensor(data, scale, elem)
-        assert_as_plain(any_engine, dequantize_mxfp8, q, dtype)
-
-
-# --------------------------------------------------------------------------------------------------- boxes
-def random_boxes(rng: np.random.Generator, shape: tuple[int, ...], count: int, block: int) -> list[Any]:
-    """Return boxes at multiples of `block` in the last dim, empty ones among them."""
-    grid = (*shape[:-1], shape[-1] // block)
-    boxes = []
-    for _ in range(count):
-        cut = [sorted(int(i) for i in rng.integers(0, n + 1, 2)) for n in grid]
-        cut[-1] = [block * i for i in cut[-1]]
-        boxes.append(tuple((a, b) for a, b in cut))
-    return boxes
-
-
-def disjoint_boxes(rng: np.random.Generator, shape: tuple[int, ...], block: int) -> list[Any]:
-    """Return a grid of boxes with random edges, in random order, some left out."""
-    edges = []
-    for dim, n in enumerate(shape):
-        step = block if dim == len(shape) - 1 else 1
-        inner = np.unique(rng.integers(0, n // step + 1, 3)) * step
-        edges.append(np.unique([0, *inner.tolist(), n]))
-    counts = [len(e) - 1 for e in edges]
-    chosen = [i for i in np.ndindex(*counts) if rng.random() < 0.7]
-    rng.shuffle(chosen)
-    return [tuple((int(e[i]), int(e[i + 1])) for e, i in zip(edges, index, strict=True)) for index in chosen]
-
-
-@any_dtype
-@pytest.mark.parametrize("outer", [1, 2, 3, 4])
-def test_strided_boxes_in_one_launch(
-    dtype: str, outer: int, any_engine: HostCudaEngine, rng: np.random.Generator
-) -> None:
-    shape = ((9, 160), (6, 5, 128), (4, 5, 3, 128), (3, 4, 3, 4, 96))[outer - 1]
-    rounds = 6 if mode.full() else 2
-    for elem in ELEMS * rounds:
-        x = strided(rng, blocks(rng, dtype, int(np.prod(shape)) // 32).reshape(shape))
-        whole = tuple((0, n) for n in shape[:-1])
-        boxes = [*random_boxes(rng, shape, 40, 32), (*whole, (32, 64))]
-        before = len(any_engine.launcher.launches)
-        q = assert_as_plain(any_engine, pack_quantize, x, boxes, elem)
-        if q.data.size:
-            assert len(any_engine.launcher.launches) == before + 1
-
-        table = BoxTable(shape, disjoint_boxes(rng, shape, 32))
-        packed = pack_quantize(x, table, elem)
-
-        def into_boxes(packed: Any, table: BoxTable) -> Any:
-            target = strided(np.random.default_rng(1), np.zeros(shape, DTYPES[dtype]))
-            return unpack_dequantize(packed, table, target)
-
-        assert_as_plain(any_engine, into_boxes, packed, table)
-
-
-@pytest.mark.parametrize("dtype", ["uint8", "uint16", "float32", "float64", "complex128", "S3", "S24"])
-@pytest.mark.parametrize("outer", [1, 2, 3, 4])
-def test_strided_boxes_are_copied_in_one_launch(
-    dtype: str, outer: int, any_engine: HostCudaEngine, rng: np.random.Generator
-) -> None:
-    shape = ((31, 150), (6, 7, 67), (4, 5, 3, 64), (3, 4, 3, 4, 33))[outer - 1]
-    kind = np.dtype(dtype) if dtype[0] != "S" else np.dtype((np.void, int(dtype[1:])))
-    for _ in range(4 if mode.full() else 1):
-        content = rng.integers(0, 256, (*shape, kind.itemsize), np.uint8)
-        array = strided(rng, content.view(kind).reshape(shape))
-        boxes = random_boxes(rng, shape, 40, 1)
-        before = len(any_engine.launcher.launches)
-        assert_as_plain(any_engine, pack, array, boxes)
-        assert len(any_engine.launcher.launches) == before + 1
-        table = BoxTable(shape, disjoint_boxes(rng, shape, 1))
-        packed = pack(array, table)
-
-        def into_boxes(packed: Any, table: BoxTable) -> Any:
-            return unpack(packed, table, strided(np.random.default_rng(1), np.zeros(shape, kind)))
-
-        assert_as_plain(any_engine, into_boxes, packed, table)
-
-
-def test_thousands_of_boxes_and_a_large_one(any_engine: HostCudaEngine, rng: np.random.Generator) -> None:
-    x = blocks(rng, "bfloat16", 6_000).reshape(60, 3200)
-    rows, columns = rng.integers(0, 60, 5_000), rng.integers(0, 100, 5_000) * 32
-    boxes = [((int(r), int(r) + 1), (int(c), int(c) + 32)) for r, c in zip(rows, columns, strict=True)]
-    boxes.insert(2_500, ((0, 60), (32, 3200)))
-    assert_as_plain(any_engine, pack_quantize, x, boxes)
-    assert_as_plain(any_engine, pack, x, boxes)
+    """One CTA; a grid as large as the work; subnormals flushed, as in kernels that CuPy compiles."""
+    if way == "flushing" and platform.machine() not in ("x86_64", "AMD64"):
+        pytest.skip(f"{platform.machine()}: the host build flushes subnormals on x86 alone")
+    made = {
+        "one CTA": {"most_ctas": 1},
+        "large grid": {"multiprocessors": 10**6},
+        "flushing": {"flush": True},
+    }[way]
+    tally = Tally()
+    for case in mode.sample([*family()], 30, f"{family.__name__} {way}"):
+        with through(host_cuda_engine(**made)):  # type: ignore[arg-type]
+            case.check(partial(put, np), tally)
+    assert not tally.findings
 
 
 def test_boxes_too_large_for_31_bits_are_cut(
@@ -304,6 +160,26 @@ def test_boxes_too_large_for_31_bits_are_cut(
         assert units.boxes >= runs.total_elems // 32 / most
         assert units.units == runs.total_elems // 32
         assert_as_plain(engine, lambda: (pack(x, boxes), *parts(pack_quantize(x, boxes))))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("column", [0, 32, 160])
+@pytest.mark.parametrize(("row", "rows"), [(0, 300), (37, 220), (128, 5)])
+def test_a_part_of_a_matrix_goes_to_its_tiles(
+    dtype: str, row: int, rows: int, column: int, engine: HostCudaEngine, rng: np.random.Generator
+) -> None:
+    x = blocks(rng, dtype, rows * 10).reshape(rows, 320)[:, column:]
+    space = rng.integers(0, 256, 300 * 320 + 3 * 3 * 512).astype(np.uint8)
+
+    def call() -> Any:
+        made = space.copy()
+        codes, scales = made[: 300 * 320].reshape(300, 320), made[300 * 320 :]
+        quantize_into_tiles(x, codes, scales, row, column, "e4m3", "rceil")
+        return made
+
+    launches = len(engine.launcher.launches)
+    assert_as_plain(engine, call)
+    assert len(engine.launcher.launches) == launches + 1
 
 
 def test_the_divisors_divide_exactly(rng: np.random.Generator) -> None:
@@ -361,8 +237,11 @@ def test_totals_beyond_32_bits(rng: np.random.Generator) -> None:
         assert launcher.launches[-1] == ("quantize_bf16_e4m3_linear", ctas)
         back = reserved(elems, DTYPES["bfloat16"])
         dequantize_mxfp8(MXFP8Tensor(data, scale), out=back)
-    assert_same((data[tail], scale[-259:]), (expected.data, expected.scale))
-    assert_same(back[tail], dequantize_mxfp8(expected))
+    np.testing.assert_array_equal(data[tail], expected.data)
+    np.testing.assert_array_equal(scale[-259:], expected.scale)
+    np.testing.assert_array_equal(
+        *(part.view(np.uint16) for part in (back[tail], dequantize_mxfp8(expected)))
+    )
 
     # A box of 2^33 units of which only the addresses repeat, and one behind it that is looked at.
     src, dst = rng.integers(0, 256, 4096, np.uint8), np.zeros(4096, np.uint8)
@@ -378,137 +257,6 @@ def test_totals_beyond_32_bits(rng: np.random.Generator) -> None:
     assert launcher.launches[-1] == ("copy_1", ctas)
     np.testing.assert_array_equal(dst[1024:4025], src[1024:4025])
     assert not dst[4025:].any()
-
-
-# ----------------------------------------------------------------------------------------------- alignment
-@any_dtype
-def test_arrays_at_any_address(dtype: str, any_engine: HostCudaEngine, rng: np.random.Generator) -> None:
-    names = set()
-    for offset in mode.sample(range(17), 6, f"offsets {dtype}"):
-        for other in (0, int(rng.integers(1, 17))):
-            x = at_offset(blocks(rng, dtype, 37), offset)
-            elem = ELEMS[int(rng.integers(2))]
-
-            def quantised(x: Any, elem: Any, other: int) -> Any:
-                data, scale = np.zeros((37, 32), np.uint8), np.zeros((37, 1), np.uint8)
-                return quantize_mxfp8(x, elem, out=MXFP8Tensor(at_offset(data, other), scale, elem))
-
-            q = assert_as_plain(any_engine, quantised, x, elem, other)
-            names.add(any_engine.launcher.launches[-1][0].rpartition("_")[2])
-
-            def onto(call: Callable[..., Any], x: Any, how: Any, shape: Any, kind: str, other: int) -> Any:
-                return call(x, how, at_offset(np.zeros(shape, DTYPES[kind]), other))
-
-            q = MXFP8Tensor(at_offset(q.data, offset), q.scale, elem)
-            assert_as_plain(any_engine, onto, dequantize_mxfp8, q, dtype, q.shape, dtype, other)
-            for target in DTYPES:
-                flat = x.reshape(-1)[: int(rng.integers(1, 1184))]
-                assert_as_plain(any_engine, onto, cast, flat, target, flat.shape, target, other)
-            assert_as_plain(any_engine, onto, pack, x, [((3, 30), (5, 29))], 648, dtype, other)
-    assert "any" in names
-
-
-def test_the_widest_units_that_addresses_allow_are_taken(engine: HostCudaEngine) -> None:
-    # [rows, row bytes], first column, address, expected unit.
-    cases = [
-        (64, 0, 0, 16), (64, 16, 0, 16), (64, 8, 0, 8), (64, 4, 0, 4), (64, 2, 0, 2), (64, 1, 0, 1),
-        (64, 0, 1, 1), (64, 0, 2, 2), (64, 0, 8, 8), (63, 0, 0, 1), (62, 0, 0, 2), (60, 0, 0, 4),
-        (56, 0, 0, 8), (48, 0, 0, 16),
-    ]  # fmt: skip
-    for width, column, offset, unit in cases:
-        array = at_offset(np.arange(width * 6, dtype=np.uint8).reshape(6, width), offset)
-        out = at_offset(np.zeros(4 * 16, np.uint8), 0)
-        with through(engine):
-            packed = pack(array, [((1, 5), (column, column + 16))], out)
-        assert packed.tolist() == array[1:5, column : column + 16].reshape(-1).tolist()
-        assert engine.launcher.launches[-1][0] == f"copy_{unit}"
-
-
-@any_dtype
-@pytest.mark.parametrize("column", [0, 32, 160])
-@pytest.mark.parametrize(("row", "rows"), [(0, 300), (37, 220), (128, 5)])
-def test_a_part_of_a_matrix_goes_to_its_tiles(
-    dtype: str, row: int, rows: int, column: int, any_engine: HostCudaEngine, rng: np.random.Generator
-) -> None:
-    x = blocks(rng, dtype, rows * 10).reshape(rows, 320)[:, column:]
-    space = rng.integers(0, 256, 300 * 320 + 3 * 3 * 512).astype(np.uint8)
-
-    def call() -> Any:
-        made = space.copy()
-        quantize_into_tiles(
-            x, made[: 300 * 320].reshape(300, 320), made[300 * 320 :], row, column, "e4m3", "rceil"
-        )
-        return made
-
-    launches = len(any_engine.launcher.launches)
-    assert_as_plain(any_engine, call)
-    assert len(any_engine.launcher.launches) == launches + 1
-
-
-# ----------------------------------------------------------------------------------------- scales' layouts
-@pytest.mark.parametrize(
-    "shape", [(1, 1), (128, 4), (127, 3), (129, 5), (128, 64), (300, 33), (31, 130), (513, 8), (1, 257)]
-)
-def test_scales_are_swizzled_and_back(
-    shape: tuple[int, int], any_engine: HostCudaEngine, rng: np.random.Generator
-) -> None:
-    rows, columns = shape
-    space = rng.integers(0, 256, (2 * rows, 2 * columns + 3), np.uint8)
-    views = [
-        space[:rows, :columns].copy(),
-        space[:rows, 3 : columns + 3],
-        space[::-2, :columns],
-        space[:rows, ::2][:, :columns],
-        np.ascontiguousarray(space[:rows, :columns].T).T,
-        at_offset(space[:rows, :columns].copy(), 1),
-    ]
-    for view in views:
-        tiles = assert_as_plain(any_engine, swizzle_scales, view)
-        with through(any_engine):
-            assert_same(swizzle_scales(view, at_offset(np.zeros_like(tiles), 3)), tiles)
-        garbage = np.where(tiles == 0, np.uint8(7), tiles)
-        for packed in (tiles, at_offset(garbage, 1), np.repeat(tiles, 2)[::2]):
-            assert_as_plain(any_engine, unswizzle_scales, packed, rows, columns)
-
-        def into_view(tiles: Any) -> Any:
-            target = np.zeros_like(space)
-            unswizzle_scales(tiles, rows, columns, target[::-2, :columns])
-            return target
-
-        assert_as_plain(any_engine, into_view, tiles)
-
-
-MATRICES = [(1, 32), (128, 128), (127, 96), (129, 160), (300, 1056), (7, 8256)]
-
-
-@any_dtype
-@any_elem
-@pytest.mark.parametrize("shape", mode.sample(MATRICES, 3, "matrices in tiles"))
-def test_a_matrix_and_its_tiles_take_one_launch(
-    shape: tuple[int, int], dtype: str, elem: Any, any_engine: HostCudaEngine, rng: np.random.Generator
-) -> None:
-    rows, width = shape
-    space = blocks(rng, dtype, 2 * rows * (width + 32) // 32).reshape(2 * rows, width + 32)
-    views = {
-        "linear": space[:rows, :width].copy(),
-        "table": space[::-2, 32:],
-        "any": at_offset(space[:rows, :width].copy(), 1),
-    }
-
-    def tiled(x: Any) -> Any:
-        made = quantize_mxfp8(x, elem)
-        scale = np.full(swizzle_scales(made.scale).size, 0xAA, np.uint8)
-        out = SwizzledMXFP8(np.zeros(x.shape, np.uint8), at_offset(scale, 1), elem)
-        before = len(any_engine.launcher.launches)
-        quantize_mxfp8(x, elem, out=out, scale_layout="128x4")
-        launches.append(any_engine.launcher.launches[before:])
-        return out
-
-    for form, x in views.items():
-        launches: list[Any] = []
-        assert_as_plain(any_engine, tiled, x)
-        names = [name.rpartition("_")[2] for name, _ in launches[1]]
-        assert names == ["linear" if form == "table" and rows == 1 else form]
 
 
 def test_tiles_of_more_than_32_bits_of_blocks(rng: np.random.Generator) -> None:
@@ -530,128 +278,94 @@ def test_tiles_of_more_than_32_bits_of_blocks(rng: np.random.Generator) -> None:
     np.testing.assert_array_equal(scale[-expected.scale.size :], expected.scale)
 
 
-# ------------------------------------------------------------------------------------------ what is reused
-def test_a_table_goes_to_the_device_once_for_each_stream() -> None:
-    engine = host_cuda_engine()
-    x = np.arange(4096, dtype=np.float32).reshape(32, 128)
-    table = BoxTable(x.shape, (((0, 30), (0, 96)), ((3, 9), (32, 64))))
-    out = np.zeros(table.total_elems, np.float32)
-    with through(engine):
-        for _ in range(3):
-            pack(x, table, out)
-            pack_quantize(x, table)
-        assert engine.launcher.uploads == 2
-        engine.launcher.current_stream = "another"
-        for _ in range(3):
-            pack(x, table, out)
-        assert engine.launcher.uploads == 3
-        engine.launcher.current_stream = 0
-        pack(x, table, out)
-        assert engine.launcher.uploads == 3
-        for stream in range(1, 200):  # one that is made for each call keeps nothing for ever
-            engine.launcher.current_stream = stream
-            pack(x, table, out)
-    kept = [
-        found
-        for runs in table._runs.values()
-        for found in runs.derived.values()
-        if isinstance(found, OrderedDict)
-    ]
-    assert 0 < max(map(len, kept)) == cuda_engine._KEPT_STREAMS
-
-
-# ------------------------------------------------------------------------------------------ casts and sums
-@pytest.mark.parametrize("source_dtype", ["bfloat16", "float16"])
-@any_dtype
-def test_every_16_bit_pattern_is_cast(source_dtype: str, dtype: str, any_engine: HostCudaEngine) -> None:
-    x = floats(np.arange(1 << 16), source_dtype)
-    assert_as_plain(any_engine, cast, x, dtype)
-    assert_as_plain(any_engine, cast, x[1:], dtype)
-
-
-@any_dtype
-def test_fp32_of_every_exponent_and_all_ties_are_cast(
-    dtype: str, any_engine: HostCudaEngine, rng: np.random.Generator, full: bool
+@pytest.mark.parametrize("op", ["sum", "prod", "min"])
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+def test_all_pairs_of_fp8_numbers_are_folded_as_on_the_cpu(
+    engine: HostCudaEngine, dtype: str, op: str
 ) -> None:
-    # For every sign and exponent: ties of both 16-bit types and their neighbours, among random mantissas.
-    ties = np.concatenate([np.arange(8)[:, None] << 12, np.arange(8)[:, None] << 15, [[0]]])
-    mantissa = np.concatenate(
-        [(ties + np.arange(-2, 3)).reshape(-1) % (1 << 23), rng.integers(0, 1 << 23, 64)]
-    )
-    bits = (np.arange(512)[:, None] << 23 | mantissa).reshape(-1)
-    if full:
-        bits = np.concatenate([bits, rng.integers(0, 1 << 32, 1 << 22)])
-    assert_as_plain(any_engine, cast, floats(bits, "float32"), dtype)
+    row, codes = dtypes.get(dtype), np.arange(256, dtype=np.uint8)  # CuPy has no arrays of them
+    terms = [part.reshape(-1).view(row.numpy) for part in (np.repeat(codes, 256), np.tile(codes, 256))]
+    expected, found = np.empty(1 << 16, row.numpy), np.empty(1 << 16, row.numpy)
+    fold(terms, expected, op)
+    engine.fold(found, terms, row.short, op, True, 1)
+    assert not difference(found, expected, any_nan=True)
 
 
-@any_dtype
-def test_strided_arrays_are_cast(dtype: str, any_engine: HostCudaEngine, rng: np.random.Generator) -> None:
-    for target in DTYPES:
-        x = strided(rng, blocks(rng, dtype, 60).reshape(4, 3, 5, 32))
-        assert_as_plain(any_engine, cast, x, target)
-        assert_as_plain(any_engine, cast, x[..., ::2], target)
-        assert_as_plain(any_engine, cast, x[..., :27], target)
-        assert_as_plain(any_engine, cast, x.T, target)
+# ---- sectors: DRAM moves 32 bytes or none
+
+# The n-th access of each lane of a warp to an array is one instruction, where all lanes take the same way.
+
+SECTOR_BYTES, LANES, LONG = 32, 32, 4096
 
 
-@any_dtype
-@pytest.mark.parametrize("accumulate", [True, False])
-def test_sums_of_any_number_of_sources(
-    dtype: str, accumulate: bool, engine: HostCudaEngine, rng: np.random.Generator
+@pytest.fixture
+def everywhere(engine: HostCudaEngine, monkeypatch: pytest.MonkeyPatch) -> HostCudaEngine:
+    """All public calls on NumPy arrays run through the sources."""
+    monkeypatch.setattr(engine_module, "host_engine", lambda: engine)
+    return engine
+
+
+def on_sector(shape: int | tuple[int, ...], dtype: Any, offset_bytes: int = 0) -> Any:
+    """Return zeros that begin `offset_bytes` after a boundary of 128 bytes."""
+    count, dtype = int(np.prod(shape)), np.dtype(dtype)
+    space = np.zeros(count * dtype.itemsize + 256, np.uint8)
+    start = -space.ctypes.data % 128 + offset_bytes
+    return space[start : start + count * dtype.itemsize].view(dtype).reshape(shape)
+
+
+def instructions(accesses: list[Access], array: Any, stores: bool) -> list[list[Access]]:
+    """Return what each warp's instruction did to an array, the accesses of all its lanes."""
+    begin, end = array.ctypes.data, array.ctypes.data + array.nbytes
+    so_far: dict[tuple[int, int], int] = defaultdict(int)
+    found: dict[tuple[int, int], list[Access]] = defaultdict(list)
+    for access in accesses:
+        if access.is_store == stores and begin <= access.address < end:
+            nth = so_far[access.warp, access.lane]
+            so_far[access.warp, access.lane] += 1
+            found[access.warp, nth].append(access)
+    return list(found.values())
+
+
+def assert_whole_sectors(accesses: list[Access], array: Any, stores: bool, lane_bytes: int) -> None:
+    """Assert that every byte moves once, `lane_bytes` a lane, and no instruction touches a part of a sector."""
+    found = instructions(accesses, array, stores)
+    assert sum(access.size_bytes for group in found for access in group) == array.nbytes
+    for group in found:
+        sectors: dict[int, int] = defaultdict(int)
+        for access in group:
+            sectors[access.address // SECTOR_BYTES] += access.size_bytes
+        assert set(sectors.values()) == {SECTOR_BYTES}, sorted(access.address % 1024 for access in group)
+        assert [access.size_bytes for access in group] == [lane_bytes] * LANES
+
+
+def traced(engine: HostCudaEngine, call: Callable[[], object]) -> tuple[str, list[Access]]:
+    """Make a call; return its kernel and accesses."""
+    with engine.launcher.traced() as accesses:
+        call()
+    return engine.launcher.launches[-1][0], accesses
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_dequantise_loads_codes_and_stores_values_in_whole_sectors(
+    dtype: str, special: bool, everywhere: HostCudaEngine, rng: np.random.Generator
 ) -> None:
-    counts = (1, 2, 5, 7, 8, 9, 16, 20)
-    for count, mixed in [*product(counts, (False, True))]:
-        size = int(rng.integers(1, 4000))
-        kinds = rng.choice(list(DTYPES), count if mixed else 1).tolist() * (1 if mixed else count)
-        offsets = [0] * (count + 1) if rng.random() < 0.5 else rng.integers(0, 17, count + 1).tolist()
-        sources = [
-            at_offset(blocks(rng, kind, -(-size // 32)).reshape(-1)[:size], offset)
-            for kind, offset in zip(kinds, offsets[1:], strict=True)
-        ]
-        out = blocks(rng, dtype, -(-size // 32)).reshape(-1)[:size]
-
-        with through(PlainEngine()):
-            expected = sum_into(at_offset(out, offsets[0]), sources, accumulate)
-        with through(engine):
-            result = sum_into(at_offset(out, offsets[0]), sources, accumulate)
-        nan = np.isnan(expected.astype(np.float32))
-        np.testing.assert_array_equal(np.isnan(result.astype(np.float32)), nan)
-        assert_same(result[~nan], expected[~nan])
-        unit = 8 if "float32" not in (dtype, *kinds) and len(set(kinds)) == 1 else 4
-        unit = 1 if any(offset % 16 for offset in offsets) else unit
-        assert engine.launcher.launches[-1][0].endswith(f"_{unit}")
+    data = on_sector((LONG // 32, 32), np.uint8)
+    data[...] = rng.integers(0, 0x7F, data.shape)
+    if special:  # a warp goes another way where a code is a NaN
+        data[::32, 5] = 0x7F
+    q = MXFP8Tensor(data, np.full((LONG // 32, 1), 127, np.uint8))
+    out = on_sector(data.shape, DTYPES[dtype])
+    kernel, accesses = traced(everywhere, lambda: dequantize_mxfp8(q, dtype, out))
+    assert kernel.endswith("_linear")
+    assert_whole_sectors(accesses, data, False, 4 if dtype == "float32" else 8)
+    assert_whole_sectors(accesses, out, True, 16)
 
 
-@any_dtype
-@pytest.mark.parametrize("kinds", [*DTYPES, "mixed"])
-@pytest.mark.parametrize("offset", [0, 2])
-def test_zeros_of_sign_minus_stay_and_absent_terms_add_nothing(
-    dtype: str, kinds: str, offset: int, engine: HostCudaEngine
-) -> None:
-    for count in (1, 2, 8, 9):
-        picked = (list(DTYPES) * 3)[:count] if kinds == "mixed" else [kinds] * count
-        sources = [at_offset(np.full(21, -0.0, DTYPES[kind]), offset) for kind in picked]
-        out = at_offset(np.full(21, -0.0, DTYPES[dtype]), offset)
-        for accumulate in (True, False):
-            with through(engine):
-                assert np.signbit(sum_into(out, sources, accumulate)).all()
-            assert not out.any()
-
-
-def test_the_first_sources_need_no_table_and_later_ones_keep_theirs() -> None:
-    engine = host_cuda_engine()
-    sources = [np.full(100, i, np.float32) for i in range(9)]
-    out = np.zeros(100, np.float32)
-    with through(engine):
-        sum_into(out, sources[:8])
-        assert engine.launcher.uploads == 0
-        for _ in range(3):
-            sum_into(out, sources)
-        assert engine.launcher.uploads == 1
-        engine.launcher.current_stream = "another"
-        sum_into(out, sources)
-        assert engine.launcher.uploads == 2
-        assert out.tolist() == [28.0 + 4 * 36.0] * 100
-        for last in np.zeros((cuda_engine._KEPT_SOURCE_TABLES + 10, 100), np.float32):
-            sum_into(out, [*sources[:8], last])
-    assert len(engine._sources) == cuda_engine._KEPT_SOURCE_TABLES
+@pytest.mark.parametrize(("src", "dst"), [*product(DTYPES, DTYPES)])
+def test_cast_moves_whole_sectors_on_both_sides(src: str, dst: str, everywhere: HostCudaEngine) -> None:
+    x, out = on_sector(LONG, DTYPES[src]), on_sector(LONG, DTYPES[dst])
+    _, accesses = traced(everywhere, lambda: cast(x, dst, out))
+    elems = 16 // max(x.itemsize, out.itemsize)
+    assert_whole_sectors(accesses, x, False, elems * x.itemsize)
+    assert_whole_sectors(accesses, out, True, elems * out.itemsize)

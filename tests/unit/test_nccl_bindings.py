@@ -1,17 +1,15 @@
-"""The binding to CuPy and NCCL: what is missing is named."""
+"""What must be installed for arrays on GPUs, and what keeps ranks from NCCL: named, without importing CuPy."""
 
 from __future__ import annotations
 
+import subprocess
 import sys
-from types import SimpleNamespace
-from typing import Any
 
-import numpy as np
 import pytest
 from support.comm_kit import refused
-from support.fake_cupy import Cupy
 
-from lowshard.comm.nccl_bindings import Binding, _lock
+from lowshard.comm.nccl_bindings import Binding
+from lowshard.comm.nccl_over_mpi import crowding, why_unusable
 from lowshard.errors import DependencyError
 
 
@@ -19,30 +17,19 @@ def test_what_is_missing_is_named_with_what_installs_it(monkeypatch: pytest.Monk
     monkeypatch.setitem(sys.modules, "cupy", None)
     refused(Binding.load, DependencyError, "CuPy", r"pip install 'lowshard\[cuda12\]'")
     refused(lambda: Binding.load(with_nccl=False), DependencyError, "CuPy")
+    assert "CuPy" in str(why_unusable())
 
 
-def test_a_cupy_without_nccl_serves_staging_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = Cupy(available=False)
-    for name, module in (("cupy", fake), ("cupy.cuda", fake.cuda), ("cupy.cuda.nccl", fake.nccl)):
-        monkeypatch.setitem(sys.modules, name, module)
-    refused(Binding.load, DependencyError, "no NCCL library", "lowshard\\[cuda12\\]")
-    assert Binding.load(with_nccl=False).nccl is None
-    fake.nccl.available = True
-    assert Binding.load().nccl is fake.nccl
+def test_importing_the_module_does_not_import_cupy() -> None:
+    code = "import sys, lowshard.comm.nccl_over_mpi; assert not {'cupy', 'mpi4py'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-def test_memory_that_cannot_be_locked_is_used_as_it_is() -> None:
-    calls: list[tuple[Any, ...]] = []
-
-    def register(*args: int) -> None:
-        calls.append(args)
-        if len(calls) > 1:
-            raise RuntimeError("cudaErrorNotSupported")
-
-    memory = np.zeros(8192, np.uint8)
-    runtime = SimpleNamespace(hostRegister=register, hostUnregister=lambda at: calls.append(("undone", at)))
-    at = memory.ctypes.data
-    _lock(runtime, memory)()
-    assert calls == [(at, 8192, 0), ("undone", at)]
-    _lock(runtime, memory)()
-    assert len(calls) == 3
+def test_ranks_that_share_a_gpu_are_refused_unless_nccl_can_and_may() -> None:
+    may = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
+    assert crowding(["0:1", "0:2"], 22809, {}) is None
+    assert crowding(["0:1", "", ""], 22809, {}) is None  # what has no GPU has another error
+    for version, environ in ((22809, may), (23007, {}), (23007, {"NCCL_MULTI_RANK_GPU_ENABLE": "0"})):
+        assert "3 ranks of this node have 2 GPUs" in str(crowding(["0:1", "0:2", "0:1"], version, environ))
+    assert "loaded: 2.28.9" in str(crowding(["0:1", "0:1"], 22809, may))
+    assert crowding(["0:1", "0:1"], 23007, may) is None

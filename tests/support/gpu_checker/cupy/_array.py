@@ -17,7 +17,7 @@ from cupy import _memory, _streams
 from cupy._memory import Access, accesses_of
 from cupy._pinned import ON_DEVICE, copy_async
 from cupy._streams import UNSUPPORTED, CUDARuntimeError, Work
-from cupy.checker import OFF, count, need, report, where
+from cupy.checker import LOCK, OFF, count, need, report, where
 
 Host = npt.NDArray[Any]
 
@@ -155,6 +155,10 @@ def _compute(
     args, options = bare(tuple(args)), {key: bare(value) for key, value in options.items()}
     values: list[Any] = []
     stream = _streams.stream_at(_current().ptr)
+    with LOCK:  # else what is ahead may be done in between, after its result was used
+        is_early = bool(
+            stream.queue or stream.capture or any(one.done < n for one, n in stream.clock.items())
+        )
     if out is None:
         # The shape of the result: of the result, where all that it comes after has run, else of any.
         with np.errstate(all="ignore"):
@@ -162,7 +166,7 @@ def _compute(
         if isinstance(values[0], (list, tuple)):
             raise TypeError(f"the checker's {name} has one result")
         out = empty(np.shape(values[0]), getattr(values[0], "dtype", None) or np.asarray(values[0]).dtype)
-    if stream.queue or stream.capture or any(one.done < n for one, n in stream.clock.items()):
+    if is_early:
         values.clear()
     _operate(name, out._host, arrays, lambda: values.pop() if values else function(*args, **options))
     return out

@@ -143,6 +143,7 @@ host_saw_more: list[Callable[[], None]] = []
 _thread = threading.local()
 _waiting: dict[Stream, None] = {}  # with operations that have not run
 _pump: list[threading.Thread] = []
+_advancing: list[bool] = []
 _captures: dict[Capture, None] = {}
 
 
@@ -234,27 +235,38 @@ def advance(mine: Operation | None = None) -> None:
         Misuse: `mine` ran, and broke a rule; that others did is told in a report alone.
     """
     with LOCK:
-        error: Misuse | None = None
-        has_run = True
-        while has_run:
-            has_run = False
-            for stream in list(_waiting):
-                while stream.queue and stream.queue[0].can_run():
-                    operation, has_run = stream.queue[0], True
-                    try:
-                        _run(operation)
-                    except Misuse as misuse:
-                        error = misuse if operation is mine else error
-                    finally:
-                        stream.queue.popleft()
-                        stream.done = operation.index
-                if not stream.queue:
-                    _waiting.pop(stream, None)
+        if _advancing:  # by what runs: this goes on behind it
+            return
+        _advancing.append(True)
+        try:
+            error = _run_what_can(mine)
+        finally:
+            _advancing.clear()
         if _waiting and not _pump:
             _pump.append(threading.Thread(target=_keep_running, name="gpu checker", daemon=True))
             _pump[0].start()
     if error is not None:
         raise error
+
+
+def _run_what_can(mine: Operation | None) -> Misuse | None:
+    error: Misuse | None = None
+    has_run = True
+    while has_run:
+        has_run = False
+        for stream in list(_waiting):
+            while stream.queue and stream.queue[0].can_run():
+                operation, has_run = stream.queue[0], True
+                try:
+                    _run(operation)
+                except Misuse as misuse:
+                    error = misuse if operation is mine else error
+                finally:
+                    stream.queue.popleft()
+                    stream.done = operation.index
+            if not stream.queue:
+                _waiting.pop(stream, None)
+    return error
 
 
 def _keep_running() -> None:
