@@ -150,8 +150,9 @@ def remove(block: Block) -> None:
 
 def block_at(address: int) -> Block | None:
     """Return the block that has a byte, alive or not."""
-    index = bisect.bisect_right(_begins, address) - 1
-    block = _blocks[_begins[index]] if index >= 0 else None
+    with LOCK:
+        index = bisect.bisect_right(_begins, address) - 1
+        block = _blocks[_begins[index]] if index >= 0 else None
     return block if block is not None and address < block.begin + block.capacity + GRAIN_BYTES // 2 else None
 
 

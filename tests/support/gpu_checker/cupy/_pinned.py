@@ -74,10 +74,9 @@ def unlock(address: int) -> None:
 
 def is_locked(address: int, size: int = 1) -> bool:
     """Say whether memory of the host is page-locked."""
-    return any(
-        block.begin <= address and address + size <= block.begin + block.capacity
-        for block in _locked.values()
-    )
+    with LOCK:
+        ranges = [(block.begin, block.begin + block.capacity) for block in _locked.values()]
+    return any(begin <= address and address + size <= end for begin, end in ranges)
 
 
 def copy_async(to: int, source: int, size: int, kind: int, ptr: int) -> None:

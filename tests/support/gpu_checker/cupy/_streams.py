@@ -437,15 +437,24 @@ def _of_live_event(name: str) -> Callable[[Callable[..., Any]], Callable[..., An
                 if name == "eventQuery":
                     return DESTROYED
                 raise CUDARuntimeError(DESTROYED)
-            with LOCK:
-                return call(event, *args)
+            return call(event, *args)
 
         return checked
 
     return decorate
 
 
+def _locked(call: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(call)
+    def held(*args: Any) -> Any:
+        with LOCK:
+            return call(*args)
+
+    return held
+
+
 @_of_live_event("eventRecord")
+@_locked
 def record_event(event: Event, ptr: int) -> None:
     """Have an event stand for what a stream has been given so far."""
     stream = stream_at(ptr)
@@ -455,6 +464,7 @@ def record_event(event: Event, ptr: int) -> None:
 
 
 @_of_live_event("eventQuery")
+@_locked
 def query_event(event: Event) -> int:
     """Return CUDA's status of an event."""
     refuse_in_capture()
@@ -478,6 +488,7 @@ def wait_for_event(event: Event) -> None:
 
 
 @_of_live_event("streamWaitEvent")
+@_locked
 def order_after_event(event: Event, ptr: int) -> None:
     """Have what a stream is given from now on come after an event."""
     stream = stream_at(ptr)
@@ -495,16 +506,16 @@ def order_after_event(event: Event, ptr: int) -> None:
         merge(stream.clock, event.clock)
 
 
+@_locked
 def query_stream(ptr: int) -> int:
     """Return CUDA's status of a stream."""
-    with LOCK:
-        stream = stream_at(ptr)
-        if stream.capture is not None:
-            _invalidated(UNSUPPORTED, stream.capture)
-            return UNSUPPORTED
-        refuse_in_capture()
-        stream.asked = (stream.count, 1 + (stream.asked[1] if stream.asked[0] == stream.count else 0))
-        return _answer({stream: stream.count}, stream.asked[1])
+    stream = stream_at(ptr)
+    if stream.capture is not None:
+        _invalidated(UNSUPPORTED, stream.capture)
+        return UNSUPPORTED
+    refuse_in_capture()
+    stream.asked = (stream.count, 1 + (stream.asked[1] if stream.asked[0] == stream.count else 0))
+    return _answer({stream: stream.count}, stream.asked[1])
 
 
 def _answer(clock: dict[Stream, int], asked: int) -> int:
@@ -520,11 +531,13 @@ def _answer(clock: dict[Stream, int], asked: int) -> int:
 
 def wait_for_stream(ptr: int) -> None:
     """Have the host wait for all that a stream has been given."""
-    stream = stream_at(ptr)
-    if stream.capture is not None:
-        raise _invalidated(UNSUPPORTED, stream.capture)
-    refuse_in_capture()
-    host_waits(_clock_of(stream), "streamSynchronize")
+    with LOCK:
+        stream = stream_at(ptr)
+        if stream.capture is not None:
+            raise _invalidated(UNSUPPORTED, stream.capture)
+        refuse_in_capture()
+        clock = _clock_of(stream)
+    host_waits(clock, "streamSynchronize")
 
 
 def wait_for_device() -> None:

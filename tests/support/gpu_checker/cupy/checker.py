@@ -11,6 +11,7 @@ Environment:
 from __future__ import annotations
 
 import atexit
+import gc
 import json
 import os
 import sys
@@ -23,8 +24,30 @@ from types import FrameType
 OFF = os.environ.get("LOWSHARD_CHECKER") == "off"
 LAG = 0 if OFF else int(os.environ.get("LOWSHARD_CHECKER_LAG", "2"))
 LIMIT_S = float(os.environ.get("LOWSHARD_CHECKER_LIMIT_S", "60"))
-LOCK = threading.RLock()
-"""Held by whatever changes the state of the device."""
+
+
+class _Lock:
+    """A lock under which no garbage is collected: what lowshard does in a `__del__` would find things half done."""
+
+    def __init__(self) -> None:
+        self._lock, self._depth, self._collects = threading.RLock(), 0, True
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        if not self._depth:
+            self._collects = gc.isenabled()
+            gc.disable()
+        self._depth += 1
+
+    def __exit__(self, *exc: object) -> None:
+        self._depth -= 1
+        if not self._depth and self._collects:
+            gc.enable()
+        self._lock.release()
+
+
+LOCK = _Lock()
+"""Held by whatever looks at the state of the device, or changes it."""
 
 _FOLDER = str(Path(__file__).parent)
 _FRAMES = 4  # of the program, in the name of a place

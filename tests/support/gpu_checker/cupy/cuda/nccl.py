@@ -203,9 +203,8 @@ class _Collective(_Part):
 
     def post(self) -> None:
         low, high = self._body
-        self._meeting.post(
-            f"c{self._number}.{self._meeting.rank}", self._head, ctypes.string_at(low, high - low)
-        )
+        self.posted = f"c{self._number}.{self._meeting.rank}"
+        self._meeting.post(self.posted, self._head, ctypes.string_at(low, high - low))
 
     def ready(self) -> bool:
         left = [rank for rank in range(self._meeting.size) if self._meeting.has_left(rank)]
