@@ -76,8 +76,11 @@ def test_a_collective_in_one_record_works(run: Any) -> None:
     run(3, every_promise)
 
 
-@pytest.mark.parametrize("run", [run_nccl, run_staged])
-@pytest.mark.parametrize(("run_rank", "size"), [(redistribute_step.run_rank, 3), (refit_step.run_rank, 2)])
+PROGRAMS = [(run, *what) for run in (run_nccl, run_staged)
+            for what in ((redistribute_step.run_rank, 3), (refit_step.run_rank, 2))]  # fmt: skip
+
+
+@pytest.mark.parametrize(("run", "run_rank", "size"), mode.sample(PROGRAMS, 2, "programs on a GPU"))
 def test_ranks_move_and_refit(cupy: Any, run: Any, run_rank: Any, size: int) -> None:
     def work(comm: Communicator) -> Tally:
         tally = Tally()

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from support import mode
 from support.checked_gpu import checked_gpu, checker_env
-from support.host_kernels import needs_compiler
+from support.gpu import needs_compiler
 from support.planted_faults import FAULTS, RANK_FAULTS, Rank, RankStep, Rig, Step
 
 from lowshard.comm.nccl_bindings import Binding
