@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import product
 from typing import Any
 
 import ml_dtypes
@@ -32,17 +30,13 @@ from lowshard.kernels import (
     unpack_dequantize,
     unswizzle_scales,
 )
-from lowshard.kernels.buffer import address, address_range
 from lowshard.kernels.cuda.cuda_engine import MOST_FOLDED
-from lowshard.kernels.mxfp8 import FLOATS
-from lowshard.kernels.plain import PlainEngine
-from lowshard.kernels.reference import ELEMS
 from lowshard.selftest import fold_cases
+from lowshard.selftest.arrays import ordinary, put
 from lowshard.selftest.comparisons import Tally, difference
-from lowshard.selftest.kernel_cases import FAMILIES, through
+from lowshard.selftest.kernel_cases import FAMILIES
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
-DTYPES = {"bfloat16": BF16, "float16": np.dtype(np.float16), "float32": np.dtype(np.float32)}
 SHAPE = (6, 50, 320)
 BOXES = (
     ((0, 6), (0, 50), (32, 64)), ((1, 2), (3, 4), (0, 32)), ((2, 6), (5, 49), (64, 320)), ((0, 1), (7, 50), (64, 96)),
@@ -58,15 +52,13 @@ def stream(request: pytest.FixtureRequest, cupy: Any) -> Iterator[Any]:
         made.synchronize()
 
 
-def on_gpu(array: Any) -> Any:
-    """Return a copy on the GPU with the same strides, made by bytes: CuPy itself is not under test."""
+def on_gpu(array: np.ndarray) -> Any:
+    """Return a copy on the GPU, which is there: the kernel under test may run on another stream."""
     import cupy
 
-    low, high = address_range(array)
-    memory = np.ctypeslib.as_array((ctypes.c_uint8 * (high - low)).from_address(low))
-    made = cupy.asarray(memory)
-    cupy.cuda.get_current_stream().synchronize()  # the kernel under test may run on another one
-    return cupy.ndarray(array.shape, array.dtype, made.data + (address(array) - low), array.strides)
+    made = put(cupy, array)
+    cupy.cuda.get_current_stream().synchronize()
+    return made
 
 
 def on_host(array: Any) -> Any:
@@ -81,34 +73,6 @@ def parts(result: Any) -> tuple[Any, ...]:
     if isinstance(result, (MXFP8Tensor, SwizzledMXFP8)):
         return result.data, result.scale
     return result if isinstance(result, tuple) else (result,)
-
-
-def moved(value: Any) -> Any:
-    """Return arguments with every array copied to the GPU."""
-    if isinstance(value, np.ndarray):
-        return on_gpu(value)
-    if isinstance(value, MXFP8Tensor):
-        return MXFP8Tensor(on_gpu(value.data), on_gpu(value.scale), value.elem)
-    return [moved(item) for item in value] if isinstance(value, list) else value
-
-
-def assert_as_plain(call: Callable[..., Any], *args: Any) -> None:
-    """Make a call on the GPU and through the plain engine; every array it returns has the same bytes."""
-    found = parts(call(*map(moved, args)))
-    with through(PlainEngine()):
-        expected = parts(call(*args))
-    for a, b in zip(found, expected, strict=True):
-        assert (a.dtype, a.shape) == (b.dtype, b.shape)
-        np.testing.assert_array_equal(on_host(a), on_host(b))
-
-
-def floats(rng: np.random.Generator, dtype: str, shape: tuple[int, ...], finite: bool = False) -> Any:
-    """Return any bit patterns, or numbers of all sizes."""
-    size = DTYPES[dtype].itemsize
-    if not finite:
-        bits = rng.integers(0, 1 << (8 * size), shape, np.uint32 if size == 4 else np.uint16)
-        return bits.view(DTYPES[dtype])
-    return (rng.standard_normal(shape) * 2.0 ** rng.integers(-12, 5, shape)).astype(DTYPES[dtype])
 
 
 # ---- the same bytes
@@ -139,53 +103,19 @@ def test_folds_have_the_bits_of_plain_numpy(dtype: str, cupy: Any) -> None:
         fold([found] * (MOST_FOLDED + 1), found, "max")
 
 
-def other_cases(rng: np.random.Generator, dtype: str, elem: Any) -> Iterator[tuple[Any, ...]]:
-    """Yield calls and arguments that the selftest has not: other strides, scales that lie apart, many boxes."""
-    yield partial(quantize_mxfp8, scale_layout="128x4"), floats(rng, dtype, (256, 1024), True), elem
-    wide = floats(rng, dtype, (9, 20, 200), True)
-    for view in (wide[:, ::2, 8:168], wide.transpose(1, 0, 2)[..., 1:193]):
-        yield from ((quantize_mxfp8, view, elem, "rceil", None, lowest) for lowest in (0, 1, 254))
-    q = MXFP8Tensor(
-        rng.integers(0, 256, (100, 992), np.uint8), rng.integers(0, 256, (100, 31), np.uint8), elem
-    )
-    yield dequantize_mxfp8, q, dtype
-    table, x = BoxTable(SHAPE, BOXES), floats(rng, dtype, SHAPE)
-    for view in (np.ascontiguousarray(x.transpose(1, 0, 2)).transpose(1, 0, 2), x[:, ::-1]):
-        yield pack, view, table
-        yield pack_quantize, view, table, elem
-    x = floats(rng, dtype, (57, 515))
-    yield from ((cast, view, target) for view, target in product((x, x.T, x.reshape(-1)[:-3]), DTYPES))
-    rows, columns = rng.integers(0, 64, 2_000).tolist(), rng.integers(0, 10, 2_000).tolist()
-    many = [((r, r + 1), (32 * c, 32 * c + 32)) for r, c in zip(rows, columns, strict=True)]
-    x = floats(rng, dtype, (64, 320), True)
-    yield pack, x, BoxTable(x.shape, tuple(many))
-    yield pack_quantize, x, BoxTable(x.shape, tuple(many))
-    # Arrays that are copied first, by CuPy's kernels: they need the headers of a CUDA toolkit (cupy-cuda13x[ctk]).
-    yield quantize_mxfp8, x[:, ::5], elem
-    yield dequantize_mxfp8, MXFP8Tensor(q.data, np.asfortranarray(q.scale), q.elem), dtype
-    yield sum_into, x.copy(), [np.asfortranarray(x)]
-
-
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("elem", ELEMS)
-def test_bytes_are_those_of_the_host(dtype: str, elem: Any, stream: Any, rng: np.random.Generator) -> None:
-    for call, *args in mode.sample([*other_cases(rng, dtype, elem)], 12, f"other cases {dtype} {elem}"):
-        assert_as_plain(call, *args)
-
-
 # ---- how it is called
 
 
-def every_call(cupy: Any, rng: np.random.Generator) -> dict[str, Callable[..., Any]]:
+def every_call(cupy: Any) -> dict[str, Callable[..., Any]]:
     """Return each public call on GPU arrays, with buffers to write into."""
     table = BoxTable(SHAPE, BOXES)
     total, width = table.total_elems, SHAPE[-1]
-    x = on_gpu(floats(rng, "bfloat16", SHAPE, True))
+    x = on_gpu(ordinary(SHAPE, "bfloat16", "x"))
     back = cupy.empty(SHAPE, BF16)
     q = MXFP8Tensor(cupy.empty(SHAPE, np.uint8), cupy.empty((*SHAPE[:-1], width // 32), np.uint8))
     wire = MXFP8Tensor.over(cupy.empty(MXFP8Tensor.buffer_bytes((total,)), np.uint8), (total,))
-    sources = [on_gpu(floats(rng, "float16", SHAPE, True)) for _ in range(9)]
-    scale = on_gpu(rng.integers(0, 255, (300, 34), np.uint8))
+    sources = [on_gpu(ordinary(SHAPE, "float16", "x")) for _ in range(9)]
+    scale = on_gpu(ordinary((300, 34), "uint8", "scale"))
     tiles, rows = cupy.empty(3 * 9 * 512, np.uint8), cupy.empty((300, 34), np.uint8)
     packed = cupy.empty(total, BF16)
     return {
@@ -206,10 +136,8 @@ def bytes_of(result: Any) -> list[bytes]:
     return [on_host(array).tobytes() for array in parts(result)]
 
 
-def test_calls_run_on_the_stream_that_is_named_behind_what_is_ahead_and_wait_for_nothing(
-    cupy: Any, rng: np.random.Generator
-) -> None:
-    stream, calls = cupy.cuda.Stream(non_blocking=True), every_call(cupy, rng)
+def test_calls_run_on_the_stream_that_is_named_behind_what_is_ahead_and_wait_for_nothing(cupy: Any) -> None:
+    stream, calls = cupy.cuda.Stream(non_blocking=True), every_call(cupy)
     with stream:
         busy(cupy, 0.0)
     for call in calls.values():  # tables and sources go up
@@ -233,10 +161,8 @@ def test_calls_run_on_the_stream_that_is_named_behind_what_is_ahead_and_wait_for
 
 
 @pytest.mark.parametrize("kept", [True, False])
-def test_a_table_goes_up_once_a_stream_without_waiting_and_serves_several(
-    kept: bool, cupy: Any, rng: np.random.Generator
-) -> None:
-    host = floats(rng, "float32", SHAPE)
+def test_a_table_goes_up_once_a_stream_without_waiting_and_serves_several(kept: bool, cupy: Any) -> None:
+    host = ordinary(SHAPE, "float32", "x")
     x, table = on_gpu(host), BoxTable(SHAPE, BOXES)
     streams, found = [cupy.cuda.Stream(non_blocking=True) for _ in range(3)], []
     for index, stream in enumerate(streams):
@@ -254,8 +180,8 @@ def test_a_table_goes_up_once_a_stream_without_waiting_and_serves_several(
             np.testing.assert_array_equal(on_host(out), on_host(pack(host, table)))
 
 
-def test_nothing_is_allocated_after_first_use(cupy: Any, rng: np.random.Generator) -> None:
-    calls, sizes, allocate = every_call(cupy, rng), list[int](), cupy.cuda.get_allocator()
+def test_nothing_is_allocated_after_first_use(cupy: Any) -> None:
+    calls, sizes, allocate = every_call(cupy), list[int](), cupy.cuda.get_allocator()
     for call in calls.values():
         call()
 
@@ -269,9 +195,7 @@ def test_nothing_is_allocated_after_first_use(cupy: Any, rng: np.random.Generato
     assert not sizes
 
 
-def test_outputs_are_the_arrays_that_were_given_and_lie_in_one_place(
-    cupy: Any, rng: np.random.Generator
-) -> None:
+def test_outputs_are_the_arrays_that_were_given_and_lie_in_one_place(cupy: Any) -> None:
     host = np.ones((4, 64), np.float32)
     x, on_cpu = on_gpu(host), quantize_mxfp8(host)
     q = quantize_mxfp8(x)

@@ -11,7 +11,6 @@ import pytest
 from support.comm_kit import refused
 from support.gpu import (
     Answers,
-    Recorded,
     alone,
     on_gpu,
     recorded,
@@ -170,36 +169,6 @@ def test_a_rank_that_does_not_come_to_a_split_is_found_on_the_host(monkeypatch: 
         comm._transport._nccl.failed = True  # type: ignore[attr-defined]  # no destroy: the ranks do not come to it together
 
     run_nccl(2, check, timeout_s=0.2)
-
-
-def test_a_rank_that_never_comes_to_the_first_call_ends_the_split_by_its_deadline() -> None:
-    """NCCL connects in the first call: without a connection ahead the call itself would wait, past any deadline."""
-    end = threading.Event()
-
-    class Gone(Recorded):
-        def __getattr__(self, name: str) -> Any:
-            found = super().__getattr__(name)
-            return gone if name in ("send", "recv") else found
-
-    def gone(*args: Any) -> None:
-        end.wait(20.0)
-        raise KeyError(7)  # and nothing else is called
-
-    def check(comm: Communicator) -> None:
-        handle: Any = recorded(comm)
-        host: Any = comm._transport.host
-        made: list[Any] = []
-        split, split_host = handle.commSplit, host.split
-        handle.commSplit = lambda *args: Gone(split(*args).raw)
-        host.split = lambda *args: made.extend([split_host(*args)]) or made[0]  # type: ignore[func-returns-value]
-        begun = time.monotonic()
-        refused(lambda: comm.split(0), TimedOut, f"NCCL connecting rank {comm.rank} to 1 others was not done")
-        assert time.monotonic() - begun < 5.0
-        assert [one.closed for one in made] == [True], "the group's communicator of the host stays open"
-        comm._transport._nccl.failed = True  # type: ignore[attr-defined]  # the group's first call is still under way
-        end.set()
-
-    run_nccl(2, check, timeout_s=0.5)
 
 
 @pytest.mark.parametrize(("kind", "how"), [("nccl", "call"), ("cuda", "wait")])
