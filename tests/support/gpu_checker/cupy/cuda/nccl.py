@@ -164,9 +164,11 @@ def _queue(calls: Sequence[_Call]) -> None:
                 return []
             for part in parts:
                 part.run()
-            for name in comm._posted:  # who has posted this operation is done with the one before
-                comm._meeting.take_away(name)
-            comm._posted = [part.posted for part in parts if part.posted]
+            posts = [part.posted for part in parts if part.posted]
+            if posts:  # all ranks have posted theirs and are done with the one before; a message tells of two alone
+                for name in comm._posted:
+                    comm._meeting.take_away(name)
+                comm._posted = posts
             return touched
 
         work = Work(run, ready)
