@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from support.cuda_host import host_cuda_engine
-from support.host_kernels import needs_compiler
+from support.gpu import needs_compiler
 
 from lowshard.transfer.buckets import Bucket, Piece
 from lowshard.transfer.piece_checksum import _plain, checksum, seal, sums
