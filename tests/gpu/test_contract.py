@@ -23,31 +23,25 @@ from lowshard.selftest.comparisons import Tally
 from lowshard.selftest.steps import STEPS, Setting
 
 LATE, PLAIN = (Way(2, "nccl", on_gpu=True, late=True), Way(3, "nccl", on_gpu=True, compares=False))
-SLOW = {"a_call_reads_what_one_that_was_started_writes"}
-"""Of 64 MB where arrays are on a GPU: for MPI ranks."""
-
-
-def few(way: str, count: int) -> list[str]:
-    return [name for name in some_cases(count, way) if name not in SLOW]
 
 
 # ---- threads
 
 
-@pytest.mark.parametrize("name", cases_for(Way(1, "nccl", on_gpu=True), few("NCCL alone", 6)))
+@pytest.mark.parametrize("name", cases_for(Way(1, "nccl", on_gpu=True), some_cases(6, "NCCL alone")))
 def test_the_contract_holds_on_one_rank(name: str) -> None:
     with alone() as comm:
         run_case(name, comm)
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("name", cases_for(LATE, few("NCCL compared late", 10)))
+@pytest.mark.parametrize("name", cases_for(LATE, some_cases(10, "NCCL compared late")))
 def test_the_contract_holds_where_calls_are_compared_late(name: str) -> None:
     run_nccl(2, lambda comm: run_case(name, comm), late=True)
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("name", cases_for(PLAIN, few("NCCL without control", 6)))
+@pytest.mark.parametrize("name", cases_for(PLAIN, some_cases(6, "NCCL without control")))
 def test_the_contract_holds_without_control(name: str) -> None:
     run_nccl(3, lambda comm: run_case(name, comm), control=False)
 
@@ -58,7 +52,7 @@ def test_the_contract_holds_without_control(name: str) -> None:
     [
         (name, size)
         for size in mode.sample([1, 2, 3], 1, "staged")
-        for name in cases_for(Way(size, "staged", on_gpu=True), few("staged", 10))
+        for name in cases_for(Way(size, "staged", on_gpu=True), some_cases(10, "staged"))
     ],
 )
 def test_the_contract_holds_where_arrays_are_staged(name: str, size: int) -> None:

@@ -107,7 +107,8 @@ def many_calls_may_be_in_flight_and_run_in_order(comm: Communicator, rng: np.ran
 
 @case()
 def a_call_reads_what_one_that_was_started_writes(comm: Communicator, rng: np.random.Generator) -> None:
-    each = 20_000 if comm.xp is np else (16 << 20) // comm.size  # 64 MB on a GPU
+    is_small = comm.xp is np or hasattr(comm.xp, "checker")  # which sees what is not ordered at any size
+    each = 20_000 if is_small else (16 << 20) // comm.size  # 64 MB on a GPU
     data = rng.integers(-9, 9, (comm.size, comm.size * each)).astype(np.float32)
     part, whole = put(comm, np.zeros(each, np.float32)), put(comm, np.zeros(comm.size * each, np.float32))
     send = put(comm, data[comm.rank])
