@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
+from unittest.mock import patch
 
 from lowshard import foreign_array
 from lowshard.kernels.cuda import cuda_changes, cuda_engine
@@ -18,8 +19,6 @@ CHECKER_PATH = Path(__file__).with_name("gpu_checker")
 SHARED_GPU = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "2", "NCCL_NVLS_ENABLE": "0"}
 """Environment of ranks that share the one GPU."""
 
-_CACHES = (cuda_engine.device_engine, cuda_changes.device_search, foreign_array._way_to_see)
-"""What keeps arrays and types of the CuPy that was there first."""
 _kept: dict[str, ModuleType] = {}
 
 
@@ -29,48 +28,32 @@ def checked_gpu() -> Iterator[ModuleType]:
 
     Afterwards CuPy is what it was before. There is one checker in a process, which is used again.
     """
-    others, environment = _take_modules(), dict(os.environ)
+    others = _take_modules()
     sys.modules.update(_kept)
-    sys.path.insert(0, str(CHECKER_PATH))
-    os.environ.update(SHARED_GPU)
-    _clear()
     try:
-        cupy = importlib.import_module("cupy")
-        cupy.checker.reset()
-        yield cupy
+        with patch.dict(os.environ, SHARED_GPU), patch.object(sys, "path", [str(CHECKER_PATH), *sys.path]):
+            cupy = importlib.import_module("cupy")
+            cupy.checker.reset()
+            yield cupy
     finally:
         _kept.update(_take_modules())
         sys.modules.update(others)
-        sys.path.remove(str(CHECKER_PATH))
-        os.environ.clear()
-        os.environ.update(environment)
-        _clear()
-
-
-def checker_env(report: Path | str, counts: Path | str | None = None, **more: str) -> dict[str, str]:
-    """Return the environment of a process that is to use the checker, beside what is set already.
-
-    Args:
-        report: gets a line for each fault.
-        counts: gets a line of JSON from each process when it ends; None for none.
-        more: other variables, such as LOWSHARD_CHECKER="off"; see `cupy.checker`.
-    """
-    path = [str(CHECKER_PATH), str(CHECKER_PATH.parents[1]), os.environ.get("PYTHONPATH", "")]
-    found = {
-        **SHARED_GPU,
-        "PYTHONPATH": os.pathsep.join(filter(None, path)),
-        "LOWSHARD_CHECKER_REPORT": str(report),
-    }
-    if counts is not None:
-        found["LOWSHARD_CHECKER_COUNTS"] = str(counts)
-    return found | more
 
 
 def _take_modules() -> dict[str, ModuleType]:
+    """Take CuPy away, and what lowshard keeps of its arrays and types."""
+    for kept in (cuda_engine.device_engine, cuda_changes.device_search, foreign_array._way_to_see):
+        kept.cache_clear()
     names = [name for name in sys.modules if name == "cupy" or name.startswith("cupy.")]
     return {name: sys.modules.pop(name) for name in names}
 
 
-def _clear() -> None:
-    for cache in _CACHES:
-        cache.cache_clear()
+def checker_env(report: Path | str, counts: Path | str = "", **more: str) -> dict[str, str]:
+    """Return the environment of a process that is to use the checker, beside what is set already.
+
+    `report` gets a line for each fault, `counts` one of JSON from each process when it ends; `more` are others, such as
+    LOWSHARD_CHECKER="off": see `cupy.checker`.
+    """
+    path = (str(CHECKER_PATH), str(CHECKER_PATH.parents[1]), os.environ.get("PYTHONPATH", ""))
+    files = {"LOWSHARD_CHECKER_REPORT": str(report), "LOWSHARD_CHECKER_COUNTS": str(counts)}
+    return {**SHARED_GPU, **files, "PYTHONPATH": os.pathsep.join(filter(None, path)), **more}

@@ -6,24 +6,27 @@ from typing import Any
 
 import numpy as _numpy
 
-from cupy import _array, _kernels, checker, cuda
+from cupy import _array, checker, cuda
+from cupy._array import array, asarray, asnumpy, copyto, empty, empty_like, ndarray
+from cupy._kernels import RawKernel, RawModule
 
 __version__ = "14.2.0"
-__all__ = ["RawKernel", "RawModule", "checker", "cuda", "get_default_memory_pool", "ndarray"]
+__all__ = [
+    "RawKernel", "RawModule", "array", "asarray", "asnumpy", "checker", "copyto", "cuda", "empty", "empty_like",
+    "get_default_memory_pool", "ndarray",
+]  # fmt: skip
 
-RawKernel, RawModule = _kernels.RawKernel, _kernels.RawModule
-get_default_memory_pool, ndarray = cuda.get_default_memory_pool, _array.ndarray
+
+class get_default_memory_pool:
+    def free_all_blocks(self) -> None:
+        """Give unused memory back: nothing to do."""
 
 
 def __getattr__(name: str) -> Any:
-    """Return a function of arrays: the checker's own, or NumPy's as an operation of the device; or a type."""
-    if name in _array.CUPYS_OWN:
-        found = getattr(_array, name)
-    else:
-        found = None if name.startswith("_") else getattr(_numpy, name, None)
-        if found is None:
-            raise AttributeError(f"the stand-in for CuPy has no {name}")
-        if callable(found) and not isinstance(found, type):
-            found = _array.function(name)
-    globals()[name] = found
-    return found
+    """Return NumPy's function as an operation of the device, or its type."""
+    found = None if name.startswith("_") else getattr(_numpy, name, None)
+    if found is None:
+        raise AttributeError(f"the stand-in for CuPy has no {name}")
+    if isinstance(found, type) or not callable(found):
+        return found
+    return lambda *args, out=None, **options: _array.compute(name, found, args, options, out)

@@ -9,30 +9,32 @@ What one thread of the host has waited for, all threads know: they tell each oth
 
 from __future__ import annotations
 
-import functools
 import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from cupy import _memory
+from cupy import _memory, checker
 from cupy._memory import Access, serials
-from cupy.checker import LAG, LIMIT_S, LOCK, OFF, Misuse, at_exit, count, need, report, where
+from cupy.checker import LAG, LIMIT_S, LOCK, OFF, Misuse, count, need, report, where
 
-Run = Callable[[], Sequence[Access]]
-"""Does the work and returns what it has touched."""
 LEGACY, PER_THREAD = (0, 1), 2
-_PAUSE_S = 0.0002
-
-
-SUCCESS, NOT_READY, DESTROYED = 0, 600, 709
-UNSUPPORTED, INVALIDATED, UNJOINED, ISOLATION, IMPLICIT, CAPTURED_EVENT = 900, 901, 904, 905, 906, 907
-"""Statuses of CUDA: those from 900 on are about captures."""
-GLOBAL, THREAD_LOCAL, RELAXED = 0, 1, 2
+NOT_READY, UNSUPPORTED, INVALIDATED, UNJOINED, ISOLATION, IMPLICIT, CAPTURED = (
+    600,
+    900,
+    901,
+    904,
+    905,
+    906,
+    907,
+)
+"""Errors of CUDA: those from 900 on are about captures."""
+GLOBAL, RELAXED = 0, 2
 """Modes of a capture."""
+_MOST_RECORDS = 256  # of a block
 
 
 class CUDARuntimeError(RuntimeError):
@@ -44,185 +46,160 @@ class CUDARuntimeError(RuntimeError):
 
 
 class Work:
-    """What an operation does, made anew for each replay of a graph."""
+    """What an operation does, made anew for each replay of a graph: `run` returns what it has touched."""
 
-    def __init__(self, run: Run, ready: Callable[[], bool] | None = None) -> None:
+    stuck = ""
+    """Why it will never be ready, as far as is known."""
+
+    def __init__(self, run: Callable[[], Sequence[Access]], ready: Callable[[], bool] = lambda: True) -> None:
         self.run, self.ready = run, ready
-        self.stuck = ""
-        """Why it will never be ready, as far as is known."""
 
 
-@dataclass(eq=False)
-class Operation:
-    """Something that was put on a stream."""
-
-    name: str
-    stream: Stream
-    index: int
-    clock: dict[Stream, int]
-    work: Work
-    place: str
-    made: float = math.inf
-    serial: int = field(default_factory=lambda: next(serials))
-    stuck_since: float = 0.0
-
-    @property
-    def is_known(self) -> bool:
-        """Whether the host knows that it is done."""
-        return self.stream.is_over or known.get(self.stream, 0) >= self.index
-
-    def precedes(self, other: Operation) -> bool:
-        """Say whether it is over before another one begins."""
-        return (
-            self.stream is other.stream
-            or self.stream.is_over
-            or self.index <= other.clock.get(self.stream, 0)
-        )
-
-    def can_run(self) -> bool:
-        """Say whether all that it comes after has run, and it is ready itself."""
-        if any(stream.done < index for stream, index in self.clock.items() if stream is not self.stream):
-            return False
-        return self.work.ready is None or self.work.ready()
+Clock = dict["Stream", int]
 
 
-@dataclass(eq=False)
-class Capture:
-    """What is recorded for a CUDA graph."""
-
-    mode: int
-    thread: int
-    operations: list[tuple[str, Callable[[], Work], str]] = field(default_factory=list)
-    status: int = SUCCESS
-    unjoined: set[Stream] = field(default_factory=set)
-
-
-@dataclass(eq=False)
 class Stream:
     """A stream of the device."""
 
-    ptr: int
-    is_blocking: bool
-    clock: dict[Stream, int] = field(default_factory=dict)
-    count: int = 0
-    done: int = 0
-    queue: deque[Operation] = field(default_factory=deque)
-    capture: Capture | None = None
-    is_destroyed: bool = False
-    _is_over: bool = False
-    asked: tuple[int, int] = (0, 0)
-    """What a query asked for last, and how often."""
-
-    @property
-    def is_over(self) -> bool:
+    def __init__(self, ptr: int, is_blocking: bool) -> None:
+        self.ptr, self.is_blocking = ptr, is_blocking
+        self.clock: Clock = {}
+        self.count = self.done = self.asked = 0
+        self.queue: deque[Operation] = deque()
+        self.capture: Capture | None = None
+        self.is_over = False
         """Whether it was destroyed, and the host knows that all of it is done."""
-        self._is_over = self._is_over or (self.is_destroyed and known.get(self, 0) >= self.count)
-        return self._is_over
 
     def __str__(self) -> str:
-        name = "the default stream" if self.ptr in LEGACY else f"stream {self.ptr:#x}"
-        return name if self.is_blocking else f"non-blocking {name}"
+        return "the default stream" if self.ptr in LEGACY else f"stream {self.ptr:#x}"
 
 
-@dataclass(eq=False)
+class Operation:
+    """Something that was put on a stream."""
+
+    def __init__(self, name: str, stream: Stream, work: Work, place: str, made: float) -> None:
+        self.name, self.stream, self.work, self.place, self.made = name, stream, work, place, made
+        self.index, self.clock, self.serial = stream.count, dict(stream.clock), next(serials)
+        self.stuck_since = 0.0
+
+    def precedes(self, other: Operation) -> bool:
+        """Say whether it is over before another one begins."""
+        stream = self.stream
+        return stream is other.stream or stream.is_over or self.index <= other.clock.get(stream, 0)
+
+    def can_run(self) -> bool:
+        """Say whether all that it comes after has run, and it is ready itself."""
+        before = (stream.done >= n for stream, n in self.clock.items() if stream is not self.stream)
+        return all(before) and self.work.ready()
+
+
+class Capture:
+    """What is recorded for a CUDA graph."""
+
+    def __init__(self, mode: int) -> None:
+        self.mode, self.is_broken = mode, False
+        self.operations: list[tuple[str, Callable[[], Work], str]] = []
+        self.unjoined: set[Stream] = set()
+
+
 class Event:
     """An event: what its stream had been given when it was recorded."""
 
-    clock: dict[Stream, int] | None = None
-    capture: Capture | None = None
     stream: Stream | None = None
-    asked: int = 0
-    recorded_s: float = 0.0
+    capture: Capture | None = None
+    recorded_s, asked = 0.0, 0
+
+    def __init__(self) -> None:
+        self.clock: Clock = {}
 
 
 streams: dict[int, Stream] = {0: Stream(0, True)}
 events: dict[int, Event] = {}
-known: dict[Stream, int] = {}
+known: Clock = {}
 """How many operations of each stream the host knows to be done."""
 host_saw_more: list[Callable[[], None]] = []
-_thread = threading.local()
+of_thread = threading.local()
+"""`stream`: its default one; `groups`: of NCCL calls that are not ended."""
+_destroyed: set[Stream] = set()
+_captures: set[Capture] = set()
 _waiting: dict[Stream, None] = {}  # with operations that have not run
 _pump: list[threading.Thread] = []
 _advancing: list[bool] = []
-_captures: dict[Capture, None] = {}
 
 
 def stream_at(ptr: int) -> Stream:
     """Return a stream by its handle."""
     if ptr == PER_THREAD:
-        if not hasattr(_thread, "stream"):
-            _thread.stream = Stream(ptr, True)
-        return _thread.stream  # type: ignore[no-any-return]
-    stream = streams.get(0 if ptr in LEGACY else ptr)
-    need(stream is not None, f"stream {ptr:#x} was destroyed, or never made")
-    assert stream is not None
-    return stream
+        if not hasattr(of_thread, "stream"):
+            of_thread.stream = Stream(ptr, True)
+        return of_thread.stream  # type: ignore[no-any-return]
+    need(ptr in LEGACY or ptr in streams, f"stream {ptr:#x} was destroyed, or never made")
+    return streams[0 if ptr in LEGACY else ptr]
 
 
-def put(ptr: int, name: str, make: Callable[[], Work], kind: str = "") -> None:
+def destroy_stream(ptr: int) -> None:
+    """Forget the handle of a stream; what it has been given is still done."""
+    with LOCK:
+        _destroyed.add(streams.pop(ptr))
+        host_sees({})
+
+
+def put(ptr: int, name: str, run: Any, kind: str = "", make: Callable[[], Work] | None = None) -> None:
     """Put an operation on a stream, run it as soon as may be, and add to the count of its kind."""
     if kind:
         count(kind)
     if OFF:
-        make().run()
+        run()
         return
-    place = where()
     with LOCK:
         stream = stream_at(ptr)
-        if stream.capture is not None:
-            stream.capture.operations.append((name, make, place))
-            return
-        if stream.is_blocking and any(other.capture for other in _orders_with(stream)):
-            raise _invalidated(IMPLICIT, *(other.capture for other in _orders_with(stream)))
-        operation = _enqueue(stream, name, make(), place, math.inf)
-        advance(operation)
+        for other in _ordered_with(stream) if stream.capture is None else ():
+            if other.capture is not None:
+                raise _broken(IMPLICIT, other.capture)
+        _put(stream, name, make or partial(Work, run), where())
 
 
 def replay(capture: Capture, made: int, ptr: int) -> None:
     """Put what a graph has recorded on a stream."""
     with LOCK:
-        stream = stream_at(ptr)
-        for name, make, place in capture.operations:
-            if stream.capture is not None:
-                stream.capture.operations.append((name, make, place))
-            else:
-                advance(_enqueue(stream, name, make(), place, made))
+        for operation in capture.operations:
+            _put(stream_at(ptr), *operation, made)
 
 
-def _orders_with(stream: Stream) -> list[Stream]:
-    """Return the streams that CUDA orders with a blocking one by itself."""
-    if stream.ptr in LEGACY:
-        return [other for other in streams.values() if other.is_blocking and other is not stream]
-    return [streams[0]]
+def _put(stream: Stream, name: str, make: Callable[[], Work], place: str, made: float = math.inf) -> None:
+    if stream.capture is not None:
+        stream.capture.operations.append((name, make, place))
+        return
+    stream.count, stream.asked = stream.count + 1, 0
+    merge(stream.clock, known, _clock_of(stream), {stream: stream.count})
+    for gone in [other for other in stream.clock if other.is_over]:
+        del stream.clock[gone]
+    operation = Operation(name, stream, make(), place, made)
+    stream.queue.append(operation)
+    _waiting[stream] = None
+    advance(operation)
 
 
-def _clock_of(stream: Stream) -> dict[Stream, int]:
+def _ordered_with(stream: Stream) -> list[Stream]:
+    """Return the streams that CUDA orders with one by itself."""
+    if not stream.is_blocking:
+        return []
+    others = streams.values() if stream.ptr in LEGACY else [streams[0]]
+    return [other for other in others if other.is_blocking and other is not stream]
+
+
+def _clock_of(stream: Stream) -> Clock:
     """Return what comes before anything that a stream is given now."""
-    if stream.is_blocking:
-        for other in _orders_with(stream):
-            merge(stream.clock, other.clock)
+    merge(stream.clock, *(other.clock for other in _ordered_with(stream)))
     return dict(stream.clock)
 
 
-def _enqueue(stream: Stream, name: str, work: Work, place: str, made: float) -> Operation:
-    merge(stream.clock, known)
-    _clock_of(stream)
-    stream.count += 1
-    stream.clock[stream] = stream.count
-    for gone in [other for other in stream.clock if other.is_over]:
-        del stream.clock[gone]
-        known.pop(gone, None)
-    operation = Operation(name, stream, stream.count, dict(stream.clock), work, place, made)
-    stream.queue.append(operation)
-    _waiting[stream] = None
-    return operation
-
-
-def merge(clock: dict[Stream, int], other: dict[Stream, int]) -> None:
-    """Have a clock come after another one too."""
-    for stream, index in other.items():
-        if index > clock.get(stream, 0):
-            clock[stream] = index
+def merge(clock: Clock, *others: Clock) -> None:
+    """Have a clock come after other ones too."""
+    for other in others:
+        for stream, index in other.items():
+            if index > clock.get(stream, 0) and not stream.is_over:
+                clock[stream] = index
 
 
 # ---- running
@@ -234,12 +211,25 @@ def advance(mine: Operation | None = None) -> None:
     Raises:
         Misuse: `mine` ran, and broke a rule; that others did is told in a report alone.
     """
+    error, has_run = None, True
     with LOCK:
         if _advancing:  # by what runs: this goes on behind it
             return
         _advancing.append(True)
         try:
-            error = _run_what_can(mine)
+            while has_run:
+                has_run = False
+                for stream in list(_waiting):
+                    while stream.queue and stream.queue[0].can_run():
+                        operation, has_run = stream.queue[0], True
+                        try:
+                            _run(operation)
+                        except Misuse as misuse:
+                            error = misuse if operation is mine else error
+                        stream.queue.popleft()
+                        stream.done = operation.index
+                    if not stream.queue:
+                        _waiting.pop(stream, None)
         finally:
             _advancing.clear()
         if _waiting and not _pump:
@@ -249,316 +239,217 @@ def advance(mine: Operation | None = None) -> None:
         raise error
 
 
-def _run_what_can(mine: Operation | None) -> Misuse | None:
-    error: Misuse | None = None
-    has_run = True
-    while has_run:
-        has_run = False
-        for stream in list(_waiting):
-            while stream.queue and stream.queue[0].can_run():
-                operation, has_run = stream.queue[0], True
-                try:
-                    _run(operation)
-                except Misuse as misuse:
-                    error = misuse if operation is mine else error
-                finally:
-                    stream.queue.popleft()
-                    stream.done = operation.index
-            if not stream.queue:
-                _waiting.pop(stream, None)
-    return error
-
-
 def _keep_running() -> None:
-    while True:
-        time.sleep(_PAUSE_S)
+    while _pump:
+        time.sleep(checker.PAUSE_S)
         with LOCK:
             advance()
             _tell_of_the_stuck(LIMIT_S)
             if not _waiting:
                 _pump.clear()
-                return
 
 
 def _run(operation: Operation) -> None:
-    raced: set[Operation] = set()
-    is_alone = len(_waiting) == 1 and len(operation.stream.queue) == 1
+    """Run an operation, and compare what it touches with what others have touched before."""
+    name, stream, place = operation.name, operation.stream, operation.place
+    # Where nothing else waits for its turn, all that follows comes after what the host knows.
+    is_alone = len(_waiting) == 1 and len(stream.queue) == 1
     for access in operation.work.run():
-        block = _memory.block_at(access.low)
-        if block is None or block.arena is not None:
-            block = _memory.block_of(
-                access, operation.name, operation.serial, operation.made, operation.place
-            )
-        for old, by in block.records:
-            is_race = (old.writes or access.writes) and access.crosses(old) and not by.precedes(operation)
-            if is_race and by not in raced:
-                raced.add(by)
-                verbs = ["writes" if one.writes else "reads" for one in (access, old)]
+        block = _memory.block_of(access, name, place, operation.serial, operation.made)
+        kept = []
+        for old, by in block.records[-_MOST_RECORDS:]:
+            is_ordered = by.precedes(operation)
+            if not is_ordered and (old.writes or access.writes) and access.crosses(old):
                 report(
-                    f"race: {operation.name} on {operation.stream} {verbs[0]}, at {operation.place}, what {by.name} on "
-                    f"{by.stream} {verbs[1]}, at {by.place}, and nothing orders the two"
+                    f"race: {name} on {stream}, at {place}, and {by.name} on {by.stream}, at {by.place}, touch the same "
+                    "bytes, one writes them, and nothing orders the two"
                 )
-        block.remember(access, operation, is_alone)
+            is_needless = is_ordered and access.covers(old) and access.writes >= old.writes
+            if not is_needless and not (is_alone and is_known({by.stream: by.index})):
+                kept.append((old, by))
+        block.records = [*kept, (access, operation)]
 
 
-def _tell_of_the_stuck(after_s: float) -> str:
+def _tell_of_the_stuck(after_s: float = 0.0) -> str:
     """Report work that will never be ready, if it has been so for a while; return what was found."""
     now, found = time.monotonic(), ""
-    for stream in _waiting:
-        operation = stream.queue[0]
-        if not operation.work.stuck:
-            continue
-        operation.stuck_since = operation.stuck_since or now
-        if now - operation.stuck_since >= after_s:
-            found = f"{operation.work.stuck}, at {operation.place}"
-            report(found)
+    for operation in (stream.queue[0] for stream in _waiting):
+        if operation.work.stuck:
+            operation.stuck_since = operation.stuck_since or now
+            if now - operation.stuck_since >= after_s:
+                found = f"{operation.work.stuck}, at {operation.place}"
+                report(found)
     return found
 
 
-@at_exit
-def _tell_at_exit() -> None:
+def _look_at_exit() -> None:
     with LOCK:
         advance()
-        _tell_of_the_stuck(0.0)
+        _tell_of_the_stuck()
+
+
+checker.at_exit.append(_look_at_exit)
 
 
 # ---- what the host knows
 
 
-def host_sees(clock: dict[Stream, int]) -> None:
+def is_known(clock: Clock) -> bool:
+    """Say whether the host knows of operations that they are done."""
+    return all(known.get(stream, 0) >= index or stream.is_over for stream, index in clock.items())
+
+
+def host_sees(clock: Clock) -> None:
     """Note that the host knows of these operations that they are done."""
-    if any(known.get(stream, 0) < index for stream, index in clock.items()):
+    if not is_known(clock):
         count("host_waits")
         merge(known, clock)
         for look in host_saw_more:
             look()
+    for stream in [one for one in _destroyed if is_known({one: one.count})]:
+        stream.is_over = True
+        _destroyed.discard(stream)
+        known.pop(stream, None)
 
 
-def _is_done(clock: dict[Stream, int]) -> bool:
+def _is_done(clock: Clock) -> bool:
+    advance()
     return all(stream.done >= index for stream, index in clock.items())
 
 
-def host_waits(clock: dict[Stream, int], what: str) -> None:
-    """Return once operations are done.
+def host_waits(clock: Clock, what: str) -> None:
+    """Return once operations are done."""
+    groups = getattr(of_thread, "groups", 0)
+    need(not groups, f"{what} within a group of NCCL calls that is not ended: it waits for ever")
 
-    Raises:
-        Misuse: they never will be.
-    """
-    need(not open_groups(), f"{what} within a group of NCCL calls that is not ended: it waits for ever")
-    end = time.monotonic() + LIMIT_S
-    while True:
+    def is_over() -> bool:
         with LOCK:
-            advance()
             if _is_done(clock):
                 host_sees(clock)
-                return
-            stuck = _tell_of_the_stuck(0.0)
-            if stuck:
+                return True
+            if stuck := _tell_of_the_stuck():
                 raise Misuse(stuck)
-        need(time.monotonic() < end, f"{what} has waited for {LIMIT_S:g} s: it hangs")
-        time.sleep(_PAUSE_S)
+            return False
 
-
-def open_groups() -> int:
-    """Return how many groups of NCCL calls this thread has begun and not ended; `cuda.nccl` sets it."""
-    return getattr(_thread, "groups", 0)
-
-
-def set_open_groups(number: int) -> None:
-    """Set what `open_groups` returns."""
-    _thread.groups = number
+    checker.wait_until(is_over, what)
 
 
 # ---- captures
 
 
-def _invalidated(status: int, *captures: Capture | None) -> CUDARuntimeError:
-    """Return the error of a call that breaks captures."""
+def _broken(status: int, *captures: Capture) -> CUDARuntimeError:
+    """Return the error of a call that breaks captures: they can record nothing any more."""
     for capture in captures:
-        if capture is not None:
-            capture.status = INVALIDATED
+        capture.is_broken = True
     return CUDARuntimeError(status)
 
 
-def refuse_in_capture() -> None:
-    """Raise for a call that a capture forbids by its mode, such as to allocate or to wait.
-
-    Raises:
-        CUDARuntimeError: a capture forbids it; that capture can record nothing any more.
-    """
-    for capture in _captures:
-        if capture.mode == GLOBAL or (
-            capture.mode == THREAD_LOCAL and capture.thread == threading.get_ident()
-        ):
-            raise _invalidated(UNSUPPORTED, capture)
-
-
 def begin_capture(ptr: int, mode: int) -> None:
-    """Have a stream record what it is given."""
-    if ptr in LEGACY:
-        raise CUDARuntimeError(UNSUPPORTED)
     with LOCK:
         stream = stream_at(ptr)
-        if stream.capture is not None:
-            raise CUDARuntimeError(1)
-        stream.capture = Capture(mode, threading.get_ident())
-        _captures[stream.capture] = None
+        if ptr in LEGACY or stream.capture is not None:
+            raise CUDARuntimeError(UNSUPPORTED)
+        stream.capture = Capture(mode)
+        _captures.add(stream.capture)
 
 
 def end_capture(ptr: int) -> Capture:
-    """Have a stream record no more, and return what it has."""
     with LOCK:
         capture = stream_at(ptr).capture
         if capture is None:
             raise CUDARuntimeError(1)
-        if capture.mode != RELAXED and capture.thread != threading.get_ident():
-            raise CUDARuntimeError(908)
         for stream in streams.values():
-            if stream.capture is capture:
-                stream.capture = None
-        _captures.pop(capture, None)
-        if capture.status or capture.unjoined:
-            raise CUDARuntimeError(capture.status or UNJOINED)
+            stream.capture = None if stream.capture is capture else stream.capture
+        _captures.discard(capture)
+        if capture.is_broken or capture.unjoined:
+            raise CUDARuntimeError(INVALIDATED if capture.is_broken else UNJOINED)
         return capture
+
+
+def refuse_in_capture(*captures: Capture | None) -> None:
+    """Raise for a call, such as to wait, that these captures and those of mode GLOBAL forbid."""
+    if found := [one for one in _captures if one in captures or one.mode == GLOBAL]:
+        raise _broken(UNSUPPORTED, *found)
 
 
 # ---- the calls of CUDA that ask, wait and order
 
 
-def _of_live_event(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Have a call that is given the handle of an event report one that was destroyed, as CUDA does."""
-
-    def decorate(call: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(call)
-        def checked(handle: int, *args: Any) -> Any:
-            event = events.get(handle)
-            if event is None:
-                report(f"{name} of event {handle:#x}, which was destroyed, at {where()}")
-                if name == "eventQuery":
-                    return DESTROYED
-                raise CUDARuntimeError(DESTROYED)
-            return call(event, *args)
-
-        return checked
-
-    return decorate
+def _event(handle: int, name: str) -> Event:
+    if handle not in events:
+        report(f"{name} of event {handle:#x}, which was destroyed, at {where()}")
+        raise CUDARuntimeError(709)
+    return events[handle]
 
 
-def _locked(call: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(call)
-    def held(*args: Any) -> Any:
-        with LOCK:
-            return call(*args)
-
-    return held
-
-
-@_of_live_event("eventRecord")
-@_locked
-def record_event(event: Event, ptr: int) -> None:
+def record_event(handle: int, ptr: int) -> None:
     """Have an event stand for what a stream has been given so far."""
-    stream = stream_at(ptr)
-    event.capture, event.stream, event.asked = stream.capture, stream, 0
-    event.recorded_s = time.perf_counter()
-    event.clock = _clock_of(stream)
+    with LOCK:
+        event, stream = _event(handle, "eventRecord"), stream_at(ptr)
+        event.capture, event.stream, event.asked = stream.capture, stream, 0
+        event.clock, event.recorded_s = _clock_of(stream), time.perf_counter()
 
 
-@_of_live_event("eventQuery")
-@_locked
-def query_event(event: Event) -> int:
-    """Return CUDA's status of an event."""
-    refuse_in_capture()
-    if event.capture is not None:
-        _invalidated(CAPTURED_EVENT, event.capture)
-        return CAPTURED_EVENT
-    if event.clock is None:
-        return SUCCESS
-    event.asked += 1
-    return _answer(event.clock, event.asked)
-
-
-@_of_live_event("eventSynchronize")
-def wait_for_event(event: Event) -> None:
-    """Have the host wait for an event."""
-    refuse_in_capture()
-    if event.capture is not None:
-        raise _invalidated(CAPTURED_EVENT, event.capture)
-    if event.clock is not None:
-        host_waits(event.clock, "eventSynchronize")
-
-
-@_of_live_event("streamWaitEvent")
-@_locked
-def order_after_event(event: Event, ptr: int) -> None:
+def order_after_event(ptr: int, handle: int, flags: int = 0) -> None:
     """Have what a stream is given from now on come after an event."""
-    stream = stream_at(ptr)
-    if event.capture is not None and event.capture in _captures:
-        if stream.capture is None:
+    with LOCK:
+        event, stream = _event(handle, "streamWaitEvent"), stream_at(ptr)
+        if stream.capture not in (None, event.capture):
+            raise _broken(ISOLATION, stream.capture)  # type: ignore[arg-type]
+        if event.capture not in _captures:
+            merge(stream.clock, event.clock)
+        elif stream.capture is None:
             stream.capture = event.capture
-            stream.capture.unjoined.add(stream)
-        elif stream.capture is not event.capture:
-            raise _invalidated(902, stream.capture, event.capture)
+            event.capture.unjoined.add(stream)
         elif event.stream is not None:
             event.capture.unjoined.discard(event.stream)
-    elif stream.capture is not None:
-        raise _invalidated(ISOLATION, stream.capture)
-    elif event.clock is not None:
-        merge(stream.clock, event.clock)
 
 
-@_locked
-def query_stream(ptr: int) -> int:
-    """Return CUDA's status of a stream."""
-    stream = stream_at(ptr)
-    if stream.capture is not None:
-        _invalidated(UNSUPPORTED, stream.capture)
-        return UNSUPPORTED
+def _awaited_event(handle: int, name: str) -> tuple[Any, Clock]:
+    event = _event(handle, name)
     refuse_in_capture()
-    stream.asked = (stream.count, 1 + (stream.asked[1] if stream.asked[0] == stream.count else 0))
-    return _answer({stream: stream.count}, stream.asked[1])
+    if event.capture is not None:
+        raise _broken(CAPTURED, event.capture)
+    return event, event.clock
 
 
-def _answer(clock: dict[Stream, int], asked: int) -> int:
-    """Return a status: the first answers are "not ready", of what the host does not know to be done."""
-    if all(known.get(stream, 0) >= index or stream.is_over for stream, index in clock.items()):
-        return SUCCESS
-    advance()
-    if asked <= LAG or not _is_done(clock):
-        return NOT_READY
-    host_sees(clock)
-    return SUCCESS
+def _awaited_stream(ptr: int, name: str) -> tuple[Any, Clock]:
+    stream = stream_at(ptr)
+    refuse_in_capture(stream.capture)
+    return stream, _clock_of(stream)
 
 
-def wait_for_stream(ptr: int) -> None:
-    """Have the host wait for all that a stream has been given."""
+def _query(look: Callable[[int, str], tuple[Any, Clock]], name: str, handle: int) -> int:
+    """Return CUDA's status: the first answers are "not ready", of what the host does not know to be done."""
     with LOCK:
-        stream = stream_at(ptr)
-        if stream.capture is not None:
-            raise _invalidated(UNSUPPORTED, stream.capture)
-        refuse_in_capture()
-        clock = _clock_of(stream)
-    host_waits(clock, "streamSynchronize")
+        try:
+            awaited, clock = look(handle, name)
+        except CUDARuntimeError as error:
+            return error.status
+        if is_known(clock):
+            return 0
+        awaited.asked += 1
+        if not _is_done(clock) or awaited.asked <= LAG:
+            return NOT_READY
+        host_sees(clock)
+        return 0
+
+
+def _wait(look: Callable[[int, str], tuple[Any, Clock]], name: str, handle: int) -> None:
+    with LOCK:
+        clock = look(handle, name)[1]
+    host_waits(clock, name)
+
+
+query_event = partial(_query, _awaited_event, "eventQuery")
+query_stream = partial(_query, _awaited_stream, "streamQuery")
+wait_for_event = partial(_wait, _awaited_event, "eventSynchronize")
+wait_for_stream = partial(_wait, _awaited_stream, "streamSynchronize")
 
 
 def wait_for_device() -> None:
     """Have the host wait for everything."""
     with LOCK:
-        captures = [stream.capture for stream in streams.values() if stream.capture is not None]
-        if captures:
-            raise _invalidated(UNSUPPORTED, *captures)
+        refuse_in_capture(*_captures)
         clock = {stream: stream.count for stream in [*streams.values(), *_waiting]}
     host_waits(clock, "deviceSynchronize")
-
-
-def add_stream(stream: Stream) -> None:
-    """Make a stream known."""
-    with LOCK:
-        streams[stream.ptr] = stream
-
-
-def destroy_stream(ptr: int) -> None:
-    """Forget the handle of a stream; what it has been given is still done."""
-    with LOCK:
-        stream = streams.pop(ptr, None)
-        if stream is not None:
-            stream.is_destroyed = True

@@ -16,6 +16,7 @@ import json
 import os
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +25,13 @@ from types import FrameType
 OFF = os.environ.get("LOWSHARD_CHECKER") == "off"
 LAG = 0 if OFF else int(os.environ.get("LOWSHARD_CHECKER_LAG", "2"))
 LIMIT_S = float(os.environ.get("LOWSHARD_CHECKER_LIMIT_S", "60"))
+PAUSE_S = 0.0002
+_FOLDER = str(Path(__file__).parent)
+_FRAMES = 4  # of the program, in the name of a place
+_found: dict[str, None] = {}
+_counts: Counter[str] = Counter()
+at_exit: list[Callable[[], None]] = []
+"""What looks for more faults when the process ends, before the counts are written."""
 
 
 class _Lock:
@@ -49,13 +57,6 @@ class _Lock:
 LOCK = _Lock()
 """Held by whatever looks at the state of the device, or changes it."""
 
-_FOLDER = str(Path(__file__).parent)
-_FRAMES = 4  # of the program, in the name of a place
-_found: dict[str, None] = {}
-_counts: Counter[str] = Counter()
-_last_looks: list[Callable[[], None]] = []
-"""What looks for more faults when the process ends."""
-
 
 class Misuse(AssertionError):
     """A call that CUDA, CuPy or NCCL leaves undefined."""
@@ -78,7 +79,6 @@ def reset() -> None:
 
 
 def count(what: str, number: int = 1) -> None:
-    """Add to a count."""
     _counts[what] += number
 
 
@@ -96,22 +96,23 @@ def report(text: str) -> None:
 
 
 def need(is_right: bool, text: str, place: str = "") -> None:
-    """Report a fault and raise it, where something is not right.
-
-    Raises:
-        Misuse: `is_right` is false.
-    """
+    """Report and raise a fault where something is not right."""
     if not is_right:
         text = f"{text}, at {place or where()}"
         report(text)
         raise Misuse(text)
 
 
+def wait_until(is_so: Callable[[], bool], what: str) -> None:
+    end = time.monotonic() + LIMIT_S
+    while not is_so():
+        need(time.monotonic() < end, f"{what} has waited for {LIMIT_S:g} s: it hangs")
+        time.sleep(PAUSE_S)
+
+
 def where() -> str:
     """Return the lines of the program that called the checker, the innermost first."""
-    if OFF:
-        return ""
-    frame: FrameType | None = sys._getframe(1)
+    frame: FrameType | None = None if OFF else sys._getframe(1)
     lines: list[str] = []
     while frame is not None and len(lines) < _FRAMES:
         file = frame.f_code.co_filename
@@ -121,19 +122,12 @@ def where() -> str:
     return " < ".join(lines) or "?"
 
 
-def at_exit(look: Callable[[], None]) -> None:
-    """Have a function look for faults when the process ends, before the counts are written."""
-    _last_looks.append(look)
-
-
 @atexit.register
 def _write_counts() -> None:
-    for look in _last_looks:
+    for look in at_exit:
         look()
     if path := os.environ.get("LOWSHARD_CHECKER_COUNTS"):
-        copies = sum(
-            _counts[f"{kind}_copies"] for kind in ("host_to_device", "device_to_host", "device_to_device")
-        )
-        line = {"launches": 0, "collectives": 0, "allocations": 0, **_counts, "copies": copies}
+        copies = sum(number for name, number in _counts.items() if name.endswith("_copies"))
+        line = {**dict.fromkeys(("launches", "collectives", "allocations", "host_waits"), 0), **_counts}
         with open(path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(line | {"waits": _counts["host_waits"]}) + "\n")
+            file.write(json.dumps(line | {"copies": copies}) + "\n")

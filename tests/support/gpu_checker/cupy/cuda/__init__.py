@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import itertools
-import threading
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from cupy import _array, _streams
-from cupy._array import MemoryPointer
+from cupy import _streams
+from cupy._array import allocate, of_thread
 from cupy._memory import serials
-from cupy.checker import count, need
+from cupy.checker import count
 from cupy.cuda import runtime
 
 _handles = itertools.count(0x5000, 16)
-_thread = threading.local()
 
 
 class Device:
@@ -23,25 +22,13 @@ class Device:
     compute_capability = "90"
     attributes = {"MultiProcessorCount": 2}  # noqa: RUF012  # as CuPy has it
 
-    def __init__(self, device: Any = 0) -> None:
-        self.id = 0 if device is None else int(device)
+    def __init__(self, device: int = 0) -> None:
+        self.id = device
 
-    def __enter__(self) -> Device:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
+    def __enter__(self) -> None:
         pass
 
-    def __int__(self) -> int:
-        return self.id
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, (Device, int)) and int(other) == self.id
-
-    def __hash__(self) -> int:
-        return self.id
-
-    def use(self) -> None:
+    def __exit__(self, *exc: object) -> None:
         pass
 
     def synchronize(self) -> None:
@@ -51,18 +38,14 @@ class Device:
 class Event:
     """A point in a stream. It is destroyed with the object, as CuPy's."""
 
-    def __init__(self, block: bool = False, disable_timing: bool = False, interprocess: bool = False) -> None:
-        self.ptr = next(_handles)
-        self._events = _streams.events
+    done = property(lambda self: runtime.eventQuery(self.ptr) == 0)
+
+    def __init__(self, **options: bool) -> None:
+        self.ptr, self._events = next(_handles), _streams.events
         self._events[self.ptr] = _streams.Event()
 
     def __del__(self) -> None:
         self._events.pop(self.ptr, None)  # also at the end of the process, when modules are gone
-
-    @property
-    def done(self) -> bool:
-        """Whether it is; an error counts as "no", as in CuPy."""
-        return bool(runtime.eventQuery(self.ptr) == 0)
 
     def record(self, stream: Any = None) -> None:
         runtime.eventRecord(self.ptr, (stream or get_current_stream()).ptr)
@@ -82,74 +65,48 @@ class Stream:
 
     null: Stream
     ptds: Stream
+    device_id = -1
+    done = property(lambda self: runtime.streamQuery(self.ptr) == 0)
 
-    def __init__(
-        self, null: bool = False, non_blocking: bool = False, ptds: bool = False, priority: Any = None
-    ) -> None:
-        self._owns, self._of = not (null or ptds), None
-        self.ptr = next(_handles) if self._owns else 2 * ptds
-        self.device_id = 0 if self._owns else -1
-        self._destroy: Callable[[int], None] = _streams.destroy_stream
-        if self._owns:
-            _streams.add_stream(_streams.Stream(self.ptr, not non_blocking))
+    def __init__(self, non_blocking: bool = False, ptr: int | None = None, owner: Any = None) -> None:
+        self.ptr = next(_handles) if ptr is None else ptr
+        self._owner, self._destroy = owner, _streams.destroy_stream if ptr is None else int
+        if ptr is None:
+            _streams.streams[self.ptr] = _streams.Stream(self.ptr, not non_blocking)
 
     @classmethod
     def from_external(cls, stream: Any) -> Stream:
-        made = cls(null=True)
-        made.ptr, made._of = stream.__cuda_stream__()[1], stream
-        return made
+        return cls(ptr=stream.__cuda_stream__()[1], owner=stream)
 
     def __del__(self) -> None:
-        if self._owns:
-            self._destroy(self.ptr)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Stream) and other.ptr == self.ptr
-
-    def __hash__(self) -> int:
-        return self.ptr
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, self.ptr
+        self._destroy(self.ptr)
 
     def __enter__(self) -> Stream:
-        _stack().append(self)
+        _current().append(self)
         return self
 
     def __exit__(self, *exc: object) -> None:
-        _stack().pop()
-
-    def use(self) -> Stream:
-        _stack()[-1] = self
-        return self
-
-    @property
-    def done(self) -> bool:
-        """Whether all is that it was given; an error counts as "no", as in CuPy."""
-        return bool(runtime.streamQuery(self.ptr) == 0)
+        _current().pop()
 
     def synchronize(self) -> None:
         runtime.streamSynchronize(self.ptr)
 
-    def record(self, event: Event | None = None) -> Event:
-        event = event or Event()
+    def record(self) -> Event:
+        event = Event()
         event.record(self)
         return event
 
     def wait_event(self, event: Event) -> None:
         runtime.streamWaitEvent(self.ptr, event.ptr)
 
-    def is_capturing(self) -> bool:
-        return runtime.streamIsCapturing(self.ptr)
-
-    def begin_capture(self, mode: int | None = None) -> None:
-        _streams.begin_capture(self.ptr, runtime.streamCaptureModeRelaxed if mode is None else mode)
+    def begin_capture(self, mode: int = _streams.RELAXED) -> None:
+        _streams.begin_capture(self.ptr, mode)
 
     def end_capture(self) -> Graph:
         return Graph(_streams.end_capture(self.ptr))
 
 
-Stream.null, Stream.ptds = Stream(null=True), Stream(ptds=True)
+Stream.null, Stream.ptds = Stream(ptr=0), Stream(ptr=_streams.PER_THREAD)
 
 
 class Graph:
@@ -163,72 +120,28 @@ class Graph:
         _streams.replay(self._capture, self._made, (stream or get_current_stream()).ptr)
 
 
-def _stack() -> list[Stream]:
-    if not hasattr(_thread, "stack"):
-        _thread.stack = [Stream.null]
-    return _thread.stack  # type: ignore[no-any-return]
+def _current() -> list[Stream]:
+    if not hasattr(of_thread, "streams"):
+        of_thread.streams = [Stream.null]
+    return of_thread.streams  # type: ignore[no-any-return]
 
 
 def get_current_stream(device_id: int = -1) -> Stream:
-    return _stack()[-1]
+    return _current()[-1]
 
 
-# ---- memory
-
-Allocator = Callable[[int], MemoryPointer]
-
-
-def get_allocator() -> Allocator:
-    return getattr(_thread, "allocator", None) or _array.allocate
+def get_allocator() -> Any:
+    return getattr(of_thread, "allocator", allocate)
 
 
-class using_allocator:
-    """Has this thread's arrays come from somewhere else."""
-
-    def __init__(self, allocator: Allocator) -> None:
-        self._allocator = allocator
-
-    def __enter__(self) -> None:
-        self._before = getattr(_thread, "allocator", None)
-        _thread.allocator = self._allocator
-
-    def __exit__(self, *exc: object) -> None:
-        _thread.allocator = self._before
-
-
-class MemoryHook:
-    """Told of each piece of memory that is taken: `malloc` from the pool, `alloc` by the pool from the device."""
-
-    def __enter__(self) -> MemoryHook:
-        _array.hooks().append(self)
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        _array.hooks().remove(self)
-
-    def alloc_preprocess(self, **given: Any) -> None:
-        pass
-
-    def malloc_preprocess(self, **given: Any) -> None:
-        pass
-
-
-class MemoryPool:
-    """The pool; there is one."""
-
-    def __init__(self, allocator: Any = None) -> None:
-        need(allocator is None, "the checker has no memory of NCCL's own (nccl4py)")
-
-    def malloc(self, size: int) -> MemoryPointer:
-        return _array.allocate(size)
-
-    def free_all_blocks(self) -> None:
-        """Give unused memory back: nothing to do."""
-
-
-def get_default_memory_pool() -> MemoryPool:
-    """Return the pool."""
-    return MemoryPool()
+@contextmanager
+def using_allocator(allocator: Any) -> Iterator[None]:
+    """Have this thread's arrays come from somewhere else."""
+    before, of_thread.allocator = get_allocator(), allocator
+    try:
+        yield
+    finally:
+        of_thread.allocator = before
 
 
 from cupy.cuda import nccl as nccl  # noqa: E402

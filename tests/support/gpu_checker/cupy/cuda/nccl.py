@@ -1,32 +1,38 @@
 """`cupy.cuda.nccl`: communicators of threads and processes that check NCCL's rules.
 
-A call is an operation on its stream. Ranks meet in files, so a call never blocks the host: the stream waits for what
-NCCL's kernel would wait for. Where ranks ask for different things the stream is stuck, as NCCL's kernel may be, until
-the communicator is aborted; it is reported once the host waits for it without an end, or after a minute.
+A call is an operation on its stream. Ranks meet in a folder of small files, so a call never blocks the host: the stream
+waits for what NCCL's kernel would wait for. Where ranks ask for different things the stream is stuck, as NCCL's kernel
+may be, until the communicator is aborted; it is reported once the host waits for it without an end, or after a minute.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
+import hashlib
+import json
 import os
 import secrets
-import threading
-from collections.abc import Callable, Sequence
-from typing import Any
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partialmethod
+from itertools import combinations, product
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 
-from cupy import _memory, _streams
-from cupy._meeting import Meeting
+from cupy import _memory, _streams, checker
 from cupy._memory import Access, serials
-from cupy._streams import Work
-from cupy.checker import LOCK, OFF, at_exit, count, need, report, where
+from cupy._streams import Work, of_thread
+from cupy.checker import LOCK, OFF, count, need, wait_until, where
 from cupy.cuda import runtime
 
 available = True
-_VERSION = 23203
-_NO_COLOR = -1
 _TYPES = [
     np.dtype(kind)
     for kind in (
@@ -37,10 +43,19 @@ _TYPES = [
 """By the numbers of ncclDataType_t."""
 _OPS = (np.add, np.multiply, np.maximum, np.minimum, np.add)
 _AVERAGE = 4
-_INVALID_USAGE = 5
-
-Span = tuple[int, int]
-"""First address and end."""
+_NO_COLOR = -1
+_RULES = {
+    "allReduce": (False, False, 0, "op"),
+    "reduceScatter": (True, False, -1, "op"),
+    "allGather": (False, True, 1, ""),
+    "broadcast": (False, False, 0, "root"),
+}
+"""Whether a call reads and writes a part for each rank; of which sign what is read in place lies ahead of what is
+written, by a part for each rank before; its argument beside the count and type."""
+_ROOT = (
+    Path("/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir())
+    / f"lowshard-gpu-checker-{os.getuid()}"
+)
 
 
 class NcclError(RuntimeError):
@@ -52,7 +67,7 @@ class NcclError(RuntimeError):
 
 
 def get_version() -> int:
-    return _VERSION
+    return 23203
 
 
 def get_unique_id() -> bytes:
@@ -62,408 +77,308 @@ def get_unique_id() -> bytes:
 # ---- calls and groups
 
 
-class _Call:
+class _Call(NamedTuple):
     """A call of one rank."""
 
-    def __init__(
-        self, comm: NcclCommunicator, name: str, stream: int, reads: list[Span], writes: list[Span]
-    ) -> None:
-        self.comm, self.name, self.stream, self.reads, self.writes = comm, name, stream, reads, writes
-        self.make: Callable[[], _Part] = _Part
+    comm: NcclCommunicator
+    name: str
+    stream: int
+    touched: list[Access]
+    target: int
+    head: list[Any]
+    """What the others have to ask for too."""
+    peer: int
+    """Of a message; -1: all ranks make the call."""
+    result: Callable[[list[bytes]], bytes]
+    """Returns what is written, from what the others give."""
 
 
 class _Part:
-    """What a call does when its turn has come."""
+    """A call whose turn has come: gives its bytes to the others, awaits theirs, and writes the result."""
 
-    stuck = ""
-    posted = ""
-    """What is left for the others, if it is not taken."""
+    def __init__(self, call: _Call) -> None:
+        comm, self.call = call.comm, call
+        key = (call.name, call.peer) if call.peer >= 0 else ("", -1)
+        comm._numbers[key] += 1
+        number, self.stuck, self.given = comm._numbers[key], "", dict[int, Any]()
+        if call.peer < 0:
+            self.awaited = {rank: f"call {number} of {rank}" for rank in range(comm._size)}
+            self.mine = self.awaited[comm._rank]
+            return
+        ranks = (comm._rank, call.peer) if call.name == "send" else (call.peer, comm._rank)
+        names = [f"message {number} {way} {ranks[0]} to {ranks[1]}" for way in ("from", "taken from")]
+        self.mine, self.awaited = names[call.name == "recv"], {call.peer: names[call.name == "send"]}
 
     def post(self) -> None:
-        """Give the others what they need."""
+        sent = [access for access in self.call.touched if not access.writes]
+        body = b"".join(ctypes.string_at(access.low, access.high - access.low) for access in sent)
+        self.call.comm._post(self.mine, self.call.head, body)
 
     def ready(self) -> bool:
-        """Say whether the others have given theirs."""
-        return True
+        """Say whether the others have given theirs, and note what keeps them from it."""
+        comm, head = self.call.comm, self.call.head
+        if self.given:
+            return not self.stuck
+        left = [rank for rank in self.awaited if comm._has(f"bye.{rank}")]
+        missing = [rank for rank, name in self.awaited.items() if not comm._has(name)]
+        if gone := [rank for rank in left if rank in missing]:
+            self.stuck = f"rank {gone[0]} has left before {self.mine}, {head}"
+        if missing:
+            return False
+        self.given = {rank: comm._find(name) for rank, name in self.awaited.items()}
+        for rank, (others, _) in self.given.items():
+            if others != head:
+                self.stuck = f"{self.mine} is {head} on rank {comm._rank}, and {others} on rank {rank}"
+        return not self.stuck
 
     def run(self) -> None:
-        """Write the results."""
-
-
-class _Thread(threading.local):
-    def __init__(self) -> None:
-        self.calls: list[_Call] = []
-
-
-_thread = _Thread()
+        made = self.call.result([body for _, body in self.given.values()])
+        ctypes.memmove(self.call.target, made, len(made))
+        if self.call.peer >= 0:
+            self.call.comm._take_away(*self.awaited.values())
 
 
 def groupStart() -> None:
     """Collect this thread's calls."""
-    _streams.set_open_groups(_streams.open_groups() + 1)
+    of_thread.groups = getattr(of_thread, "groups", 0) + 1
 
 
 def groupEnd() -> None:
     """Put the collected calls on their streams, together."""
-    need(_streams.open_groups() > 0, "groupEnd without groupStart")
-    _streams.set_open_groups(_streams.open_groups() - 1)
-    if _streams.open_groups():
+    need(getattr(of_thread, "groups", 0) > 0, "groupEnd without groupStart")
+    of_thread.groups -= 1
+    if of_thread.groups:
         return
     count("collectives", OFF)
-    calls, _thread.calls = _thread.calls, []
+    calls, of_thread.calls = getattr(of_thread, "calls", []), []
     by_comm: dict[NcclCommunicator, list[_Call]] = {}
     for call in calls:
         call.comm._need_life(f"the end of a group with {call.name}")
         by_comm.setdefault(call.comm, []).append(call)
     for some in by_comm.values():
-        _check_group(some)
+        is_one = len({call.stream for call in some}) == 1
+        need(is_one, "calls of a communicator in one group are on several streams")
+        for one, two in combinations(some, 2):
+            for a, b in product(one.touched, two.touched):
+                is_apart = not (a.writes or b.writes) or not a.crosses(b)
+                need(is_apart, f"{one.name} and {two.name} of one group use the same memory, one writes it")
         _queue(some)
 
 
-def _check_group(calls: Sequence[_Call]) -> None:
-    need(
-        len({call.stream for call in calls}) == 1,
-        "calls of a communicator in one group are on several streams",
-    )
-    for i, call in enumerate(calls):
-        for other in calls[:i]:
-            for one, two in ((call, other), (other, call)):
-                need(
-                    not _overlap(one.writes, [*two.reads, *two.writes]),
-                    f"{one.name} writes memory that {two.name} of the same group uses",
-                )
-
-
-def _overlap(some: Sequence[Span], others: Sequence[Span]) -> bool:
-    return any(low < high_2 and low_2 < high for low, high in some for low_2, high_2 in others)
-
-
-def _queue(calls: Sequence[_Call]) -> None:
+def _queue(calls: list[_Call]) -> None:
     """Put calls of one communicator on its stream as one operation."""
     comm, stream = calls[0].comm, calls[0].stream
-    touched = [Access(*span, False) for call in calls for span in call.reads if span[0] < span[1]]
-    touched += [Access(*span, True) for call in calls for span in call.writes if span[0] < span[1]]
 
     def make() -> Work:
-        parts = [call.make() for call in calls]
-        posted: list[bool] = []
+        parts, posted = [_Part(call) for call in calls], list[str]()
 
         def ready() -> bool:
             if comm._ended:
                 return True
-            if not posted:
-                posted.append(True)
-                for part in parts:
-                    part.post()
-            is_ready = all([part.ready() for part in parts])  # each is asked: it takes what has come
+            for part in () if posted else parts:
+                part.post()
+            posted[:] = [part.mine for part in parts]
+            is_ready = all([part.ready() for part in parts])  # all of them say what they are stuck in
             work.stuck = next((part.stuck for part in parts if part.stuck), "")
-            return is_ready and not work.stuck
+            return is_ready
 
         def run() -> list[Access]:
             if comm._ended:
                 return []
             for part in parts:
                 part.run()
-            posts = [part.posted for part in parts if part.posted]
-            if posts:  # all ranks have posted theirs and are done with the one before; a message tells of two alone
-                for name in comm._posted:
-                    comm._meeting.take_away(name)
-                comm._posted = posts
-            return touched
+            if shared := [part.mine for part in parts if part.call.peer < 0]:
+                comm._take_away(*comm._shared)  # who has posted this operation is done with the one before
+                comm._shared = shared
+            return [access for call in calls for access in call.touched]
 
         work = Work(run, ready)
         return work
 
-    names = "+".join(sorted({call.name for call in calls}))
-    count("collectives")
     with LOCK:
         # NCCL orders the kernels of a communicator among themselves, whichever streams they are on.
         at = _streams.stream_at(stream)
         if at.capture is None:
             _streams.merge(at.clock, comm._clock)
-        _streams.put(stream, f"NCCL's {names}", make)
+        _streams.put(
+            stream, f"NCCL's {'+'.join(sorted({call.name for call in calls}))}", None, "collectives", make
+        )
         if at.capture is None:
             _streams.merge(comm._clock, at.clock)
 
 
-@at_exit
-def _look_for_open_groups() -> None:
-    if _streams.open_groups():
-        report(f"a group of NCCL calls is not ended: {len(_thread.calls)} calls never began")
-
-
-class _Collective(_Part):
-    """A call that all ranks make."""
-
-    def __init__(
-        self, call: _Call, head: list[Any], body: Span, result: Callable[[list[bytes]], bytes]
-    ) -> None:
-        comm = call.comm
-        comm._calls += 1
-        self._call, self._head, self._body, self._result = call, head, body, result
-        self._meeting, self._number = comm._meeting, comm._calls
-
-    def post(self) -> None:
-        low, high = self._body
-        self.posted = f"c{self._number}.{self._meeting.rank}"
-        self._meeting.post(self.posted, self._head, ctypes.string_at(low, high - low))
-
-    def ready(self) -> bool:
-        left = [rank for rank in range(self._meeting.size) if self._meeting.has_left(rank)]
-        if not self._meeting.all_there(f"c{self._number}"):
-            gone = [rank for rank in left if not self._meeting.is_there(f"c{self._number}.{rank}")]
-            self.stuck = f"rank {gone[0]} has left before call {self._number}, {self._head}" if gone else ""
-            return False
-        if self.stuck:
-            return True
-        self._given = [self._meeting.find(f"c{self._number}.{rank}") for rank in range(self._meeting.size)]
-        for rank, given in enumerate(self._given):
-            if given is not None and given[0] != self._head:
-                self.stuck = (
-                    f"call {self._number} of a communicator is {self._head} on rank {self._meeting.rank}, and "
-                    f"{given[0]} on rank {rank}"
-                )
-        return True
-
-    def run(self) -> None:
-        made = self._result([given[1] for given in self._given if given is not None])
-        (low, high), *_ = self._call.writes
-        need(len(made) == high - low, f"{self._call.name} of {len(made)} bytes into {high - low}")
-        ctypes.memmove(low, made, len(made))
-
-
-class _Message(_Part):
-    """A send or a recv."""
-
-    def __init__(self, call: _Call, head: list[int], peer: int) -> None:
-        meeting, numbers = call.comm._meeting, call.comm._messages
-        self._call, self._head, self._meeting = call, head, meeting
-        number = numbers[call.name, peer] = numbers.get((call.name, peer), 0) + 1
-        self._sends, self._peer = call.name == "send", peer
-        ranks = (meeting.rank, peer) if self._sends else (peer, meeting.rank)
-        self._name = f"p{ranks[0]}.{ranks[1]}.{number}"
-        self._taken: bytes | None = None
-
-    def post(self) -> None:
-        if self._sends:
-            (low, high), *_ = self._call.reads
-            self._meeting.post(self._name, self._head, ctypes.string_at(low, high - low))
-
-    def ready(self) -> bool:
-        has_left = self._meeting.has_left(self._peer)
-        if not self._sends and self._taken is None and (found := self._meeting.find(self._name)) is not None:
-            if found[0] != self._head:
-                self.stuck = f"a recv of {self._head} (count, type) meets a send of {found[0]}"
-                return False
-            self._taken = found[1]
-            self._meeting.take_away(self._name)
-        is_over = not self._meeting.is_there(self._name) if self._sends else self._taken is not None
-        self.stuck = (
-            f"rank {self._peer} has left before a {self._call.name}" if has_left and not is_over else ""
-        )
-        return is_over
-
-    def run(self) -> None:
-        if not self._sends and self._taken:
-            ctypes.memmove(self._call.writes[0][0], self._taken, len(self._taken))
+# ---- communicators
 
 
 class NcclCommunicator:
     """A rank's end of a communicator."""
 
-    def __init__(self, ndev: int, commId: bytes, rank: int, config: Any = None) -> None:
+    def __init__(self, ndev: int, commId: bytes, rank: int) -> None:
         need(isinstance(commId, bytes) and len(commId) == 128, "a unique id has 128 bytes")
         need(0 <= rank < ndev, f"rank {rank} of {ndev}")
         if ndev > runtime.getDeviceCount() and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
-            raise NcclError(_INVALID_USAGE)
-        self._set_up(commId, rank, ndev)
-
-    def _set_up(self, name: bytes, rank: int, size: int) -> None:
-        self._meeting = Meeting(name, rank, size)
-        self._ended, self._calls, self._splits = "", 0, 0
-        self._messages: dict[tuple[str, int], int] = {}
-        self._posted: list[str] = []
-        self._clock: dict[_streams.Stream, int] = {}
+            raise NcclError(5)  # invalid usage
+        self._rank, self._size, self._ended, self._splits = rank, ndev, "", 0
+        self._folder = _ROOT / hashlib.sha256(commId).hexdigest()[:24]
+        self._numbers: Counter[tuple[str, int]] = Counter()
+        self._shared: list[str] = []
+        """What this rank has left for all others, and not taken away."""
+        self._clock: _streams.Clock = {}
         self.comm = next(serials)
-        self._meeting.post(f"hello.{rank}", None)
-        self._meeting.wait(lambda: self._meeting.all_there("hello"), "the connection")
+        self._folder.mkdir(parents=True, exist_ok=True)
+        checker.at_exit.append(self._leave)
+        self._post(f"hello.{rank}", None)
+        wait_until(lambda: self._all_have("hello"), f"the connection of rank {rank} of {ndev}")
 
     def _need_life(self, name: str) -> None:
         need(not self._ended, f"{name} on a communicator after {self._ended}")
 
-    # ---- what it is
+    def _asked(self, name: str) -> int:
+        self._need_life(name)
+        return {"rank_id": self._rank, "size": self._size}.get(name, 0)
 
-    def rank_id(self) -> int:
-        self._need_life("rank_id")
-        return self._meeting.rank
-
-    def size(self) -> int:
-        self._need_life("size")
-        return self._meeting.size
-
-    def device_id(self) -> int:
-        self._need_life("device_id")
-        return 0
-
-    def check_async_error(self) -> None:
-        """Raise what has gone wrong: nothing has."""
-        self._need_life("check_async_error")
+    rank_id, size = partialmethod(_asked, "rank_id"), partialmethod(_asked, "size")
+    device_id, check_async_error = (
+        partialmethod(_asked, "device_id"),
+        partialmethod(_asked, "check_async_error"),
+    )
 
     # ---- calls
 
-    def allReduce(self, sendbuf: int, recvbuf: int, count: int, datatype: int, op: int, stream: int) -> None:
-        lengths = (count, count, 0)
-        self._collective("allReduce", (sendbuf, recvbuf), lengths, datatype, op, -1, stream, _reduced)
-
-    def reduceScatter(
-        self, sendbuf: int, recvbuf: int, recvcount: int, datatype: int, op: int, stream: int
-    ) -> None:
-        lengths = (recvcount * self._meeting.size, recvcount, -recvcount * self._meeting.rank)
-
-        def result(given: list[bytes], datatype: int, op: int) -> bytes:
-            part = recvcount * _TYPES[datatype].itemsize
-            first = part * self._meeting.rank
-            return _reduced([one[first : first + part] for one in given], datatype, op)
-
-        self._collective("reduceScatter", (sendbuf, recvbuf), lengths, datatype, op, -1, stream, result)
-
-    def allGather(self, sendbuf: int, recvbuf: int, count: int, datatype: int, stream: int) -> None:
-        lengths = (count, count * self._meeting.size, count * self._meeting.rank)
-        buffers = (sendbuf, recvbuf)
-        self._collective(
-            "allGather", buffers, lengths, datatype, -1, -1, stream, lambda given, *_: b"".join(given)
-        )
-
-    def broadcast(
-        self, sendbuff: int, recvbuff: int, count: int, datatype: int, root: int, stream: int
-    ) -> None:
-        buffers, lengths = (sendbuff, recvbuff), (count, count, 0)
-        self._collective(
-            "broadcast", buffers, lengths, datatype, -1, root, stream, lambda given, *_: given[root]
-        )
-
-    def send(self, sendbuf: int, count: int, datatype: int, peer: int, stream: int) -> None:
-        if OFF:
-            return
-        call = _Call(self, "send", stream, [self._span("send", sendbuf, count, datatype, peer, stream)], [])
-        call.make = lambda: _Message(call, [count, datatype], peer)
-        _submit(call)
-
-    def recv(self, recvbuf: int, count: int, datatype: int, peer: int, stream: int) -> None:
-        if OFF:
-            return
-        call = _Call(self, "recv", stream, [], [self._span("recv", recvbuf, count, datatype, peer, stream)])
-        call.make = lambda: _Message(call, [count, datatype], peer)
-        _submit(call)
-
-    def _span(self, name: str, at: int, elems: int, datatype: int, peer: int, stream: int) -> Span:
+    def _access(self, name: str, at: int, elems: int, datatype: int, writes: bool) -> list[Access]:
         """Return what a call touches of an array, with all that can be said of it checked."""
-        self._need_life(name)
-        given = (at, elems, datatype, peer, stream)
-        need(all(type(word) is int for word in given), f"{name}: CuPy takes integers, and was given {given}")
-        need(0 <= datatype < len(_TYPES), f"{name}: there is no type {datatype}")
-        need(-1 <= peer < self._meeting.size, f"{name}: rank {peer} of {self._meeting.size}")
-        need(elems >= 0, f"{name}: {elems} elements")
+        need(all(type(word) is int for word in (at, elems, datatype)), f"{name}: CuPy takes integers")
+        need(0 <= datatype < len(_TYPES) and elems >= 0, f"{name}: {elems} elements of type {datatype}")
         item = _TYPES[datatype].itemsize
         need(at % item == 0 or not elems, f"{name}: {at:#x} is not aligned to an element of {item} bytes")
-        _streams.stream_at(stream)
-        span = at, at + elems * item
-        if elems:
-            _memory.block_of(Access(*span, False), f"NCCL's {name}", next(serials), float("inf"), where())
-        return span
+        found = [Access(at, at + elems * item, writes)] if elems else []
+        for access in found:
+            _memory.block_of(access, f"NCCL's {name}", where(), next(serials))
+        return found
 
-    def _collective(
-        self, name: str, buffers: tuple[int, int], lengths: tuple[int, int, int], datatype: int, op: int, root: int,
-        stream: int, result: Callable[..., bytes],
-    ) -> None:  # fmt: skip
-        """Make a call of all ranks; `op` and `root` are -1 where it has none.
+    def _submit(self, *call: Any) -> None:
+        made = _Call(self, *call)
+        _streams.stream_at(made.stream)
+        if getattr(of_thread, "groups", 0):
+            of_thread.calls = [*getattr(of_thread, "calls", []), made]
+        else:
+            _queue([made])
 
-        Args:
-            name: NCCL's.
-            buffers: addresses that are read and written.
-            lengths: elements that are read and written, and how far apart they begin in place.
-            datatype: NCCL's number.
-            op: of a reduction.
-            root: of a broadcast.
-            stream: its handle.
-            result: returns the bytes that are written, from those of all ranks.
-        """
+    def _collective(self, name: str, source: int, target: int, elems: int, datatype: int, *rest: int) -> None:
+        """Make a call of all ranks: its last arguments are an op or a root, if it has one, and the stream."""
         if OFF:
-            count("collectives", not _streams.open_groups())
+            count("collectives", not getattr(of_thread, "groups", 0))
             return
-        sent, received, ahead = lengths
-        takes_part = root in (-1, self._meeting.rank)
-        target = self._span(name, buffers[1], received, datatype, root, stream)
-        source = self._span(name, buffers[0], sent, datatype, root, stream) if takes_part else (0, 0)
-        need(-1 <= op < len(_OPS), f"{name}: there is no op {op}")
-        is_in_place = source[0] == target[0] + ahead * _TYPES[datatype].itemsize
-        need(
-            is_in_place or not _overlap([source], [target]),
-            f"{name}: its arrays overlap, and it is not in place as NCCL has it",
-        )
-        call = _Call(self, name, stream, [source], [target])
-        head = [name, min(sent, received), _TYPES[datatype].name, op, root]
-        call.make = lambda: _Collective(call, head, source, lambda given: result(given, datatype, op))
-        _submit(call)
+        self._need_life(name)
+        reads, writes, ahead, word = _RULES[name]
+        *word_given, stream = rest
+        need(len(word_given) == bool(word), f"{name}: arguments {rest}")
+        value = word_given[0] if word else 0
+        need(0 <= value < {"op": len(_OPS), "root": self._size, "": 1}[word], f"{name}: {word} {value}")
+        kind, part = _TYPES[datatype], elems * _TYPES[datatype].itemsize
+        touched = self._access(name, target, elems * (self._size if writes else 1), datatype, True)
+        if word != "root" or value == self._rank:
+            touched += self._access(name, source, elems * (self._size if reads else 1), datatype, False)
+            is_in_place = source == target + ahead * self._rank * part
+            is_apart = len(touched) < 2 or not touched[0].crosses(touched[1])
+            need(
+                is_in_place or is_apart, f"{name}: its arrays overlap, and it is not in place as NCCL has it"
+            )
 
-    # ---- its life
+        def result(given: list[bytes]) -> bytes:
+            if name == "broadcast":
+                return given[value]
+            if name == "allGather":
+                return b"".join(given)
+            first = part * self._rank if reads else 0
+            return _reduced([one[first : first + part] for one in given], kind, value)
 
-    def commSplit(self, color: int, key: int, config: Any = None) -> NcclCommunicator | None:
+        head = [name, elems, kind.name, *word_given]
+        self._submit(name, stream, touched, target, head, -1, result)
+
+    def _message(self, name: str, at: int, elems: int, datatype: int, peer: int, stream: int) -> None:
+        if OFF:
+            return
+        self._need_life(name)
+        need(0 <= peer < self._size, f"{name}: rank {peer} of {self._size}")
+        touched = self._access(name, at, elems, datatype, name == "recv")
+        head = ["message", elems, _TYPES[datatype].name]
+        self._submit(name, stream, touched, at, head, peer, b"".join if name == "recv" else lambda given: b"")
+
+    allReduce, reduceScatter = (
+        partialmethod(_collective, "allReduce"),
+        partialmethod(_collective, "reduceScatter"),
+    )
+    allGather, broadcast = partialmethod(_collective, "allGather"), partialmethod(_collective, "broadcast")
+    send, recv = partialmethod(_message, "send"), partialmethod(_message, "recv")
+
+    # ---- its life, and what ranks leave for each other
+
+    def commSplit(self, color: int, key: int) -> NcclCommunicator | None:
         """Return a communicator of the ranks that give the same colour."""
         self._need_life("commSplit")
-        need(not _streams.open_groups(), "commSplit within a group")
-        is_known = all(
-            _streams.known.get(stream, 0) >= n or stream.is_over for stream, n in self._clock.items()
-        )
-        need(OFF or is_known, "commSplit while work of the communicator may be under way: it may hang")
+        need(not getattr(of_thread, "groups", 0), "commSplit within a group")
+        is_known = OFF or _streams.is_known(self._clock)
+        need(is_known, "commSplit while work of the communicator may be under way: it may hang")
         self._splits += 1
-        name, meeting = f"s{self._splits}", self._meeting
-        meeting.post(f"{name}.{meeting.rank}", [color, key])
-        meeting.wait(lambda: meeting.all_there(name), "commSplit")
-        asked = [(meeting.find(f"{name}.{rank}") or ([_NO_COLOR, 0],))[0] for rank in range(meeting.size)]
-        if color == _NO_COLOR:
-            return None
+        name = f"split {self._splits}"
+        self._post(f"{name}.{self._rank}", [color, key])
+        wait_until(lambda: self._all_have(name), "commSplit")
+        asked = [self._find(f"{name}.{rank}")[0] for rank in range(self._size)]
         members = sorted(
             (its_key, rank) for rank, (its_color, its_key) in enumerate(asked) if its_color == color
         )
-        made = NcclCommunicator.__new__(NcclCommunicator)
-        made._set_up(
-            f"{meeting.key} {name} {color}".encode(), members.index((key, meeting.rank)), len(members)
-        )
-        return made
+        unique = hashlib.sha512(f"{self._folder} {name} {color}".encode()).digest() * 2
+        place = members.index((key, self._rank))
+        return None if color == _NO_COLOR else NcclCommunicator(len(members), unique, place)
 
     def destroy(self) -> None:
         """End it, once its work is done and all ranks do so."""
         self._need_life("destroy")
-        need(not _streams.open_groups(), "destroy within a group")
         _streams.host_waits(dict(self._clock), "ncclCommDestroy")
         self._ended = "destroy"
-        self._meeting.leave()
-        self._meeting.wait(self._meeting.have_all_left, "ncclCommDestroy")
+        self._leave()
+        wait_until(lambda: not self._folder.exists() or self._all_have("bye"), "ncclCommDestroy")
 
     def abort(self) -> None:
         """End it, and what it is doing."""
         self._need_life("abort")
         self._ended = "abort"
-        self._meeting.leave()
+        self._leave()
         _streams.advance()
 
+    def _leave(self) -> None:
+        """Say good-bye; who is last takes the folder away."""
+        self._post(f"bye.{self._rank}", None)
+        if self._all_have("bye"):
+            shutil.rmtree(self._folder, ignore_errors=True)
 
-def _submit(call: _Call) -> None:
-    if _streams.open_groups():
-        _thread.calls.append(call)
-    else:
-        _queue([call])
+    def _post(self, name: str, head: Any, body: bytes = b"") -> None:
+        made = self._folder / f".{name}"
+        with suppress(FileNotFoundError):  # all ranks have left
+            made.write_bytes(json.dumps(head).encode() + b"\n" + body)
+            made.rename(self._folder / name)
+
+    def _find(self, name: str) -> tuple[Any, bytes]:
+        head, _, body = (self._folder / name).read_bytes().partition(b"\n")
+        return json.loads(head), body
+
+    def _has(self, name: str) -> bool:
+        return (self._folder / name).exists()
+
+    def _all_have(self, name: str) -> bool:
+        return all(self._has(f"{name}.{rank}") for rank in range(self._size))
+
+    def _take_away(self, *names: str) -> None:
+        for name in names:
+            (self._folder / name).unlink(missing_ok=True)
 
 
-def _reduced(given: list[bytes], datatype: int, op: int) -> bytes:
+def _reduced(given: list[bytes], kind: np.dtype[Any], op: int) -> bytes:
     """Return arrays of all ranks combined, from the last rank to the first."""
-    kind = _TYPES[datatype]
     arrays = [np.frombuffer(one, kind) for one in reversed(given)]
     with np.errstate(all="ignore"):
         if op == _AVERAGE:
             arrays = [(array * kind.type(1 / len(given))).astype(kind) for array in arrays]
-        total = arrays[0].copy()
-        for array in arrays[1:]:
-            total = _OPS[op](total, array)
+        total = functools.reduce(_OPS[op], arrays)
     return total.astype(kind, copy=False).tobytes()
