@@ -253,7 +253,7 @@ def empty_like(array: ndarray, dtype: Any = None) -> ndarray:
     return ndarray(array.shape, dtype or array.dtype)
 
 
-def asarray(value: Any, dtype: Any = None, *, blocking: bool = False) -> ndarray:
+def asarray(value: Any, dtype: Any = None, order: str = "C", *, blocking: bool = False) -> ndarray:
     """Return an array of the host on the device: by way of page-locked memory, and it is not waited for."""
     if isinstance(value, ndarray):
         return value if dtype is None else value.astype(dtype, copy=False)  # type: ignore[no-any-return]
