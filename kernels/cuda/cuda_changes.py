@@ -35,6 +35,7 @@ class DeviceSearch:
     def __init__(self, engine: CudaEngine, xp: Any) -> None:
         self._engine, self._xp = engine, xp
         self._bits = xp.asarray(_BITS)
+        xp.cuda.get_current_stream().synchronize()  # it is read on any stream
 
     def find(
         self, boxes: BoxUnits, new: Array, old: Array, scratch: ScratchBuffer, may_stop: bool, may_step: bool

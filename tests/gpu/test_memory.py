@@ -18,6 +18,9 @@ from lowshard.comm.nccl_over_mpi import _find_device
 from lowshard.comm.pinned import Round, Slots
 from lowshard.errors import CaptureError
 from lowshard.kernels import BoxTable
+from lowshard.kernels.change_boxes import ScratchBuffer
+from lowshard.kernels.changes import ChangeBoxes
+from lowshard.kernels.cuda.cuda_changes import device_search
 
 SHAPE, BOXES = (64, 128), (((0, 64), (0, 64)), ((3, 4), (64, 96)))
 
@@ -76,22 +79,28 @@ def table_bytes(table: BoxTable, source: np.ndarray) -> np.ndarray:
 
 
 def test_slots_that_nobody_closed_ask_no_event_that_is_gone(cupy: Any) -> None:
-    binding = Binding.load(with_nccl=False)
+    binding, locked = Binding.load(with_nccl=False), list[int]()
+
+    def lock(memory: np.ndarray) -> Any:
+        undo = binding.lock(memory)
+        locked.append(1)
+        return lambda: (undo(), locked.pop())  # type: ignore[func-returns-value]
+
     events = [
         binding.new_event() for _ in range(4)
     ]  # before the slots: so the collector finalizes them first
     watch = Watch()
-    slots: Any = Slots(replace(binding, new_event=events.pop), lambda n: np.empty(n, np.uint8), 5.0, watch)
+    made = replace(binding, new_event=events.pop, lock=lock)
+    slots: Any = Slots(made, lambda n: np.empty(n, np.uint8), 5.0, watch)
     device = cupy.ones(40, np.uint8)
     part = ((binding.pointer(device), 0, 40),)
     slots.run([Round(40, part, lambda slot: None, part)] * 2, "test")
     cupy.cuda.get_current_stream().synchronize()
-    addresses = [slot.address for slot in slots._slots]
+    assert len(locked) == 2
     slots.itself = slots
     del slots
     gc.collect()
-    runtime = cupy.cuda.runtime
-    assert {runtime.pointerGetAttributes(at).type for at in addresses} == {runtime.memoryTypeUnregistered}
+    assert not locked
     assert not watch.told
 
 
@@ -121,7 +130,7 @@ def test_what_is_copied_to_the_side_is_copied_by_no_kernel_of_cupys(
 
     if not hasattr(cupy, "checker"):
         pytest.skip("CuPy's own type cannot be changed")
-    monkeypatch.setattr(cupy.ndarray, "copy", refuse)
+    monkeypatch.setattr(cupy.ndarray, "copy", refuse, raising=False)
     run_nccl(2, check)
 
 
@@ -135,3 +144,14 @@ def test_a_slice_of_a_gpu_is_known_by_its_own_name(cupy: Any, monkeypatch: pytes
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
         names.add(_find_device(0, False).identity)
     assert len(names) == 3
+
+
+def test_what_searches_share_is_there_on_every_stream(cupy: Any) -> None:
+    device_search.cache_clear()
+    new, old = cupy.arange(5000, dtype=np.int32), cupy.zeros(5000, np.int32)
+    cupy.cuda.Device().synchronize()
+    with cupy.cuda.Stream(non_blocking=True):
+        device_search(0)
+    with cupy.cuda.Stream(non_blocking=True):
+        found = ChangeBoxes([((0, 5000),)], 4).find(new, old, ScratchBuffer(), may_stop=False)
+        assert found.changed_elems == 4999

@@ -37,7 +37,7 @@ PRODUCT = {
             "foreign_array", "gpu_stream", "nearest", "plain_console", "reading", "settings",
         )),
     )),
-    "kernels": Budget(9_574, 60, ("kernels",)),
+    "kernels": Budget(9_575, 60, ("kernels",)),
     "mesh, placement, layout, tiling": Budget(1_208, 4, tuple(
         f"lowshard/{name}.py" for name in ("mesh", "placement", "layout", "tiling")
     )),
@@ -56,9 +56,9 @@ PRODUCT = {
         "lowshard/demo", "lowshard/selftest", "lowshard/interop", "lowshard/cli.py",
     )),
 }  # fmt: skip
-PRODUCT_LINES, PRODUCT_BYTES, PRODUCT_FUNCTIONS = 74_243, 3_207_000, 4_680
+PRODUCT_LINES, PRODUCT_BYTES, PRODUCT_FUNCTIONS = 74_244, 3_207_000, 4_680
 BENCH = Budget(5_800, 26, ("bench",))
-TESTS = Budget(58_923, 321, ("tests",))
+TESTS = Budget(58_961, 321, ("tests",))
 TEST_DATA_LINES = 3_400
 EXAMPLES = Budget(1_403, 18, ("examples", "docs"))
 EXAMPLES_AND_BLOCKS_LINES = 1_900
