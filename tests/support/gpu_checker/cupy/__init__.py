@@ -7,14 +7,23 @@ from typing import Any
 import numpy as _numpy
 
 from cupy import _array, checker, cuda
-from cupy._array import array, asarray, asnumpy, copyto, empty, empty_like, ndarray
+from cupy._array import array, asarray, copyto, empty_like, ndarray
 from cupy._kernels import RawKernel, RawModule
 
 __version__ = "14.2.0"
 __all__ = [
-    "RawKernel", "RawModule", "array", "asarray", "asnumpy", "checker", "copyto", "cuda", "empty", "empty_like",
-    "get_default_memory_pool", "ndarray",
-]  # fmt: skip
+    "RawKernel",
+    "RawModule",
+    "array",
+    "asarray",
+    "checker",
+    "copyto",
+    "cuda",
+    "empty",
+    "empty_like",
+    "ndarray",
+]
+empty = ndarray
 
 
 class get_default_memory_pool:

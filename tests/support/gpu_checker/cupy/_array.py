@@ -5,17 +5,16 @@ from __future__ import annotations
 import ctypes
 import math
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from operator import attrgetter
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from cupy import _memory, _streams
 from cupy._memory import Access, accesses_of
+from cupy._streams import current, of_thread, put
 from cupy.checker import LOCK, OFF, count, need, report, where
 
 Host = npt.NDArray[Any]
@@ -24,40 +23,36 @@ _DTYPES = "?bhilqBHILQefdFDpP"  # of NumPy, that CuPy has
 _ABOUT = ("dtype", "shape", "strides", "ndim", "size", "nbytes", "itemsize")
 _POISON = 0xA5
 """What nobody can take for a result."""
-of_thread = threading.local()
-"""`allocator`, and `streams`, the last of which is current."""
 
 
-def current_ptr() -> int:
-    return sys.modules["cupy.cuda"].get_current_stream().ptr  # type: ignore[no-any-return]
+def stream() -> _streams.Stream:
+    """Return this thread's current stream."""
+    return _streams.stream_at(current()[-1].ptr)
 
 
-class MemoryPointer:
+class MemoryPointer(NamedTuple):
     """An address in memory of the device, which it keeps from being given back."""
 
-    def __init__(self, mem: Any, ptr: int) -> None:
-        self.mem, self.ptr = mem, ptr
+    mem: Any
+    ptr: int
 
-    def __add__(self, offset: int) -> MemoryPointer:
+    def __add__(self, offset: int) -> MemoryPointer:  # type: ignore[override]
         return MemoryPointer(self.mem, self.ptr + offset)
 
 
 class PooledMemory:
     """Memory of the pool; goes back to it with its last owner."""
 
-    _release = staticmethod(_memory.release)
+    _release, _is_at_exit = staticmethod(_memory.release), staticmethod(sys.is_finalizing)
 
     def __init__(self, size: int) -> None:
-        stream = current_ptr()
-        self._block = block = _memory.allocate(size, stream)
-        self.ptr, self.size = block.begin, size
-        if not OFF and not _streams.stream_at(stream).capture:
-            _streams.put(
-                stream, "an allocation", lambda: ctypes.memset(block.begin, _POISON, block.capacity) and ()
-            )
+        self._block = block = _memory.allocate(size, current()[-1].ptr)
+        self.ptr = block.begin
+        if not OFF and stream().capture is None:
+            put("an allocation", lambda: ctypes.memset(block.begin, _POISON, block.capacity) and ())
 
-    def __del__(self, is_at_exit: Callable[[], bool] = sys.is_finalizing) -> None:
-        if not is_at_exit():
+    def __del__(self) -> None:
+        if not self._is_at_exit():
             self._release(self._block)
 
 
@@ -85,7 +80,7 @@ def _operate(name: str, out: Host | None, reads: Sequence[Host], function: Calla
         return accesses
 
     count("device_to_device_copies", name == "copy")
-    _streams.put(current_ptr(), f"cupy's {name}", run, "cupy_operations")
+    put(f"cupy's {name}", run, "cupy_operations")
 
 
 def _bare(value: Any, arrays: list[ndarray]) -> Any:
@@ -111,18 +106,13 @@ def _view(found: Any, arrays: list[ndarray]) -> Any:
 def compute(name: str, function: Callable[..., Any], args: Any, options: Any, out: Any = None) -> Any:
     """Return what NumPy's function returns: views where that has views, else an array that an operation fills."""
     arrays: list[ndarray] = []
-    args, options = _bare(tuple(args), arrays), {key: _bare(value, arrays) for key, value in options.items()}
     values: list[Any] = []
-    stream = _streams.stream_at(current_ptr())
-    with (
-        LOCK,
-        np.errstate(all="ignore"),
-    ):  # else what is ahead may be done in between, after its result was used
-        is_early = stream.queue or stream.capture or any(one.done < n for one, n in stream.clock.items())
-        if (
-            out is None
-        ):  # the shape of the result is known only from one, be it of values that are not there yet
-            values.append(function(*args, **options))
+    args, options = _bare(tuple(args), arrays), {key: _bare(value, arrays) for key, value in options.items()}
+    # Under the lock: else what is ahead may be done in between, after the result of too early a call was used.
+    with LOCK, np.errstate(all="ignore"):
+        is_early = any(one.done < n for one, n in stream().clock.items()) or stream().capture is not None
+        if out is None:
+            values.append(function(*args, **options))  # for its shape, be it of values that are not there yet
             if (seen := _view(values[0], arrays)) is not None:
                 return seen
             out = ndarray(np.shape(values[0]), np.asarray(values[0]).dtype)
@@ -140,6 +130,7 @@ class ndarray(np.lib.mixins.NDArrayOperatorsMixin):
     flags = property(lambda self: SimpleNamespace(c_contiguous=self._host.flags.c_contiguous))
     T = property(lambda self: self._view(self._host.T))
     device = property(lambda self: sys.modules["cupy.cuda"].Device())
+    data = property(lambda self: MemoryPointer(self._memory.mem, int(self._host.ctypes.data)))
 
     def __init__(self, shape: Any, dtype: Any = float, memptr: Any = None, strides: Any = None) -> None:
         shape = (int(shape),) if isinstance(shape, (int, np.integer)) else tuple(map(int, shape))
@@ -168,10 +159,6 @@ class ndarray(np.lib.mixins.NDArrayOperatorsMixin):
             raise AttributeError(f"the checker's arrays have no {name}")
         return lambda *args, **options: compute(name, method, (self, *args), options)
 
-    @property
-    def data(self) -> MemoryPointer:
-        return MemoryPointer(self._memory.mem, int(self._host.__array_interface__["data"][0]))
-
     def __len__(self) -> int:
         return len(self._host)
 
@@ -186,12 +173,12 @@ class ndarray(np.lib.mixins.NDArrayOperatorsMixin):
 
     def get(self) -> Host:
         """Return a copy on the host, once the device has made it."""
-        _streams.refuse_in_capture(_streams.stream_at(current_ptr()).capture)
+        _streams.refuse_in_capture(stream().capture)
         count("device_to_host_copies")
         count("pcie_bytes", self.nbytes)
         made = np.empty(self.shape, self.dtype)
         _operate("get", None, [self._host], lambda: np.copyto(made, self._host))
-        _streams.wait_for_stream(current_ptr())
+        _streams.wait("streamSynchronize", current()[-1].ptr)
         return made
 
     def item(self) -> Any:
@@ -205,83 +192,71 @@ class ndarray(np.lib.mixins.NDArrayOperatorsMixin):
         return compute("take", lambda host, *_: host[bare], (self, *indices), {})
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        bare, indices = _bare_key(key)
-        if isinstance(value, np.ndarray) and value.ndim:
-            raise ValueError("non-scalar numpy.ndarray cannot be used for fill")
-        reads = [one._host for one in (*indices, value) if isinstance(one, ndarray)]
-        given = value._host if isinstance(value, ndarray) else value
-        if indices:
+        (bare, reads), is_copy = _bare_key(key), isinstance(value, ndarray)
+        given = _bare(value, reads)
+        target = self._host if reads[is_copy:] else self._host[bare]
 
-            def scatter() -> Host:
-                self._host[bare] = given
-                return self._host
+        def scatter() -> Host:
+            self._host[bare] = given
+            return self._host
 
-            _operate("scatter", self._host, reads, scatter)
-            return
-        target = self._host[bare]
-        where_and_how = ("ctypes.data", "shape", "strides")
-        if not reads or any(attrgetter(name)(given) != attrgetter(name)(target) for name in where_and_how):
-            _operate("copy" if reads else "fill", target, reads, lambda: given)
+        if reads[is_copy:]:
+            _operate("scatter", target, [one._host for one in reads], scatter)
+        elif (
+            not is_copy or given.__array_interface__ != target.__array_interface__
+        ):  # `x[1:] += y` sets it to itself
+            _operate("copy" if is_copy else "fill", target, [one._host for one in reads], lambda: given)
 
 
 def _bare_key(key: Any) -> tuple[Any, list[ndarray]]:
     """Return an index as NumPy takes it, and the arrays in it: those of truth values are asked of the device."""
     parts = key if isinstance(key, tuple) else (key,)
-    bare = [
-        getattr(one, "get" if one.dtype == bool else "_host") if isinstance(one, ndarray) else one
-        for one in parts
-    ]
-    bare = [one() if callable(one) else one for one in bare]
+    indices = [one for one in parts if isinstance(one, ndarray)]
+    bare = [one.get() if isinstance(one, ndarray) and one.dtype == bool else _bare(one, []) for one in parts]
     if not any(one is Ellipsis for one in bare):
         bare.append(...)  # NumPy returns a view then, and never a number
-    return tuple(bare), [one for one in parts if isinstance(one, ndarray)]
+    return tuple(bare), indices
 
 
-for _name in ("bool", "float", "format", "index", "int", "repr"):  # the host waits for the value
-    _dunder = f"__{_name}__"
-    setattr(ndarray, _dunder, lambda self, *args, name=_dunder: getattr(self.get(), name)(*args))
+for _name in (
+    "__bool__",
+    "__float__",
+    "__format__",
+    "__index__",
+    "__int__",
+    "__repr__",
+):  # the host waits for the value
+    setattr(ndarray, _name, lambda self, *args, name=_name: getattr(self.get(), name)(*args))
 
 
 # ---- functions that are CuPy's own
-
-
-def empty(shape: Any, dtype: Any = float) -> ndarray:
-    return ndarray(shape, dtype)
 
 
 def empty_like(array: ndarray, dtype: Any = None) -> ndarray:
     return ndarray(array.shape, dtype or array.dtype)
 
 
-def asarray(value: Any, dtype: Any = None, *, blocking: bool = False) -> ndarray:
+def asarray(value: Any, dtype: Any = None, order: str = "C", *, blocking: bool = False) -> ndarray:
     """Return an array of the host on the device: by way of page-locked memory, and it is not waited for."""
     if isinstance(value, ndarray):
         return value if dtype is None else value.astype(dtype, copy=False)  # type: ignore[no-any-return]
     values = np.array(value, dtype, order="C")
     made = ndarray(values.shape, values.dtype)
-    if not OFF and _streams.stream_at(current_ptr()).capture is not None:
-        report(
-            f"an upload of {values.nbytes} bytes within a capture, at {where()}: its event is never done, and CuPy "
-            "gives no page-locked memory back any more"
-        )
-    for what, number in (("host_to_device_copies", 1), ("uploads", 1), ("pcie_bytes", values.nbytes)):
-        count(what, number)
+    if not OFF and stream().capture is not None:
+        what = f"an upload of {values.nbytes} bytes within a capture, at {where()}"
+        report(f"{what}: its event is never done, and CuPy gives no page-locked memory back any more")
+    for kind, number in (("host_to_device_copies", 1), ("uploads", 1), ("pcie_bytes", values.nbytes)):
+        count(kind, number)
     _operate("upload", made._host, [], lambda: values)
     if blocking:
-        _streams.wait_for_stream(current_ptr())
+        _streams.wait("streamSynchronize", current()[-1].ptr)
     return made
 
 
 def array(value: Any, dtype: Any = None, copy: bool = True, *, blocking: bool = False) -> ndarray:
-    return (
-        value.astype(dtype or value.dtype)
-        if isinstance(value, ndarray)
-        else asarray(value, dtype, blocking=blocking)
-    )
-
-
-def asnumpy(value: ndarray) -> Host:
-    return value.get()
+    if not isinstance(value, ndarray):
+        return asarray(value, dtype, blocking=blocking)
+    return value.astype(dtype or value.dtype)  # type: ignore[no-any-return]
 
 
 def copyto(target: ndarray, source: Any) -> None:

@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from cupy import _memory, _streams
-from cupy._array import current_ptr
+from cupy import _memory
 from cupy._memory import Access, Words
+from cupy._streams import Work, put
 from cupy.checker import OFF, count, need, report, where
 
 _ROOM = 1 << 21  # accesses of a launch that are compared
@@ -46,7 +46,7 @@ class RawModule:
             is_right = all(type(arg) is int and -(1 << 63) <= arg < 1 << 64 for arg in args)
             need(is_right, f"kernel {name}: an argument that CuPy does not pass as 64 bits")
             run = list if OFF else lambda: _run(name, grid[0], args, place)
-            _streams.put(current_ptr(), f"kernel {name}", run, "launches")
+            put(f"kernel {name}", run, "launches")
 
         return launch
 
@@ -58,7 +58,7 @@ class RawKernel:
         need(name in ("spin", "hold"), f"the checker runs no kernel {name} of a test's own")
 
     def __call__(self, grid: Sequence[int], block: Sequence[int], args: Sequence[Any]) -> None:
-        def make() -> _streams.Work:
+        def make() -> Work:
             ends_s: list[float] = []
 
             def ready() -> bool:
@@ -66,9 +66,9 @@ class RawKernel:
                     ends_s.append(time.monotonic() + int(args[0]) * 1e-9)
                 return time.monotonic() >= ends_s[0]
 
-            return _streams.Work(list, ready)
+            return Work(list, ready)
 
-        _streams.put(current_ptr(), "a kernel that takes its time", list, make=make)
+        put("a kernel that takes its time", list, make=make)
 
 
 @functools.cache

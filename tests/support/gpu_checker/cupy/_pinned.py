@@ -86,9 +86,9 @@ def copy_async(to: int, source: int, size: int, kind: int, ptr: int) -> None:
         touched = Access(source, source + size, False), Access(to, to + size, True)
         return [one for one in touched if not (is_pageable and one.low == host)]
 
-    _streams.put(ptr, f"a copy ({_NAMES[kind]})", run, f"{_NAMES[kind]}_copies")
+    _streams.put(f"a copy ({_NAMES[kind]})", run, f"{_NAMES[kind]}_copies", ptr)
     if is_pageable:
-        _streams.wait_for_stream(ptr)
+        _streams.wait("streamSynchronize", ptr)
     elif host and not OFF:
         with LOCK:
             stream = _streams.stream_at(ptr)

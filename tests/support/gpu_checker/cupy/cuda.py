@@ -1,63 +1,68 @@
-"""`cupy.cuda`: devices, streams, events, graphs, and where memory comes from, under CuPy's names."""
+"""`cupy.cuda`: devices, streams, events, graphs, where memory comes from, and CUDA's own calls, under CuPy's names."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
-from cupy import _streams
+from cupy import _pinned, _streams
 from cupy._array import allocate, of_thread
 from cupy._memory import serials
+from cupy._streams import Event as Event
 from cupy.checker import count
-from cupy.cuda import runtime
 
-_handles = itertools.count(0x5000, 16)
+_UUID = b"gpu checker 0001"
+_ABOUT = {
+    "name": b"GPU checker",
+    "totalGlobalMem": 80 << 30,
+    "major": 9,
+    "minor": 0,
+    "multiProcessorCount": 2,
+}
+runtime = SimpleNamespace(
+    CUDARuntimeError=_streams.CUDARuntimeError,
+    deviceGetPCIBusId=lambda device: "0000:01:00.0",
+    deviceGetUuid=lambda device: _UUID,
+    deviceSynchronize=_streams.wait_for_device,
+    driverGetVersion=lambda: 13000,
+    eventQuery=partial(_streams.query, "eventQuery"),
+    eventSynchronize=partial(_streams.wait, "eventSynchronize"),
+    getDevice=lambda: 0,
+    getDeviceCount=lambda: 1,
+    getDeviceProperties=lambda device: {**_ABOUT, "uuid": _UUID},
+    hostRegister=_pinned.lock,
+    hostUnregister=_pinned.unlock,
+    memGetInfo=lambda: (40 << 30, 80 << 30),
+    memcpyAsync=_pinned.copy_async,
+    runtimeGetVersion=lambda: 13000,
+    setDevice=lambda device: None,
+    streamIsCapturing=lambda ptr: _streams.stream_at(ptr).capture is not None,
+    streamQuery=partial(_streams.query, "streamQuery"),
+    streamSynchronize=partial(_streams.wait, "streamSynchronize"),
+    streamWaitEvent=_streams.order_after_event,
+)
 
 
-class Device:
+class Device(nullcontext[None]):
     """The one GPU."""
 
     compute_capability = "90"
     attributes = {"MultiProcessorCount": 2}  # noqa: RUF012  # as CuPy has it
 
     def __init__(self, device: int = 0) -> None:
+        super().__init__()
         self.id = device
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *exc: object) -> None:
-        pass
 
     def synchronize(self) -> None:
         runtime.deviceSynchronize()
 
 
-class Event:
-    """A point in a stream. It is destroyed with the object, as CuPy's."""
-
-    done = property(lambda self: runtime.eventQuery(self.ptr) == 0)
-
-    def __init__(self, **options: bool) -> None:
-        self.ptr, self._events = next(_handles), _streams.events
-        self._events[self.ptr] = _streams.Event()
-
-    def __del__(self) -> None:
-        self._events.pop(self.ptr, None)  # also at the end of the process, when modules are gone
-
-    def record(self, stream: Any = None) -> None:
-        runtime.eventRecord(self.ptr, (stream or get_current_stream()).ptr)
-
-    def synchronize(self) -> None:
-        runtime.eventSynchronize(self.ptr)
-
-
 def get_elapsed_time(begin: Event, end: Event) -> float:
     """Return the milliseconds between the calls that recorded two events."""
-    times = [_streams.events[event.ptr].recorded_s for event in (begin, end)]
-    return max(1e-3, 1e3 * (times[1] - times[0]))
+    return max(1e-3, 1e3 * (end.recorded_s - begin.recorded_s))
 
 
 class Stream:
@@ -69,7 +74,7 @@ class Stream:
     done = property(lambda self: runtime.streamQuery(self.ptr) == 0)
 
     def __init__(self, non_blocking: bool = False, ptr: int | None = None, owner: Any = None) -> None:
-        self.ptr = next(_handles) if ptr is None else ptr
+        self.ptr = next(_streams.handles) if ptr is None else ptr
         self._owner, self._destroy = owner, _streams.destroy_stream if ptr is None else int
         if ptr is None:
             _streams.streams[self.ptr] = _streams.Stream(self.ptr, not non_blocking)
@@ -82,11 +87,11 @@ class Stream:
         self._destroy(self.ptr)
 
     def __enter__(self) -> Stream:
-        _current().append(self)
+        _streams.current().append(self)
         return self
 
     def __exit__(self, *exc: object) -> None:
-        _current().pop()
+        _streams.current().pop()
 
     def synchronize(self) -> None:
         runtime.streamSynchronize(self.ptr)
@@ -106,7 +111,7 @@ class Stream:
         return Graph(_streams.end_capture(self.ptr))
 
 
-Stream.null, Stream.ptds = Stream(ptr=0), Stream(ptr=_streams.PER_THREAD)
+Stream.null, Stream.ptds = Stream(ptr=_streams.LEGACY), Stream(ptr=_streams.PER_THREAD)
 
 
 class Graph:
@@ -120,14 +125,8 @@ class Graph:
         _streams.replay(self._capture, self._made, (stream or get_current_stream()).ptr)
 
 
-def _current() -> list[Stream]:
-    if not hasattr(of_thread, "streams"):
-        of_thread.streams = [Stream.null]
-    return of_thread.streams  # type: ignore[no-any-return]
-
-
 def get_current_stream(device_id: int = -1) -> Stream:
-    return _current()[-1]
+    return _streams.current()[-1]  # type: ignore[no-any-return]
 
 
 def get_allocator() -> Any:
@@ -144,4 +143,4 @@ def using_allocator(allocator: Any) -> Iterator[None]:
         of_thread.allocator = before
 
 
-from cupy.cuda import nccl as nccl  # noqa: E402
+from cupy import nccl as nccl  # noqa: E402

@@ -26,11 +26,10 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from cupy import _memory, _streams, checker
+from cupy import _memory, _streams, checker, cuda
 from cupy._memory import Access, serials
 from cupy._streams import Work, of_thread
 from cupy.checker import LOCK, OFF, count, need, wait_until, where
-from cupy.cuda import runtime
 
 available = True
 _TYPES = [
@@ -200,9 +199,8 @@ def _queue(calls: list[_Call]) -> None:
         at = _streams.stream_at(stream)
         if at.capture is None:
             _streams.merge(at.clock, comm._clock)
-        _streams.put(
-            stream, f"NCCL's {'+'.join(sorted({call.name for call in calls}))}", None, "collectives", make
-        )
+        names = "+".join(sorted({call.name for call in calls}))
+        _streams.put(f"NCCL's {names}", None, "collectives", stream, make)
         if at.capture is None:
             _streams.merge(comm._clock, at.clock)
 
@@ -216,7 +214,7 @@ class NcclCommunicator:
     def __init__(self, ndev: int, commId: bytes, rank: int) -> None:
         need(isinstance(commId, bytes) and len(commId) == 128, "a unique id has 128 bytes")
         need(0 <= rank < ndev, f"rank {rank} of {ndev}")
-        if ndev > runtime.getDeviceCount() and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
+        if ndev > cuda.runtime.getDeviceCount() and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
             raise NcclError(5)  # invalid usage
         self._rank, self._size, self._ended, self._splits = rank, ndev, "", 0
         self._folder = _ROOT / hashlib.sha256(commId).hexdigest()[:24]
