@@ -71,7 +71,7 @@ def test_a_fault_planted_in_calls_of_nccl_is_found(name: str, cupy: Any) -> None
     def rank(unique: bytes, number: int, wrong: int) -> None:
         names = names_of_rank(cupy, unique, number)
         work(cupy, names, text, wrong)
-        if not names["comm"]._ended:
+        if not names["comm"].ended:
             names["comm"].destroy() if wrong < 0 else names["comm"].abort()
 
     def run(wrong: int) -> None:

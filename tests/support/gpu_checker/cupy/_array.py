@@ -14,20 +14,22 @@ import numpy.typing as npt
 
 from cupy import _memory, _streams
 from cupy._memory import Access, accesses_of
-from cupy._streams import current, of_thread, put
+from cupy._streams import current_ptr, of_thread, put
 from cupy.checker import LOCK, OFF, count, need, report, where
 
 Host = npt.NDArray[Any]
 
 _DTYPES = "?bhilqBHILQefdFDpP"  # of NumPy, that CuPy has
 _ABOUT = ("dtype", "shape", "strides", "ndim", "size", "nbytes", "itemsize")
+_OF_UNKNOWN_SIZE = ("argwhere", "flatnonzero", "nonzero", "unique")
+"""Functions whose results have a size that only the device knows: the host waits."""
 _POISON = 0xA5
 """What nobody can take for a result."""
 
 
 def stream() -> _streams.Stream:
     """Return this thread's current stream."""
-    return _streams.stream_at(current()[-1].ptr)
+    return _streams.stream_at(current_ptr())
 
 
 class MemoryPointer(NamedTuple):
@@ -46,7 +48,7 @@ class PooledMemory:
     _release, _is_at_exit = staticmethod(_memory.release), staticmethod(sys.is_finalizing)
 
     def __init__(self, size: int) -> None:
-        self._block = block = _memory.allocate(size, current()[-1].ptr)
+        self._block = block = _memory.allocate(size, current_ptr())
         self.ptr = block.begin
         if not OFF and stream().capture is None:
             put("an allocation", lambda: ctypes.memset(block.begin, _POISON, block.capacity) and ())
@@ -108,6 +110,8 @@ def compute(name: str, function: Callable[..., Any], args: Any, options: Any, ou
     arrays: list[ndarray] = []
     values: list[Any] = []
     args, options = _bare(tuple(args), arrays), {key: _bare(value, arrays) for key, value in options.items()}
+    if name in _OF_UNKNOWN_SIZE:
+        _streams.wait("streamSynchronize", current_ptr())
     # Under the lock: else what is ahead may be done in between, after the result of too early a call was used.
     with LOCK, np.errstate(all="ignore"):
         is_early = any(one.done < n for one, n in stream().clock.items()) or stream().capture is not None
@@ -141,7 +145,7 @@ class ndarray(np.lib.mixins.NDArrayOperatorsMixin):
         if strides is not None:
             ends = [(extent - 1) * stride for extent, stride in zip(shape, strides, strict=True)]
             low, high = sum(min(0, end) for end in ends), sum(max(0, end) for end in ends) + kind.itemsize
-        self._memory = memptr or getattr(of_thread, "allocator", allocate)(high)
+        self._memory = memptr or (of_thread.allocator or allocate)(high)
         raw: Any = (ctypes.c_char * max(high - low, 1)).from_address(self._memory.ptr + low)
         self._host: Host = np.ndarray(shape, kind, raw, -low, strides)
 
@@ -178,7 +182,7 @@ class ndarray(np.lib.mixins.NDArrayOperatorsMixin):
         count("pcie_bytes", self.nbytes)
         made = np.empty(self.shape, self.dtype)
         _operate("get", None, [self._host], lambda: np.copyto(made, self._host))
-        _streams.wait("streamSynchronize", current()[-1].ptr)
+        _streams.wait("streamSynchronize", current_ptr())
         return made
 
     def item(self) -> Any:
@@ -249,7 +253,7 @@ def asarray(value: Any, dtype: Any = None, order: str = "C", *, blocking: bool =
         count(kind, number)
     _operate("upload", made._host, [], lambda: values)
     if blocking:
-        _streams.wait("streamSynchronize", current()[-1].ptr)
+        _streams.wait("streamSynchronize", current_ptr())
     return made
 
 

@@ -14,11 +14,8 @@ from collections import defaultdict, deque
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from cupy.checker import LOCK, count, need
-
-Words = npt.NDArray[np.int64]
 
 GRAIN_BYTES = 512
 _MOST_PIECES = 4096  # of a strided array: above, the gaps count as touched too
@@ -28,38 +25,26 @@ serials = itertools.count(1)
 
 
 class Access(NamedTuple):
-    """Bytes that an operation reads or writes: from `low` to `high`, or the pieces between them."""
+    """Bytes that an operation reads or writes: from `low` to `high`, or pieces: first addresses and ends, ascending."""
 
     low: int
     high: int
     writes: bool
-    pieces: tuple[Words, Words] | None = None
-    """First addresses and ends, ascending."""
+    pieces: Any = None
 
     def crosses(self, other: Access) -> bool:
-        """Say whether both touch a byte."""
         if self.high <= other.low or other.high <= self.low:
             return False
         if self.pieces is None and other.pieces is None:
             return True
-        (begins, ends), (begins_2, ends_2) = (
-            one.pieces or (np.array([one.low]), np.array([one.high])) for one in (self, other)
-        )
+        sides = [one.pieces or (np.array([one.low]), np.array([one.high])) for one in (self, other)]
+        (begins, ends), (begins_2, ends_2) = sides
         first = np.searchsorted(ends, begins_2, side="right")  # the first that ends behind each beginning
         inside = first < len(begins)
         return bool((begins[first[inside]] < ends_2[inside]).any())
 
     def covers(self, other: Access) -> bool:
-        """Say whether this surely touches all bytes that the other does."""
         return self.pieces is None and self.low <= other.low and other.high <= self.high
-
-
-class Life(NamedTuple):
-    """A stretch of time in which a block was somebody's."""
-
-    born: int
-    size: int
-    died: float = math.inf
 
 
 class Block:
@@ -67,21 +52,16 @@ class Block:
 
     def __init__(self, begin: int, capacity: int, arena: Any = None, raw: Any = None) -> None:
         self.begin, self.capacity, self.arena, self._raw = begin, capacity, arena, raw
-        self.lives: deque[Life] = deque(maxlen=_LIVES)
+        self.lives: deque[list[float]] = deque(maxlen=_LIVES)
+        """When it became somebody's, and nobody's, and how much of it was used."""
         self.records: list[tuple[Access, Any]] = []
         """What touched it, and the operations that did; see `_streams`."""
         blocks[begin] = self
         bisect.insort(_begins, begin)
 
     def begin_life(self, size: int) -> Block:
-        self.lives.append(Life(next(serials), size))
+        self.lives.append([next(serials), math.inf, size])
         return self
-
-    def life_at(self, serial: int) -> Life | None:
-        """Return the life during which something happened; of what is too long ago, one that allows all."""
-        if len(self.lives) == _LIVES and serial < self.lives[0].born:
-            return Life(0, self.capacity)
-        return next((life for life in self.lives if life.born < serial < life.died), None)
 
 
 blocks: dict[int, Block] = {}
@@ -90,25 +70,23 @@ _unused: defaultdict[tuple[Any, int], list[Block]] = defaultdict(list)
 
 
 def allocate(size: int, arena: Any) -> Block:
-    """Return a block of the arena of a stream."""
     capacity = max(1, -(-size // GRAIN_BYTES)) * GRAIN_BYTES
     with LOCK:
         count("allocations")
         if _unused[arena, capacity]:
             return _unused[arena, capacity].pop().begin_life(size)
         raw = np.empty(capacity + 2 * GRAIN_BYTES, np.uint8)  # there is room behind it: no two blocks touch
-        return Block(raw.ctypes.data + -raw.ctypes.data % GRAIN_BYTES, capacity, arena, raw).begin_life(size)
+        begin = int(raw.ctypes.data) + -int(raw.ctypes.data) % GRAIN_BYTES
+        return Block(begin, capacity, arena, raw).begin_life(size)
 
 
 def release(block: Block) -> None:
-    """Give a block back to its arena."""
     with LOCK:
-        block.lives[-1] = block.lives[-1]._replace(died=next(serials))
+        block.lives[-1][1] = next(serials)
         _unused[block.arena, block.capacity].append(block)
 
 
 def forget(block: Block) -> None:
-    """Take a block for nobody's memory any more."""
     del blocks[block.begin]
     _begins.remove(block.begin)
 
@@ -126,37 +104,37 @@ def is_device(address: int) -> bool:
     return block is not None and block.arena is not None
 
 
-def block_of(access: Access, name: str, place: str, serial: float, made: float = math.inf) -> Block:
+def block_of(access: Access, name: str, place: str, serial: int, made: float = math.inf) -> Block:
     """Return the block of an access that was asked for at some time, by a CUDA graph that was made at another.
 
     Raises:
         Misuse: the memory was nobody's then, ends sooner, or was given out after the graph was made.
     """
-    low, high, block = access.low, access.high, block_at(access.low)
-    what = f"{name} {'writes' if access.writes else 'reads'} {high - low} bytes at {low:#x}"
+    block = block_at(access.low)
+    what = (
+        f"{name} {'writes' if access.writes else 'reads'} {access.high - access.low} bytes at {access.low:#x}"
+    )
     need(block is not None, f"{what}, which is no memory of the device", place)
     assert block is not None
-    life = block.life_at(int(serial))
+    sizes = [size for born, died, size in block.lives if born < min(serial, made) and serial < died]
+    is_long_ago = len(block.lives) == _LIVES and serial < block.lives[0][0]
     graph = " of a graph that is replayed" if made < math.inf else ""
-    need(life is not None and life.born < made, f"{what}{graph}, which was freed before", place)
-    assert life is not None
-    is_inside = high <= block.begin + life.size
-    need(is_inside, f"{what}, out of bounds: at offset {low - block.begin} of {life.size} bytes", place)
+    need(bool(sizes) or is_long_ago, f"{what}{graph}, which was freed before", place)
+    size, offset = (sizes or [block.capacity])[0], access.low - block.begin
+    is_inside = access.high <= block.begin + size
+    need(is_inside, f"{what}, out of bounds: at offset {offset} of {size} bytes", place)
     return block
 
 
-def accesses_of(array: npt.NDArray[Any], writes: bool) -> list[Access]:
+def accesses_of(array: np.ndarray[Any, Any], writes: bool) -> list[Access]:
     """Return what an operation touches that reads or writes every element of a NumPy array."""
     if not array.size:
         return []
     dims = [(extent, stride) for extent, stride in zip(array.shape, array.strides, strict=True) if extent > 1]
     ends = [(extent - 1) * stride for extent, stride in dims]
     low = int(array.ctypes.data) + sum(min(0, end) for end in ends)
-    high = low + sum(map(abs, ends)) + array.itemsize
-    inner, gaps = array.itemsize, []
-    for extent, stride in sorted(
-        ((extent, abs(stride)) for extent, stride in dims if stride), key=lambda dim: dim[1]
-    ):
+    high, inner, gaps = low + sum(map(abs, ends)) + array.itemsize, array.itemsize, list[tuple[int, int]]()
+    for stride, extent in sorted((abs(stride), extent) for extent, stride in dims if stride):
         if stride == inner and not gaps:
             inner *= extent
         else:

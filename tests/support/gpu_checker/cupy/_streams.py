@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 import threading
 import time
 import weakref
@@ -98,7 +99,7 @@ class Event:
 
     capture: Capture | None = None
     recorded_s, asked = 0.0, 0
-    done = property(lambda self: _runtime().eventQuery(self.ptr) == 0)
+    done = property(lambda self: sys.modules["cupy.cuda"].runtime.eventQuery(self.ptr) == 0)
 
     def __init__(self, **options: bool) -> None:
         self.ptr, self.clock = next(handles), Clock()
@@ -106,12 +107,12 @@ class Event:
 
     def record(self, stream: Any = None) -> None:
         with LOCK:
-            of = stream_at((stream or current()[-1]).ptr)
+            of = stream_at(current_ptr() if stream is None else stream.ptr)
             self.capture, self.clock, self.asked = of.capture, of.comes_after(), 0
             self.recorded_s = time.perf_counter()
 
     def synchronize(self) -> None:
-        _runtime().eventSynchronize(self.ptr)
+        sys.modules["cupy.cuda"].runtime.eventSynchronize(self.ptr)
 
 
 streams: dict[int, Stream] = {LEGACY: Stream(LEGACY, True)}
@@ -119,8 +120,6 @@ events: weakref.WeakValueDictionary[int, Event] = weakref.WeakValueDictionary()
 known: Clock = {}
 """How many operations of each stream the host knows to be done."""
 host_saw_more: list[Callable[[], None]] = []
-of_thread = threading.local()
-"""`default`: its default stream; `current`: its streams, the last of which is; `groups`: of NCCL calls, that are open."""
 _destroyed: set[Stream] = set()
 _captures: set[Capture] = set()
 _waiting: dict[Stream, None] = {}  # with operations that have not run
@@ -128,28 +127,25 @@ _pump: list[threading.Thread] = []
 _advancing: list[bool] = []
 
 
-def _runtime() -> Any:
-    from cupy.cuda import runtime
+class _OfThread(threading.local):
+    """What a thread has: CuPy's streams, the last of which is current, its default stream, NCCL's groups and calls."""
 
-    return runtime
+    def __init__(self) -> None:
+        self.current, self.default = list[Any](), Stream(PER_THREAD, True)
+        self.groups, self.calls, self.allocator = 0, list[Any](), None
 
 
-def current() -> list[Any]:
-    """Return this thread's streams, CuPy's: the last is current."""
-    if not hasattr(of_thread, "current"):
-        from cupy.cuda import Stream
+of_thread = _OfThread()
 
-        of_thread.current = [Stream.null]
-    return of_thread.current  # type: ignore[no-any-return]
+
+def current_ptr() -> int:
+    return of_thread.current[-1].ptr if of_thread.current else LEGACY
 
 
 def stream_at(ptr: int) -> Stream:
     """Return a stream by its handle."""
-    if ptr == PER_THREAD:
-        of_thread.default = getattr(of_thread, "default", None) or Stream(ptr, True)
-        return of_thread.default  # type: ignore[no-any-return]
-    need(ptr in streams, f"stream {ptr:#x} was destroyed, or never made")
-    return streams[ptr]
+    need(ptr in streams or ptr == PER_THREAD, f"stream {ptr:#x} was destroyed, or never made")
+    return of_thread.default if ptr == PER_THREAD else streams[ptr]
 
 
 def destroy_stream(ptr: int) -> None:
@@ -167,7 +163,7 @@ def put(name: str, run: Any, kind: str = "", ptr: int = -1, make: Callable[[], W
         run()
         return
     with LOCK:
-        _put(stream_at(current()[-1].ptr if ptr < 0 else ptr), name, make or partial(Work, run), where())
+        _put(stream_at(current_ptr() if ptr < 0 else ptr), name, make or partial(Work, run), where())
 
 
 def replay(capture: Capture, made: int, ptr: int) -> None:
@@ -297,8 +293,7 @@ def _is_done(clock: Clock) -> bool:
 
 def host_waits(clock: Clock, what: str) -> None:
     """Return once operations are done."""
-    is_alone = not getattr(of_thread, "groups", 0)
-    need(is_alone, f"{what} within a group of NCCL calls that is not ended: it waits for ever")
+    need(not of_thread.groups, f"{what} within a group of NCCL calls that is not ended: it waits for ever")
 
     def is_over() -> bool:
         with LOCK:

@@ -38,18 +38,15 @@ class _Lock:
     """A lock under which no garbage is collected: what lowshard does in a `__del__` would find things half done."""
 
     def __init__(self) -> None:
-        self._lock, self._depth, self._collects = threading.RLock(), 0, True
+        self._lock, self._collected = threading.RLock(), list[bool]()
 
     def __enter__(self) -> None:
         self._lock.acquire()
-        if not self._depth:
-            self._collects = gc.isenabled()
-            gc.disable()
-        self._depth += 1
+        self._collected.append(gc.isenabled())
+        gc.disable()
 
     def __exit__(self, *exc: object) -> None:
-        self._depth -= 1
-        if not self._depth and self._collects:
+        if self._collected.pop():
             gc.enable()
         self._lock.release()
 
@@ -63,17 +60,14 @@ class Misuse(AssertionError):
 
 
 def reports() -> list[str]:
-    """Return what has been found so far, each once."""
     return list(_found)
 
 
 def counts() -> Counter[str]:
-    """Return how often each kind of work was asked for so far."""
     return Counter(_counts)
 
 
 def reset() -> None:
-    """Forget all reports and counts."""
     _found.clear()
     _counts.clear()
 

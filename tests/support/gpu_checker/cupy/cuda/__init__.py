@@ -9,9 +9,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from cupy import _pinned, _streams
-from cupy._array import allocate, of_thread
+from cupy._array import allocate
 from cupy._memory import serials
 from cupy._streams import Event as Event
+from cupy._streams import of_thread
 from cupy.checker import count
 
 _UUID = b"gpu checker 0001"
@@ -87,11 +88,11 @@ class Stream:
         self._destroy(self.ptr)
 
     def __enter__(self) -> Stream:
-        _streams.current().append(self)
+        of_thread.current.append(self)
         return self
 
     def __exit__(self, *exc: object) -> None:
-        _streams.current().pop()
+        of_thread.current.pop()
 
     def synchronize(self) -> None:
         runtime.streamSynchronize(self.ptr)
@@ -126,21 +127,21 @@ class Graph:
 
 
 def get_current_stream(device_id: int = -1) -> Stream:
-    return _streams.current()[-1]  # type: ignore[no-any-return]
+    return of_thread.current[-1] if of_thread.current else Stream.null
 
 
 def get_allocator() -> Any:
-    return getattr(of_thread, "allocator", allocate)
+    return of_thread.allocator or allocate
 
 
 @contextmanager
 def using_allocator(allocator: Any) -> Iterator[None]:
     """Have this thread's arrays come from somewhere else."""
-    before, of_thread.allocator = get_allocator(), allocator
+    before, of_thread.allocator = of_thread.allocator, allocator
     try:
         yield
     finally:
         of_thread.allocator = before
 
 
-from cupy import nccl as nccl  # noqa: E402
+from cupy.cuda import nccl as nccl  # noqa: E402
