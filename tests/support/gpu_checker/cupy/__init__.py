@@ -11,18 +11,7 @@ from cupy._array import array, asarray, copyto, empty_like, ndarray
 from cupy._kernels import RawKernel, RawModule
 
 __version__ = "14.2.0"
-__all__ = [
-    "RawKernel",
-    "RawModule",
-    "array",
-    "asarray",
-    "checker",
-    "copyto",
-    "cuda",
-    "empty",
-    "empty_like",
-    "ndarray",
-]
+__all__ = ["RawKernel", "RawModule", "array", "asarray", "checker", "copyto", "cuda", "empty_like", "ndarray"]
 empty = ndarray
 
 

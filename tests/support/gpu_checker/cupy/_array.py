@@ -28,7 +28,6 @@ _POISON = 0xA5
 
 
 def stream() -> _streams.Stream:
-    """Return this thread's current stream."""
     return _streams.stream_at(current_ptr())
 
 
@@ -59,7 +58,6 @@ class PooledMemory:
 
 
 def allocate(size: int) -> MemoryPointer:
-    """Return memory of the current stream's arena."""
     made = PooledMemory(size)
     return MemoryPointer(made, made.ptr)
 
@@ -176,7 +174,6 @@ class ndarray(np.lib.mixins.NDArrayOperatorsMixin):
         return compute(ufunc.__name__, ufunc, args, options, out[0])
 
     def get(self) -> Host:
-        """Return a copy on the host, once the device has made it."""
         _streams.refuse_in_capture(stream().capture)
         count("device_to_host_copies")
         count("pcie_bytes", self.nbytes)
@@ -206,9 +203,7 @@ class ndarray(np.lib.mixins.NDArrayOperatorsMixin):
 
         if reads[is_copy:]:
             _operate("scatter", target, [one._host for one in reads], scatter)
-        elif (
-            not is_copy or given.__array_interface__ != target.__array_interface__
-        ):  # `x[1:] += y` sets it to itself
+        elif not is_copy or given.__array_interface__ != target.__array_interface__:  # as in `x[1:] += y`
             _operate("copy" if is_copy else "fill", target, [one._host for one in reads], lambda: given)
 
 
@@ -222,15 +217,9 @@ def _bare_key(key: Any) -> tuple[Any, list[ndarray]]:
     return tuple(bare), indices
 
 
-for _name in (
-    "__bool__",
-    "__float__",
-    "__format__",
-    "__index__",
-    "__int__",
-    "__repr__",
-):  # the host waits for the value
-    setattr(ndarray, _name, lambda self, *args, name=_name: getattr(self.get(), name)(*args))
+for _name in ("bool", "float", "format", "index", "int", "repr"):  # the host waits for the value
+    _way = f"__{_name}__"
+    setattr(ndarray, _way, lambda self, *args, way=_way: getattr(self.get(), way)(*args))
 
 
 # ---- functions that are CuPy's own
@@ -241,7 +230,6 @@ def empty_like(array: ndarray, dtype: Any = None) -> ndarray:
 
 
 def asarray(value: Any, dtype: Any = None, order: str = "C", *, blocking: bool = False) -> ndarray:
-    """Return an array of the host on the device: by way of page-locked memory, and it is not waited for."""
     if isinstance(value, ndarray):
         return value if dtype is None else value.astype(dtype, copy=False)  # type: ignore[no-any-return]
     values = np.array(value, dtype, order="C")

@@ -72,7 +72,6 @@ class RawKernel:
 
 @functools.cache
 def _host_build() -> tuple[ctypes.CDLL, np.ndarray[Any, Any]]:
-    """Return lowshard's kernels and room for their accesses."""
     sys.path.append(str(Path(__file__).resolve().parents[3]))
     from support.cuda_host import host_library
 
@@ -81,10 +80,8 @@ def _host_build() -> tuple[ctypes.CDLL, np.ndarray[Any, Any]]:
 
 def _run(name: str, ctas: int, args: Sequence[int], place: str) -> list[Access]:
     """Run a kernel to its end and return what it has touched. The lock is held: one launch at a time."""
-    (library, room), words = (
-        _host_build(),
-        (ctypes.c_uint64 * len(args))(*(arg & (1 << 64) - 1 for arg in args)),
-    )
+    library, room = _host_build()
+    words = (ctypes.c_uint64 * len(args))(*(arg & (1 << 64) - 1 for arg in args))
     need(hasattr(library, name), f"there is no kernel {name}", place)
     launch, at = (name, ctas, *args), None if (name, ctas, *args) in _partly_seen else room.ctypes.data
     library.lowshard_trace(ctypes.c_void_p(at), ctypes.c_size_t(_ROOM))
@@ -112,9 +109,8 @@ def _compare_threads(name: str, place: str, stores: Any, loads: Any) -> None:
     if not len(begins):
         return
     last = np.maximum.accumulate(ends)
-    widest = np.maximum.accumulate(
-        np.where(ends == last, np.arange(len(ends)), 0)
-    )  # whose end is the last so far
+    # Of each: the one before, or itself, whose end is the last so far.
+    widest = np.maximum.accumulate(np.where(ends == last, np.arange(len(ends)), 0))
     twice = (begins[1:] < last[:-1]) & (threads[1:] != threads[widest[:-1]])
     if twice.any():
         report(f"race: two threads of kernel {name} write byte {begins[1:][twice][0]:#x}, at {place}")

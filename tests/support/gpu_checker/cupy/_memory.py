@@ -92,7 +92,6 @@ def forget(block: Block) -> None:
 
 
 def block_at(address: int) -> Block | None:
-    """Return the block that has a byte, alive or not."""
     with LOCK:
         index = bisect.bisect_right(_begins, address) - 1
         block = blocks[_begins[index]] if index >= 0 else None
@@ -111,9 +110,8 @@ def block_of(access: Access, name: str, place: str, serial: int, made: float = m
         Misuse: the memory was nobody's then, ends sooner, or was given out after the graph was made.
     """
     block = block_at(access.low)
-    what = (
-        f"{name} {'writes' if access.writes else 'reads'} {access.high - access.low} bytes at {access.low:#x}"
-    )
+    verb = "writes" if access.writes else "reads"
+    what = f"{name} {verb} {access.high - access.low} bytes at {access.low:#x}"
     need(block is not None, f"{what}, which is no memory of the device", place)
     assert block is not None
     sizes = [size for born, died, size in block.lives if born < min(serial, made) and serial < died]

@@ -101,9 +101,9 @@ def _protect(low: int, high: int, is_open: bool = False) -> None:
     """Set pages as the copies under way ask for, or so that all may use them."""
     first, end = low - low % _PAGE, -(-high // _PAGE) * _PAGE
     parts = [(first, end, _ALL)]
-    for copy in sorted(_under_way, key=lambda one: one.is_written):  # unreadable is stricter than read-only
-        if copy.low < end and first < copy.high and not is_open:
-            parts.append((max(copy.low, first), min(copy.high, end), _NONE if copy.is_written else _READ))
+    near = [copy for copy in _under_way if copy.low < end and first < copy.high and not is_open]
+    for copy in sorted(near, key=lambda one: one.is_written):  # unreadable is stricter than read-only
+        parts += [(max(copy.low, first), min(copy.high, end), _NONE if copy.is_written else _READ)]
     for begin, stop, what in parts:
         begin -= begin % _PAGE
         if is_locked(max(begin, low)):  # then its pages hold nothing else
@@ -120,18 +120,15 @@ def _on_fault(number: int, info: int, context: int) -> None:
             _libc.sigaction(number, _before, None)  # it is not ours, and comes again
             return
         for copy in [one for one in near if one.low <= address < one.high]:
-            verb, known = "reads" if copy.is_written else "writes", "before it knows that a copy is done"
-            report(
-                f"race: the host {verb} page-locked memory, at {where()}, {known}, which began at {copy.place}"
-            )
+            what = f"the host {'reads' if copy.is_written else 'writes'} page-locked memory, at {where()}"
+            report(f"race: {what}, before it knows that a copy is done, which began at {copy.place}")
             _under_way.remove(copy)
             _protect(copy.low, copy.high)
         _protect(max(page, near[0].low), min(page + _PAGE, near[0].high), is_open=True)
 
 
-_before = ctypes.create_string_buffer(
-    152
-)  # `struct sigaction` of glibc: the handler, a mask, flags, what restores
+# `struct sigaction` of glibc: the handler, a mask, flags, what restores.
+_before = ctypes.create_string_buffer(152)
 _handler = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)(_on_fault)
 if not OFF:
     _flags = 4 | 0x40000000  # SA_SIGINFO, SA_NODEFER

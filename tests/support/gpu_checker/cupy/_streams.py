@@ -120,8 +120,8 @@ events: weakref.WeakValueDictionary[int, Event] = weakref.WeakValueDictionary()
 known: Clock = {}
 """How many operations of each stream the host knows to be done."""
 host_saw_more: list[Callable[[], None]] = []
-_destroyed: set[Stream] = set()
-_captures: set[Capture] = set()
+destroyed: set[Stream] = set()
+captures: set[Capture] = set()
 _waiting: dict[Stream, None] = {}  # with operations that have not run
 _pump: list[threading.Thread] = []
 _advancing: list[bool] = []
@@ -143,37 +143,21 @@ def current_ptr() -> int:
 
 
 def stream_at(ptr: int) -> Stream:
-    """Return a stream by its handle."""
     need(ptr in streams or ptr == PER_THREAD, f"stream {ptr:#x} was destroyed, or never made")
     return of_thread.default if ptr == PER_THREAD else streams[ptr]
 
 
-def destroy_stream(ptr: int) -> None:
-    """Forget the handle of a stream; what it has been given is still done."""
-    with LOCK:
-        _destroyed.add(streams.pop(ptr))
-        host_sees({})
-
-
 def put(name: str, run: Any, kind: str = "", ptr: int = -1, make: Callable[[], Work] | None = None) -> None:
-    """Put an operation on a stream, the current one by default, run it as soon as may be, and count it."""
     if kind:
         count(kind)
     if OFF:
         run()
         return
     with LOCK:
-        _put(stream_at(current_ptr() if ptr < 0 else ptr), name, make or partial(Work, run), where())
+        put_made(stream_at(current_ptr() if ptr < 0 else ptr), name, make or partial(Work, run), where())
 
 
-def replay(capture: Capture, made: int, ptr: int) -> None:
-    """Put what a graph has recorded on a stream."""
-    with LOCK:
-        for operation in capture.operations:
-            _put(stream_at(ptr), *operation, made)
-
-
-def _put(stream: Stream, name: str, make: Callable[[], Work], place: str, made: float = math.inf) -> None:
+def put_made(stream: Stream, name: str, make: Callable[[], Work], place: str, made: float = math.inf) -> None:
     if stream.capture is not None:
         stream.capture.operations.append((name, make, place))
         return
@@ -187,7 +171,6 @@ def _put(stream: Stream, name: str, make: Callable[[], Work], place: str, made: 
 
 
 def merge(clock: Clock, *others: Clock) -> None:
-    """Have a clock come after other ones too."""
     for other in others:
         for stream, index in other.items():
             if index > clock.get(stream, 0) and not stream.is_over:
@@ -198,7 +181,6 @@ def merge(clock: Clock, *others: Clock) -> None:
 
 
 def advance(mine: Operation | None = None) -> None:
-    """Run whatever can run; raise what `mine` does wrong, and report what others do."""
     error = None
     with LOCK:
         if _advancing:  # by what runs: this goes on behind it
@@ -252,24 +234,19 @@ def _run(operation: Operation) -> None:
         block.records = [*kept, (access, operation)]
 
 
-def _stuck() -> str:
-    """Report work that will never be ready; return what was found."""
-    found = [
-        f"{one.queue[0].work.stuck}, at {one.queue[0].place}" for one in _waiting if one.queue[0].work.stuck
-    ]
-    for text in found:
-        report(text)
-    return "; ".join(found)
+def _stuck() -> None:
+    """Report and raise what keeps work from ever being ready."""
+    for operation in (stream.queue[0] for stream in _waiting):
+        need(not operation.work.stuck, operation.work.stuck, operation.place)
 
 
-checker.at_exit += [advance, lambda: _stuck() and None]
+checker.at_exit += [advance, _stuck]
 
 
 # ---- what the host knows
 
 
 def is_known(clock: Clock) -> bool:
-    """Say whether the host knows of operations that they are done."""
     return all(known.get(stream, 0) >= index or stream.is_over for stream, index in clock.items())
 
 
@@ -280,9 +257,9 @@ def host_sees(clock: Clock) -> None:
         merge(known, clock)
         for look in host_saw_more:
             look()
-    for stream in [one for one in _destroyed if is_known({one: one.count})]:
+    for stream in [one for one in destroyed if is_known({one: one.count})]:
         stream.is_over = True
-        _destroyed.discard(stream)
+        destroyed.discard(stream)
         known.pop(stream, None)
 
 
@@ -292,17 +269,15 @@ def _is_done(clock: Clock) -> bool:
 
 
 def host_waits(clock: Clock, what: str) -> None:
-    """Return once operations are done."""
     need(not of_thread.groups, f"{what} within a group of NCCL calls that is not ended: it waits for ever")
 
     def is_over() -> bool:
         with LOCK:
-            if _is_done(clock):
+            if is_done := _is_done(clock):
                 host_sees(clock)
-                return True
-            if stuck := _stuck():
-                raise Misuse(stuck)
-            return False
+            else:
+                _stuck()
+            return is_done
 
     checker.wait_until(is_over, what)
 
@@ -310,74 +285,59 @@ def host_waits(clock: Clock, what: str) -> None:
 # ---- captures
 
 
-def _broken(status: int, *captures: Capture | None) -> CUDARuntimeError:
+def _broken(status: int, *those: Capture | None) -> CUDARuntimeError:
     """Return the error of a call that breaks captures: they can record nothing any more."""
-    for capture in captures:
+    for capture in those:
         if capture is not None:
             capture.is_broken = True
     return CUDARuntimeError(status)
 
 
-def refuse_in_capture(*captures: Capture | None) -> None:
+def refuse_in_capture(*those: Capture | None) -> None:
     """Raise for a call, such as to wait, that these captures and those of mode GLOBAL forbid."""
-    if found := [one for one in _captures if one in captures or one.mode == GLOBAL]:
+    if found := [one for one in captures if one in those or one.mode == GLOBAL]:
         raise _broken(UNSUPPORTED, *found)
-
-
-def begin_capture(ptr: int, mode: int) -> None:
-    stream = stream_at(ptr)
-    if ptr == LEGACY or stream.capture is not None:
-        raise CUDARuntimeError(UNSUPPORTED)
-    stream.capture = Capture(mode)
-    _captures.add(stream.capture)
-
-
-def end_capture(ptr: int) -> Capture:
-    capture, stream_at(ptr).capture = stream_at(ptr).capture, None
-    _captures.discard(capture)  # type: ignore[arg-type]
-    if capture is None or capture.is_broken:
-        raise CUDARuntimeError(INVALIDATED)
-    return capture
 
 
 # ---- the calls of CUDA that ask, wait and order
 
 
-def _event(handle: int, name: str) -> Event:
-    event = events.get(handle)
-    if event is None:
+def _event(name: str, handle: int) -> Event:
+    if handle not in events:
         report(f"{name} of event {handle:#x}, which was destroyed, at {where()}")
         raise CUDARuntimeError(709)
-    return event
+    return events[handle]
 
 
 def order_after_event(ptr: int, handle: int, flags: int = 0) -> None:
-    """Have what a stream is given from now on come after an event."""
     with LOCK:
-        event, stream = _event(handle, "streamWaitEvent"), stream_at(ptr)
-        if stream.capture is not event.capture and {stream.capture, event.capture} & _captures:
+        event, stream = _event("streamWaitEvent", handle), stream_at(ptr)
+        if stream.capture is not event.capture and {stream.capture, event.capture} & captures:
             raise _broken(ISOLATION, stream.capture, event.capture)
         merge(stream.clock, event.clock)
 
 
-def _look(handle: int, name: str) -> tuple[Any, Clock]:
+def _look(name: str, handle: int) -> tuple[Any, Clock]:
     """Return what a call asks or waits for, and its clock."""
-    if name.startswith("stream"):
-        stream = stream_at(handle)
-        refuse_in_capture(stream.capture)
-        return stream, stream.comes_after()
-    event = _event(handle, name)
-    refuse_in_capture()
-    if event.capture is not None:
-        raise _broken(CAPTURED, event.capture)
-    return event, event.clock
+    if name.startswith("event"):
+        event = _event(name, handle)
+        refuse_in_capture()
+        if event.capture is not None:
+            raise _broken(CAPTURED, event.capture)
+        return event, event.clock
+    if name.startswith("device"):
+        refuse_in_capture(*captures)
+        return None, {stream: stream.count for stream in [*streams.values(), *_waiting]}
+    stream = stream_at(handle)
+    refuse_in_capture(stream.capture)
+    return stream, stream.comes_after()
 
 
 def query(name: str, handle: int) -> int:
     """Return CUDA's status: the first answers are "not ready", of what the host does not know to be done."""
     with LOCK:
         try:
-            awaited, clock = _look(handle, name)
+            awaited, clock = _look(name, handle)
         except CUDARuntimeError as error:
             return error.status
         if not is_known(clock):
@@ -388,14 +348,7 @@ def query(name: str, handle: int) -> int:
         return 0
 
 
-def wait(name: str, handle: int) -> None:
+def wait(name: str, handle: int = 0) -> None:
     with LOCK:
-        clock = _look(handle, name)[1]
+        clock = _look(name, handle)[1]
     host_waits(clock, name)
-
-
-def wait_for_device() -> None:
-    with LOCK:
-        refuse_in_capture(*_captures)
-        clock = {stream: stream.count for stream in [*streams.values(), *_waiting]}
-    host_waits(clock, "deviceSynchronize")

@@ -90,7 +90,6 @@ def report(text: str) -> None:
 
 
 def need(is_right: bool, text: str, place: str = "") -> None:
-    """Report and raise a fault where something is not right."""
     if not is_right:
         text = f"{text}, at {place or where()}"
         report(text)

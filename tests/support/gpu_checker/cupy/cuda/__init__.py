@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -13,38 +14,24 @@ from cupy._array import allocate
 from cupy._memory import serials
 from cupy._streams import Event as Event
 from cupy._streams import of_thread
-from cupy.checker import count
+from cupy.checker import LOCK, count, need
 
 _UUID = b"gpu checker 0001"
-_ABOUT = {
-    "name": b"GPU checker",
-    "totalGlobalMem": 80 << 30,
-    "major": 9,
-    "minor": 0,
-    "multiProcessorCount": 2,
-}
-runtime = SimpleNamespace(
-    CUDARuntimeError=_streams.CUDARuntimeError,
-    deviceGetPCIBusId=lambda device: "0000:01:00.0",
-    deviceGetUuid=lambda device: _UUID,
-    deviceSynchronize=_streams.wait_for_device,
-    driverGetVersion=lambda: 13000,
-    eventQuery=partial(_streams.query, "eventQuery"),
-    eventSynchronize=partial(_streams.wait, "eventSynchronize"),
-    getDevice=lambda: 0,
-    getDeviceCount=lambda: 1,
-    getDeviceProperties=lambda device: {**_ABOUT, "uuid": _UUID},
-    hostRegister=_pinned.lock,
-    hostUnregister=_pinned.unlock,
-    memGetInfo=lambda: (40 << 30, 80 << 30),
-    memcpyAsync=_pinned.copy_async,
-    runtimeGetVersion=lambda: 13000,
-    setDevice=lambda device: None,
-    streamIsCapturing=lambda ptr: _streams.stream_at(ptr).capture is not None,
-    streamQuery=partial(_streams.query, "streamQuery"),
-    streamSynchronize=partial(_streams.wait, "streamSynchronize"),
-    streamWaitEvent=_streams.order_after_event,
+_ABOUT = dict(
+    name=b"GPU checker", totalGlobalMem=80 << 30, major=9, minor=0, multiProcessorCount=2, uuid=_UUID
 )
+runtime = SimpleNamespace(
+    CUDARuntimeError=_streams.CUDARuntimeError, streamWaitEvent=_streams.order_after_event, setDevice=int,
+    hostRegister=_pinned.lock, hostUnregister=_pinned.unlock, memcpyAsync=_pinned.copy_async,
+    deviceGetPCIBusId="0000:01:00.{}".format, deviceGetUuid=lambda device: _UUID, getDevice=lambda: 0,
+    getDeviceCount=lambda: 1, getDeviceProperties=lambda device: _ABOUT, memGetInfo=lambda: (40 << 30, 80 << 30),
+    driverGetVersion=lambda: 13000, runtimeGetVersion=lambda: 13000,
+    streamIsCapturing=lambda ptr: _streams.stream_at(ptr).capture is not None,
+)  # fmt: skip
+for _name in ("eventQuery", "streamQuery"):
+    setattr(runtime, _name, partial(_streams.query, _name))
+for _name in ("eventSynchronize", "streamSynchronize", "deviceSynchronize"):
+    setattr(runtime, _name, partial(_streams.wait, _name))
 
 
 class Device(nullcontext[None]):
@@ -62,7 +49,6 @@ class Device(nullcontext[None]):
 
 
 def get_elapsed_time(begin: Event, end: Event) -> float:
-    """Return the milliseconds between the calls that recorded two events."""
     return max(1e-3, 1e3 * (end.recorded_s - begin.recorded_s))
 
 
@@ -76,7 +62,7 @@ class Stream:
 
     def __init__(self, non_blocking: bool = False, ptr: int | None = None, owner: Any = None) -> None:
         self.ptr = next(_streams.handles) if ptr is None else ptr
-        self._owner, self._destroy = owner, _streams.destroy_stream if ptr is None else int
+        self._owner, self._owns = owner, ptr is None
         if ptr is None:
             _streams.streams[self.ptr] = _streams.Stream(self.ptr, not non_blocking)
 
@@ -84,8 +70,11 @@ class Stream:
     def from_external(cls, stream: Any) -> Stream:
         return cls(ptr=stream.__cuda_stream__()[1], owner=stream)
 
-    def __del__(self) -> None:
-        self._destroy(self.ptr)
+    def __del__(self, is_at_exit: Any = sys.is_finalizing) -> None:
+        if self._owns and not is_at_exit():  # what it has been given is still done
+            with LOCK:
+                _streams.destroyed.add(_streams.streams.pop(self.ptr))
+                _streams.host_sees({})
 
     def __enter__(self) -> Stream:
         of_thread.current.append(self)
@@ -106,10 +95,17 @@ class Stream:
         runtime.streamWaitEvent(self.ptr, event.ptr)
 
     def begin_capture(self, mode: int = _streams.RELAXED) -> None:
-        _streams.begin_capture(self.ptr, mode)
+        need(self.ptr in _streams.streams and self.ptr > 0, "the default stream cannot be captured")
+        _streams.stream_at(self.ptr).capture = capture = _streams.Capture(mode)
+        _streams.captures.add(capture)
 
     def end_capture(self) -> Graph:
-        return Graph(_streams.end_capture(self.ptr))
+        stream = _streams.stream_at(self.ptr)
+        capture, stream.capture = stream.capture, None
+        _streams.captures.discard(capture)
+        if capture is None or capture.is_broken:
+            raise _streams.CUDARuntimeError(_streams.INVALIDATED)
+        return Graph(capture)
 
 
 Stream.null, Stream.ptds = Stream(ptr=_streams.LEGACY), Stream(ptr=_streams.PER_THREAD)
@@ -123,7 +119,10 @@ class Graph:
 
     def launch(self, stream: Stream | None = None) -> None:
         count("graph_launches")
-        _streams.replay(self._capture, self._made, (stream or get_current_stream()).ptr)
+        with LOCK:
+            for operation in self._capture.operations:
+                to = _streams.stream_at((stream or get_current_stream()).ptr)
+                _streams.put_made(to, *operation, self._made)
 
 
 def get_current_stream(device_id: int = -1) -> Stream:
@@ -136,7 +135,6 @@ def get_allocator() -> Any:
 
 @contextmanager
 def using_allocator(allocator: Any) -> Iterator[None]:
-    """Have this thread's arrays come from somewhere else."""
     before, of_thread.allocator = of_thread.allocator, allocator
     try:
         yield

@@ -32,9 +32,8 @@ from cupy._streams import Work, of_thread
 from cupy.checker import LOCK, OFF, count, need, wait_until, where
 
 available = True
-_TYPES = [
-    np.dtype(kind) for kind in ("i1", "u1", "i4", "u4", "i8", "u8", "f2", "f4", "f8", ml_dtypes.bfloat16)
-]
+_CODES = ("i1", "u1", "i4", "u4", "i8", "u8", "f2", "f4", "f8", ml_dtypes.bfloat16)
+_TYPES = [np.dtype(code) for code in _CODES]
 """By the numbers of ncclDataType_t."""
 _OPS = (np.add, np.multiply, np.maximum, np.minimum, np.add)
 _AVERAGE = 4
@@ -118,12 +117,10 @@ class _Call:
 
 
 def groupStart() -> None:
-    """Collect this thread's calls."""
     of_thread.groups += 1
 
 
 def groupEnd() -> None:
-    """Put the collected calls on their streams, together."""
     need(of_thread.groups > 0, "groupEnd without groupStart")
     of_thread.groups -= 1
     if of_thread.groups:
@@ -182,10 +179,8 @@ class NcclCommunicator:
     """A rank's end of a communicator."""
 
     def __init__(self, ndev: int, commId: bytes, rank: int) -> None:
-        need(
-            len(commId) == 128 and 0 <= rank < ndev,
-            f"rank {rank} of {ndev}, a unique id of {len(commId)} bytes",
-        )
+        is_right = len(commId) == 128 and 0 <= rank < ndev
+        need(is_right, f"rank {rank} of {ndev}, a unique id of {len(commId)} bytes")
         if ndev > cuda.runtime.getDeviceCount() and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
             raise NcclError(5)  # invalid usage
         self.rank, self.ranks, self.ended, self.comm = rank, ndev, "", next(serials)
@@ -206,10 +201,8 @@ class NcclCommunicator:
         return {"rank_id": self.rank, "size": self.ranks}.get(name, 0)
 
     rank_id, size = partialmethod(_asked, "rank_id"), partialmethod(_asked, "size")
-    device_id, check_async_error = (
-        partialmethod(_asked, "device_id"),
-        partialmethod(_asked, "check_async_error"),
-    )
+    device_id = partialmethod(_asked, "device_id")
+    check_async_error = partialmethod(_asked, "check_async_error")
 
     def _access(self, name: str, at: int, elems: int, datatype: int, writes: bool) -> list[Access]:
         """Return what a call touches of an array, with all that can be said of it checked."""
@@ -245,9 +238,8 @@ class NcclCommunicator:
             touched += self._access(name, source, elems * (self.ranks if reads else 1), datatype, False)
             is_in_place = source == target + ahead * self.rank * part
             is_apart = len(touched) < 2 or not touched[0].crosses(touched[1])
-            need(
-                is_in_place or is_apart, f"{name}: its arrays overlap, and it is not in place as NCCL has it"
-            )
+            is_right = is_in_place or is_apart
+            need(is_right, f"{name}: its arrays overlap, and it is not in place as NCCL has it")
 
         def result(given: list[bytes]) -> bytes:
             if word != "op":
@@ -257,10 +249,8 @@ class NcclCommunicator:
 
         self._submit(name, stream, touched, target, [name, elems, kind.name, *words], -1, result)
 
-    allReduce, reduceScatter = (
-        partialmethod(_collective, "allReduce"),
-        partialmethod(_collective, "reduceScatter"),
-    )
+    allReduce = partialmethod(_collective, "allReduce")
+    reduceScatter = partialmethod(_collective, "reduceScatter")
     allGather, broadcast = partialmethod(_collective, "allGather"), partialmethod(_collective, "broadcast")
 
     def _message(self, name: str, at: int, elems: int, datatype: int, peer: int, stream: int) -> None:
@@ -268,11 +258,8 @@ class NcclCommunicator:
             return
         need(0 <= peer < self.ranks, f"{name}: rank {peer} of {self.ranks}")
         touched = self._access(name, at, elems, datatype, name == "recv")
-        head, result = (
-            ["message", elems, _TYPES[datatype].name],
-            {"send": lambda given: b"", "recv": b"".join},
-        )
-        self._submit(name, stream, touched, at, head, peer, result[name])
+        head = ["message", elems, _TYPES[datatype].name]
+        self._submit(name, stream, touched, at, head, peer, b"".join if name == "recv" else lambda given: b"")
 
     send, recv = partialmethod(_message, "send"), partialmethod(_message, "recv")
 
@@ -285,14 +272,11 @@ class NcclCommunicator:
         self.numbers["split", 0] += 1
         name = f"split {self.numbers['split', 0]}"
         asked = self._meet(name, [color, key])
-        members = sorted(
-            (its_key, rank) for rank, (its_color, its_key) in enumerate(asked) if its_color == color
-        )
+        members = sorted((other[1], rank) for rank, other in enumerate(asked) if other[0] == color)
         unique = hashlib.sha512(f"{self._folder} {name} {color}".encode()).digest() * 2
         return None if color < 0 else NcclCommunicator(len(members), unique, members.index((key, self.rank)))
 
     def destroy(self) -> None:
-        """End it, once its work is done and all ranks do so."""
         self.need_life("destroy")
         _streams.host_waits(dict(self.clock), "ncclCommDestroy")
         self.ended = "destroy"
@@ -300,7 +284,6 @@ class NcclCommunicator:
         wait_until(lambda: not self._folder.exists() or self._all_have("bye"), "ncclCommDestroy")
 
     def abort(self) -> None:
-        """End it, and what it is doing."""
         self.need_life("abort")
         self.ended = "abort"
         self._leave()
@@ -309,7 +292,6 @@ class NcclCommunicator:
     # ---- what ranks leave for each other
 
     def _leave(self) -> None:
-        """Say good-bye; who is last takes the folder away."""
         self.post(f"bye.{self.rank}", None)
         if self._all_have("bye"):
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -331,7 +313,6 @@ class NcclCommunicator:
         return all(self.has(f"{name}.{rank}") for rank in range(self.ranks))
 
     def _meet(self, name: str, mine: Any) -> list[Any]:
-        """Return what all ranks give, once they do."""
         self.post(f"{name}.{self.rank}", mine)
         wait_until(lambda: self._all_have(name), f"{name} of rank {self.rank} of {self.ranks}")
         return [self.find(f"{name}.{rank}")[0] for rank in range(self.ranks)]
@@ -342,7 +323,6 @@ class NcclCommunicator:
 
 
 def _reduced(given: list[bytes], kind: np.dtype[Any], op: int) -> bytes:
-    """Return arrays of all ranks combined, from the last rank to the first."""
     arrays = [np.frombuffer(one, kind) for one in reversed(given)]
     with np.errstate(all="ignore"):
         if op == _AVERAGE:
