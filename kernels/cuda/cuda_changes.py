@@ -96,4 +96,6 @@ def device_search(device_id: int) -> DeviceSearch:
     """Return the search of a GPU."""
     import cupy
 
-    return DeviceSearch(device_engine(device_id), cupy)
+    made = DeviceSearch(device_engine(device_id), cupy)
+    cupy.cuda.get_current_stream().synchronize()  # its table, which calls on other streams read too
+    return made
