@@ -7,12 +7,11 @@ from typing import Any
 import numpy as _numpy
 
 from cupy import _array, checker, cuda
-from cupy._array import array, asarray, copyto, empty_like, ndarray
-from cupy._kernels import RawKernel, RawModule
+from cupy._array import RawKernel, RawModule, asarray, copyto, empty_like, ndarray
 
 __version__ = "14.2.0"
-__all__ = ["RawKernel", "RawModule", "array", "asarray", "checker", "copyto", "cuda", "empty_like", "ndarray"]
-empty = ndarray
+__all__ = ["RawKernel", "RawModule", "asarray", "checker", "copyto", "cuda", "empty_like", "ndarray"]
+array, empty = asarray, ndarray
 
 
 class get_default_memory_pool:

@@ -1,20 +1,26 @@
-"""`cupy.ndarray` and CuPy's functions of arrays: NumPy does the arithmetic, each call is an operation on a stream."""
+"""`cupy.ndarray` and CuPy's functions, which NumPy does, and lowshard's kernels, which are run by their host build.
+
+Each call is an operation on a stream. The loads and stores of a launch are compared with the memory that is alive, with
+each other (threads of a launch are not ordered), and with earlier operations.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from cupy import _memory, _streams
-from cupy._memory import Access, accesses_of
-from cupy._streams import current_ptr, of_thread, put
+from cupy import _device
+from cupy._device import Access, Work, accesses_of, current_ptr, of_thread, put
 from cupy.checker import LOCK, OFF, count, need, report, where
 
 Host = npt.NDArray[Any]
@@ -25,10 +31,17 @@ _OF_UNKNOWN_SIZE = ("argwhere", "flatnonzero", "nonzero", "unique")
 """Functions whose results have a size that only the device knows: the host waits."""
 _POISON = 0xA5
 """What nobody can take for a result."""
+_ROOM = 1 << 21  # accesses of a launch that are compared
+_THREADS, _LANES = 256, 32
+_FLUSHED = "quantize"
+"""Kernels that run as CuPy compiles them: fp32 subnormals count as zero there."""
+_LOAD, _ADD = 0, 2
+_partly_seen: set[tuple[Any, ...]] = set()
+"""Launches with more accesses than there is room for, which are not looked at again."""
 
 
-def stream() -> _streams.Stream:
-    return _streams.stream_at(current_ptr())
+def stream() -> _device.Stream:
+    return _device.stream_at(current_ptr())
 
 
 class MemoryPointer(NamedTuple):
@@ -40,14 +53,17 @@ class MemoryPointer(NamedTuple):
     def __add__(self, offset: int) -> MemoryPointer:  # type: ignore[override]
         return MemoryPointer(self.mem, self.ptr + offset)
 
+    def copy_from_device_async(self, source: MemoryPointer, size: int) -> None:
+        sys.modules["cupy.cuda"].runtime.memcpyAsync(self.ptr, source.ptr, size, 3, current_ptr())
+
 
 class PooledMemory:
     """Memory of the pool; goes back to it with its last owner."""
 
-    _release, _is_at_exit = staticmethod(_memory.release), staticmethod(sys.is_finalizing)
+    _release, _is_at_exit = staticmethod(_device.release), staticmethod(sys.is_finalizing)
 
     def __init__(self, size: int) -> None:
-        self._block = block = _memory.allocate(size, current_ptr())
+        self._block = block = _device.allocate(size, current_ptr())
         self.ptr = block.begin
         if not OFF and stream().capture is None:
             put("an allocation", lambda: ctypes.memset(block.begin, _POISON, block.capacity) and ())
@@ -109,7 +125,7 @@ def compute(name: str, function: Callable[..., Any], args: Any, options: Any, ou
     values: list[Any] = []
     args, options = _bare(tuple(args), arrays), {key: _bare(value, arrays) for key, value in options.items()}
     if name in _OF_UNKNOWN_SIZE:
-        _streams.wait("streamSynchronize", current_ptr())
+        _device.wait("streamSynchronize", current_ptr())
     # Under the lock: else what is ahead may be done in between, after the result of too early a call was used.
     with LOCK, np.errstate(all="ignore"):
         is_early = any(one.done < n for one, n in stream().clock.items()) or stream().capture is not None
@@ -154,8 +170,8 @@ class ndarray(np.lib.mixins.NDArrayOperatorsMixin):
 
     def __getattr__(self, name: str) -> Any:
         """Return what NumPy's array has: a property, or a method that is an operation."""
-        if name in _ABOUT:
-            return getattr(self._host, name)
+        if name in _ABOUT or name == "item":
+            return getattr(self._host if name in _ABOUT else self.get(), name)
         method = None if name.startswith("_") else getattr(np.ndarray, name, None)
         if not callable(method):
             raise AttributeError(f"the checker's arrays have no {name}")
@@ -164,9 +180,6 @@ class ndarray(np.lib.mixins.NDArrayOperatorsMixin):
     def __len__(self) -> int:
         return len(self._host)
 
-    def __iter__(self) -> Iterator[ndarray]:
-        return (self[i] for i in range(len(self)))
-
     def __array__(self, *args: Any, **options: Any) -> Host:
         raise TypeError("Implicit conversion to a NumPy array is not allowed. Please use `.get()`")
 
@@ -174,16 +187,13 @@ class ndarray(np.lib.mixins.NDArrayOperatorsMixin):
         return compute(ufunc.__name__, ufunc, args, options, out[0])
 
     def get(self) -> Host:
-        _streams.refuse_in_capture(stream().capture)
+        _device.refuse_in_capture(stream().capture)
         count("device_to_host_copies")
         count("pcie_bytes", self.nbytes)
         made = np.empty(self.shape, self.dtype)
         _operate("get", None, [self._host], lambda: np.copyto(made, self._host))
-        _streams.wait("streamSynchronize", current_ptr())
+        _device.wait("streamSynchronize", current_ptr())
         return made
-
-    def item(self) -> Any:
-        return self.get().item()
 
     def fill(self, value: Any) -> None:
         self[...] = value
@@ -241,15 +251,121 @@ def asarray(value: Any, dtype: Any = None, order: str = "C", *, blocking: bool =
         count(kind, number)
     _operate("upload", made._host, [], lambda: values)
     if blocking:
-        _streams.wait("streamSynchronize", current_ptr())
+        _device.wait("streamSynchronize", current_ptr())
     return made
-
-
-def array(value: Any, dtype: Any = None, copy: bool = True, *, blocking: bool = False) -> ndarray:
-    if not isinstance(value, ndarray):
-        return asarray(value, dtype, blocking=blocking)
-    return value.astype(dtype or value.dtype)  # type: ignore[no-any-return]
 
 
 def copyto(target: ndarray, source: Any) -> None:
     target[...] = source
+
+
+# ---- kernels
+
+
+class RawModule:
+    """A .cu file of lowshard's: the host build has been made whole, whatever the module is compiled for."""
+
+    def __init__(self, *, code: str, options: tuple[str, ...] = ()) -> None:
+        need('#include "' not in code, "an include of a file of one's own is left in the source")
+
+    def compile(self) -> None:
+        pass
+
+    def get_function(self, name: str) -> Any:
+        def launch(grid: Sequence[int], block: Sequence[int], args: Sequence[Any]) -> None:
+            place = where()
+            is_right = 0 < grid[0] < 1 << 31 and len(grid) == 1 and tuple(block) == (_THREADS,)
+            need(is_right, f"kernel {name}: a grid of {grid} and blocks of {block}")
+            is_right = all(type(arg) is int and -(1 << 63) <= arg < 1 << 64 for arg in args)
+            need(is_right, f"kernel {name}: an argument that CuPy does not pass as 64 bits")
+            put(f"kernel {name}", list if OFF else lambda: _run(name, grid[0], args, place), "launches")
+
+        return launch
+
+
+class RawKernel:
+    """A kernel that keeps its stream busy for some nanoseconds: `spin` of the tests, `hold` of the benchmarks."""
+
+    def __init__(self, code: str, name: str) -> None:
+        need(name in ("spin", "hold"), f"the checker runs no kernel {name} of a test's own")
+
+    def __call__(self, grid: Sequence[int], block: Sequence[int], args: Sequence[Any]) -> None:
+        def make() -> Work:
+            ends_s: list[float] = []
+
+            def ready() -> bool:
+                ends_s.append(time.monotonic() + int(args[0]) * 1e-9)
+                return time.monotonic() >= ends_s[0]
+
+            return Work(list, ready)
+
+        put("a kernel that takes its time", list, make=make)
+
+
+@functools.cache
+def _host_build() -> tuple[ctypes.CDLL, np.ndarray[Any, Any]]:
+    sys.path.append(str(Path(__file__).resolve().parents[3]))
+    from support.cuda_host import host_library
+
+    return host_library()[0], np.empty((_ROOM, 5), np.uint64)
+
+
+def _run(name: str, ctas: int, args: Sequence[int], place: str) -> list[Access]:
+    """Run a kernel to its end and return what it has touched. The lock is held: one launch at a time."""
+    library, room = _host_build()
+    words = (ctypes.c_uint64 * len(args))(*(arg & (1 << 64) - 1 for arg in args))
+    need(hasattr(library, name), f"there is no kernel {name}", place)
+    launch, at = (name, ctas, *args), None if (name, ctas, *args) in _partly_seen else room.ctypes.data
+    library.lowshard_trace(ctypes.c_void_p(at), ctypes.c_size_t(_ROOM))
+    error = library.lowshard_run(
+        getattr(library, name), words, len(args), ctas, _THREADS, 0, ctas, (ctypes.c_uint64 * 1)(), 0,
+        int(name.startswith(_FLUSHED)),
+    )  # fmt: skip
+    found = library.lowshard_trace(None, ctypes.c_size_t(0))
+    need(not error, f"kernel {name}: {(error or b'').decode()}", place)
+    if found > _ROOM or at is None:
+        count("launches_seen_in_part")
+        _partly_seen.add(launch)
+    rows = room[: min(found, _ROOM)].astype(np.int64)
+    rows = rows[np.argsort(rows[:, 0], kind="stable")]
+    threads = np.where(rows[:, 4] == _ADD, -1, rows[:, 2] * _LANES + rows[:, 3])  # adds do not race with adds
+    sides = np.stack([rows[:, 0], rows[:, 0] + rows[:, 1], threads])
+    stores, loads = sides[:, rows[:, 4] != _LOAD], sides[:, rows[:, 4] == _LOAD]
+    _compare_threads(name, place, stores, loads)
+    return [*_joined(loads, False), *_joined(stores, True)]
+
+
+def _compare_threads(name: str, place: str, stores: Any, loads: Any) -> None:
+    """Report bytes that two threads of a launch touch, one of them writing: of first addresses, ends and threads."""
+    (begins, ends, threads), (load_begins, load_ends, load_threads) = stores, loads
+    if not len(begins):
+        return
+    last = np.maximum.accumulate(ends)
+    # Of each: the one before, or itself, whose end is the last so far.
+    widest = np.maximum.accumulate(np.where(ends == last, np.arange(len(ends)), 0))
+    twice = (begins[1:] < last[:-1]) & (threads[1:] != threads[widest[:-1]])
+    if twice.any():
+        report(f"race: two threads of kernel {name} write byte {begins[1:][twice][0]:#x}, at {place}")
+    behind = np.searchsorted(begins, load_begins, side="right")
+    for near in (np.maximum(behind - 1, 0), np.minimum(behind, len(begins) - 1)):
+        both = (begins[near] < load_ends) & (load_begins < ends[near]) & (load_threads != threads[near])
+        if both.any():
+            byte = load_begins[both][0]
+            report(f"race: a thread of kernel {name} reads byte {byte:#x} and another writes it, at {place}")
+
+
+def _joined(sides: Any, writes: bool) -> list[Access]:
+    """Return the accesses of a launch, an `Access` for each block."""
+    (begins, ends, _), found = sides, list[Access]()
+    if len(begins):
+        ends = np.maximum.accumulate(ends)
+        cut = np.flatnonzero(begins[1:] > ends[:-1]) + 1
+        begins, ends = begins[np.r_[0, cut]], ends[np.r_[cut - 1, len(ends) - 1]]
+    while len(begins):
+        block = _device.block_at(int(begins[0]))
+        end = ends[0] if block is None else block.begin + block.capacity
+        inside = max(1, int(np.searchsorted(begins, end)))
+        pieces = (begins[:inside], ends[:inside]) if inside > 1 else None
+        found.append(Access(int(begins[0]), int(ends[inside - 1]), writes, pieces))
+        begins, ends = begins[inside:], ends[inside:]
+    return found

@@ -12,8 +12,8 @@ import signal
 import struct
 from typing import NamedTuple
 
-from cupy import _memory, _streams
-from cupy._memory import Access, Block
+from cupy import _device
+from cupy._device import Access, Block
 from cupy.checker import LOCK, OFF, count, need, report, where
 
 _TO_DEVICE, _TO_HOST, _ON_DEVICE = 1, 2, 3
@@ -29,7 +29,7 @@ class _Copy(NamedTuple):
     low: int
     high: int
     is_written: bool
-    clock: _streams.Clock
+    clock: _device.Clock
     place: str
 
 
@@ -37,34 +37,35 @@ _under_way: list[_Copy] = []
 
 
 def is_locked(address: int, size: int = 1) -> bool:
-    block = _memory.block_at(address)
+    block = _device.block_at(address)
     return block is not None and block.arena is None and address + size <= block.begin + block.capacity
 
 
 def lock(address: int, size: int, flags: int = 0) -> None:
     with LOCK:
-        _streams.refuse_in_capture()
+        _device.refuse_in_capture()
         if is_locked(address) or is_locked(address + size - 1):
-            raise _streams.CUDARuntimeError(712)
+            raise _device.CUDARuntimeError(712)
         Block(address, size).begin_life(size)
 
 
 def unlock(address: int) -> None:
     with LOCK:
-        if not is_locked(address) or address not in _memory.blocks:
-            raise _streams.CUDARuntimeError(713)
-        high = address + _memory.blocks[address].capacity
+        if not is_locked(address) or address not in _device.blocks:
+            raise _device.CUDARuntimeError(713)
+        high = address + _device.blocks[address].capacity
         for copy in [one for one in _under_way if address <= one.low < high]:
             report(f"page-locked memory is let go of, at {where()}, while a copy of {copy.place} may run")
             _under_way.remove(copy)
         _protect(address, high)
-        _memory.forget(_memory.blocks[address])
+        _device.begins_of_blocks.remove(address)
+        del _device.blocks[address]
 
 
 def copy_async(to: int, source: int, size: int, kind: int, ptr: int) -> None:
     count("pcie_bytes", size * (kind != _ON_DEVICE))
-    has = (_memory.is_device(source), _memory.is_device(to))
-    need(OFF or has == (kind != _TO_DEVICE, kind != _TO_HOST), f"the memory is not where kind {kind} has it")
+    has = [getattr(_device.block_at(at), "arena", None) is not None for at in (source, to)]
+    need(OFF or has == [kind != _TO_DEVICE, kind != _TO_HOST], f"the memory is not where kind {kind} has it")
     host = {_TO_DEVICE: source, _TO_HOST: to, _ON_DEVICE: 0}[kind]
     is_pageable = bool(host) and not OFF and not is_locked(host, size)
     if is_pageable:
@@ -77,24 +78,24 @@ def copy_async(to: int, source: int, size: int, kind: int, ptr: int) -> None:
         touched = Access(source, source + size, False), Access(to, to + size, True)
         return [one for one in touched if not (is_pageable and one.low == host)]
 
-    _streams.put(f"a copy ({_NAMES[kind]})", run, f"{_NAMES[kind]}_copies", ptr)
+    _device.put(f"a copy ({_NAMES[kind]})", run, f"{_NAMES[kind]}_copies", ptr)
     if is_pageable:
-        _streams.wait("streamSynchronize", ptr)
-    elif host and not OFF and _streams.stream_at(ptr).capture is None:
+        _device.wait("streamSynchronize", ptr)
+    elif host and not OFF and _device.stream_at(ptr).capture is None:
         with LOCK:
-            clock = {_streams.stream_at(ptr): _streams.stream_at(ptr).count}
+            clock = {_device.stream_at(ptr): _device.stream_at(ptr).count}
             _under_way.append(_Copy(host, host + size, kind == _TO_HOST, clock, where()))
             _protect(host, host + size)
 
 
 def _settle() -> None:
     """Open the memory of copies that the host knows to be done."""
-    for copy in [copy for copy in _under_way if _streams.is_known(copy.clock)]:
+    for copy in [copy for copy in _under_way if _device.is_known(copy.clock)]:
         _under_way.remove(copy)
         _protect(copy.low, copy.high)
 
 
-_streams.host_saw_more.append(_settle)
+_device.host_saw_more.append(_settle)
 
 
 def _protect(low: int, high: int, is_open: bool = False) -> None:

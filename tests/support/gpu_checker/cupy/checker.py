@@ -19,6 +19,8 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -59,12 +61,7 @@ class Misuse(AssertionError):
     """A call that CUDA, CuPy or NCCL leaves undefined."""
 
 
-def reports() -> list[str]:
-    return list(_found)
-
-
-def counts() -> Counter[str]:
-    return Counter(_counts)
+reports, counts = partial(list, _found), partial(Counter, _counts)
 
 
 def reset() -> None:
@@ -118,7 +115,8 @@ def where() -> str:
 @atexit.register
 def _write_counts() -> None:
     for look in at_exit:
-        look()
+        with suppress(Misuse):
+            look()
     if path := os.environ.get("LOWSHARD_CHECKER_COUNTS"):
         copies = sum(number for name, number in _counts.items() if name.endswith("_copies"))
         line = {**dict.fromkeys(("launches", "collectives", "allocations", "host_waits"), 0), **_counts}

@@ -9,34 +9,29 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-from cupy import _pinned, _streams
+from cupy import _device, _pinned
 from cupy._array import allocate
-from cupy._memory import serials
-from cupy._streams import Event as Event
-from cupy._streams import of_thread
+from cupy._device import Event as Event
+from cupy._device import of_thread, serials
 from cupy.checker import LOCK, count, need
 
 _UUID = b"gpu checker 0001"
-_ABOUT = dict(
-    name=b"GPU checker", totalGlobalMem=80 << 30, major=9, minor=0, multiProcessorCount=2, uuid=_UUID
-)
+_ABOUT = {"name": b"GPU checker", "totalGlobalMem": 80 << 30, "major": 9, "minor": 0, "uuid": _UUID}
 runtime = SimpleNamespace(
-    CUDARuntimeError=_streams.CUDARuntimeError, streamWaitEvent=_streams.order_after_event, setDevice=int,
+    CUDARuntimeError=_device.CUDARuntimeError, streamWaitEvent=_device.order_after_event, setDevice=int,
     hostRegister=_pinned.lock, hostUnregister=_pinned.unlock, memcpyAsync=_pinned.copy_async,
     deviceGetPCIBusId="0000:01:00.{}".format, deviceGetUuid=lambda device: _UUID, getDevice=lambda: 0,
     getDeviceCount=lambda: 1, getDeviceProperties=lambda device: _ABOUT, memGetInfo=lambda: (40 << 30, 80 << 30),
     driverGetVersion=lambda: 13000, runtimeGetVersion=lambda: 13000,
-    streamIsCapturing=lambda ptr: _streams.stream_at(ptr).capture is not None,
+    streamIsCapturing=lambda ptr: _device.stream_at(ptr).capture is not None,
 )  # fmt: skip
 for _name in ("eventQuery", "streamQuery"):
-    setattr(runtime, _name, partial(_streams.query, _name))
+    setattr(runtime, _name, partial(_device.query, _name))
 for _name in ("eventSynchronize", "streamSynchronize", "deviceSynchronize"):
-    setattr(runtime, _name, partial(_streams.wait, _name))
+    setattr(runtime, _name, partial(_device.wait, _name))
 
 
 class Device(nullcontext[None]):
-    """The one GPU."""
-
     compute_capability = "90"
     attributes = {"MultiProcessorCount": 2}  # noqa: RUF012  # as CuPy has it
 
@@ -61,10 +56,10 @@ class Stream:
     done = property(lambda self: runtime.streamQuery(self.ptr) == 0)
 
     def __init__(self, non_blocking: bool = False, ptr: int | None = None, owner: Any = None) -> None:
-        self.ptr = next(_streams.handles) if ptr is None else ptr
+        self.ptr = next(_device.handles) if ptr is None else ptr
         self._owner, self._owns = owner, ptr is None
         if ptr is None:
-            _streams.streams[self.ptr] = _streams.Stream(self.ptr, not non_blocking)
+            _device.streams[self.ptr] = _device.Stream(self.ptr, not non_blocking)
 
     @classmethod
     def from_external(cls, stream: Any) -> Stream:
@@ -73,8 +68,8 @@ class Stream:
     def __del__(self, is_at_exit: Any = sys.is_finalizing) -> None:
         if self._owns and not is_at_exit():  # what it has been given is still done
             with LOCK:
-                _streams.destroyed.add(_streams.streams.pop(self.ptr))
-                _streams.host_sees({})
+                _device.destroyed.add(_device.streams.pop(self.ptr))
+                _device.host_sees({})
 
     def __enter__(self) -> Stream:
         of_thread.current.append(self)
@@ -94,35 +89,35 @@ class Stream:
     def wait_event(self, event: Event) -> None:
         runtime.streamWaitEvent(self.ptr, event.ptr)
 
-    def begin_capture(self, mode: int = _streams.RELAXED) -> None:
-        need(self.ptr in _streams.streams and self.ptr > 0, "the default stream cannot be captured")
-        _streams.stream_at(self.ptr).capture = capture = _streams.Capture(mode)
-        _streams.captures.add(capture)
+    def begin_capture(self, mode: int = _device.RELAXED) -> None:
+        need(self.ptr in _device.streams and self.ptr > 0, "the default stream cannot be captured")
+        _device.stream_at(self.ptr).capture = capture = _device.Capture(mode)
+        _device.captures.add(capture)
 
     def end_capture(self) -> Graph:
-        stream = _streams.stream_at(self.ptr)
+        stream = _device.stream_at(self.ptr)
         capture, stream.capture = stream.capture, None
-        _streams.captures.discard(capture)
+        _device.captures.discard(capture)
         if capture is None or capture.is_broken:
-            raise _streams.CUDARuntimeError(_streams.INVALIDATED)
+            raise _device.CUDARuntimeError(_device.INVALIDATED)
         return Graph(capture)
 
 
-Stream.null, Stream.ptds = Stream(ptr=_streams.LEGACY), Stream(ptr=_streams.PER_THREAD)
+Stream.null, Stream.ptds = Stream(ptr=_device.LEGACY), Stream(ptr=_device.PER_THREAD)
 
 
 class Graph:
     """A CUDA graph."""
 
-    def __init__(self, capture: _streams.Capture) -> None:
+    def __init__(self, capture: _device.Capture) -> None:
         self._capture, self._made = capture, next(serials)
 
     def launch(self, stream: Stream | None = None) -> None:
         count("graph_launches")
         with LOCK:
             for operation in self._capture.operations:
-                to = _streams.stream_at((stream or get_current_stream()).ptr)
-                _streams.put_made(to, *operation, self._made)
+                to = _device.stream_at((stream or get_current_stream()).ptr)
+                _device.put_made(to, *operation, self._made)
 
 
 def get_current_stream(device_id: int = -1) -> Stream:

@@ -26,9 +26,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from cupy import _memory, _streams, checker, cuda
-from cupy._memory import Access, serials
-from cupy._streams import Work, of_thread
+from cupy import _device, checker, cuda
+from cupy._device import Access, Work, of_thread, serials
 from cupy.checker import LOCK, OFF, count, need, wait_until, where
 
 available = True
@@ -58,8 +57,7 @@ def get_version() -> int:
     return 23203
 
 
-def get_unique_id() -> bytes:
-    return secrets.token_bytes(128)
+get_unique_id = functools.partial(secrets.token_bytes, 128)
 
 
 class _Call:
@@ -166,13 +164,13 @@ def _queue(comm: NcclCommunicator, calls: list[_Call]) -> None:
 
     with LOCK:
         # NCCL orders the kernels of a communicator among themselves, whichever streams they are on.
-        at = _streams.stream_at(calls[0].stream)
+        at = _device.stream_at(calls[0].stream)
         if at.capture is None:
-            _streams.merge(at.clock, comm.clock)
+            _device.merge(at.clock, comm.clock)
         names = "+".join(sorted({call.name for call in calls}))
-        _streams.put(f"NCCL's {names}", None, "collectives", at.ptr, make)
+        _device.put(f"NCCL's {names}", None, "collectives", at.ptr, make)
         if at.capture is None:
-            _streams.merge(comm.clock, at.clock)
+            _device.merge(comm.clock, at.clock)
 
 
 class NcclCommunicator:
@@ -185,7 +183,7 @@ class NcclCommunicator:
             raise NcclError(5)  # invalid usage
         self.rank, self.ranks, self.ended, self.comm = rank, ndev, "", next(serials)
         self.numbers: Counter[tuple[str, int]] = Counter()
-        self.clock: _streams.Clock = {}
+        self.clock: _device.Clock = {}
         self.shared: list[str] = []
         """What this rank has left for all others, and not taken away."""
         self._folder = _ROOT / hashlib.sha256(commId).hexdigest()[:24]
@@ -200,10 +198,6 @@ class NcclCommunicator:
         self.need_life(name)
         return {"rank_id": self.rank, "size": self.ranks}.get(name, 0)
 
-    rank_id, size = partialmethod(_asked, "rank_id"), partialmethod(_asked, "size")
-    device_id = partialmethod(_asked, "device_id")
-    check_async_error = partialmethod(_asked, "check_async_error")
-
     def _access(self, name: str, at: int, elems: int, datatype: int, writes: bool) -> list[Access]:
         """Return what a call touches of an array, with all that can be said of it checked."""
         self.need_life(name)
@@ -213,11 +207,11 @@ class NcclCommunicator:
         need(at % item == 0 or not elems, f"{name}: {at:#x} is not aligned to an element of {item} bytes")
         found = [Access(at, at + elems * item, writes)] if elems else []
         for access in found:
-            _memory.block_of(access, f"NCCL's {name}", where(), next(serials))
+            _device.block_of(access, f"NCCL's {name}", where(), next(serials))
         return found
 
     def _submit(self, name: str, stream: int, *what: Any) -> None:
-        _streams.stream_at(stream)
+        _device.stream_at(stream)
         call = _Call(self, name, stream, *what)
         if of_thread.groups:
             of_thread.calls.append(call)
@@ -249,10 +243,6 @@ class NcclCommunicator:
 
         self._submit(name, stream, touched, target, [name, elems, kind.name, *words], -1, result)
 
-    allReduce = partialmethod(_collective, "allReduce")
-    reduceScatter = partialmethod(_collective, "reduceScatter")
-    allGather, broadcast = partialmethod(_collective, "allGather"), partialmethod(_collective, "broadcast")
-
     def _message(self, name: str, at: int, elems: int, datatype: int, peer: int, stream: int) -> None:
         if OFF:
             return
@@ -261,13 +251,11 @@ class NcclCommunicator:
         head = ["message", elems, _TYPES[datatype].name]
         self._submit(name, stream, touched, at, head, peer, b"".join if name == "recv" else lambda given: b"")
 
-    send, recv = partialmethod(_message, "send"), partialmethod(_message, "recv")
-
     def commSplit(self, color: int, key: int) -> NcclCommunicator | None:
         """Return a communicator of the ranks that give the same colour, which is -1 for none."""
         self.need_life("commSplit")
         need(not of_thread.groups, "commSplit within a group")
-        is_known = OFF or _streams.is_known(self.clock)
+        is_known = OFF or _device.is_known(self.clock)
         need(is_known, "commSplit while work of the communicator may be under way: it may hang")
         self.numbers["split", 0] += 1
         name = f"split {self.numbers['split', 0]}"
@@ -278,7 +266,7 @@ class NcclCommunicator:
 
     def destroy(self) -> None:
         self.need_life("destroy")
-        _streams.host_waits(dict(self.clock), "ncclCommDestroy")
+        _device.host_waits(dict(self.clock), "ncclCommDestroy")
         self.ended = "destroy"
         self._leave()
         wait_until(lambda: not self._folder.exists() or self._all_have("bye"), "ncclCommDestroy")
@@ -287,7 +275,7 @@ class NcclCommunicator:
         self.need_life("abort")
         self.ended = "abort"
         self._leave()
-        _streams.advance()
+        _device.advance()
 
     # ---- what ranks leave for each other
 
@@ -320,6 +308,14 @@ class NcclCommunicator:
     def take_away(self, *names: str) -> None:
         for name in names:
             (self._folder / name).unlink(missing_ok=True)
+
+
+for _names, _way in (
+    (("rank_id", "size", "device_id", "check_async_error"), NcclCommunicator._asked),
+    (_RULES, NcclCommunicator._collective), (("send", "recv"), NcclCommunicator._message),
+):  # fmt: skip
+    for _name in _names:
+        setattr(NcclCommunicator, _name, partialmethod(_way, _name))
 
 
 def _reduced(given: list[bytes], kind: np.dtype[Any], op: int) -> bytes:
