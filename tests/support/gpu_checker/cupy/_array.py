@@ -27,17 +27,12 @@ Host = npt.NDArray[Any]
 
 _DTYPES = "?bhilqBHILQefdFDpP"  # of NumPy, that CuPy has
 _ABOUT = ("dtype", "shape", "strides", "ndim", "size", "nbytes", "itemsize")
-_OF_UNKNOWN_SIZE = ("argwhere", "flatnonzero", "nonzero", "unique")
-"""Functions whose results have a size that only the device knows: the host waits."""
-_POISON = 0xA5
-"""What nobody can take for a result."""
+_OF_UNKNOWN_SIZE = ("argwhere", "flatnonzero", "nonzero", "unique")  # the host waits for these
+_POISON = 0xA5  # what nobody can take for a result
 _ROOM = 1 << 21  # accesses of a launch that are compared
 _THREADS, _LANES = 256, 32
-_FLUSHED = "quantize"
-"""Kernels that run as CuPy compiles them: fp32 subnormals count as zero there."""
+_FLUSHED = "quantize"  # these kernels run as CuPy compiles them: fp32 subnormals count as zero there
 _LOAD, _ADD = 0, 2
-_partly_seen: set[tuple[Any, ...]] = set()
-"""Launches with more accesses than there is room for, which are not looked at again."""
 
 
 def stream() -> _device.Stream:
@@ -232,9 +227,6 @@ for _name in ("bool", "float", "format", "index", "int", "repr"):  # the host wa
     setattr(ndarray, _way, lambda self, *args, way=_way: getattr(self.get(), way)(*args))
 
 
-# ---- functions that are CuPy's own
-
-
 def empty_like(array: ndarray, dtype: Any = None) -> ndarray:
     return ndarray(array.shape, dtype or array.dtype)
 
@@ -257,9 +249,6 @@ def asarray(value: Any, dtype: Any = None, order: str = "C", *, blocking: bool =
 
 def copyto(target: ndarray, source: Any) -> None:
     target[...] = source
-
-
-# ---- kernels
 
 
 class RawModule:
@@ -315,17 +304,14 @@ def _run(name: str, ctas: int, args: Sequence[int], place: str) -> list[Access]:
     library, room = _host_build()
     words = (ctypes.c_uint64 * len(args))(*(arg & (1 << 64) - 1 for arg in args))
     need(hasattr(library, name), f"there is no kernel {name}", place)
-    launch, at = (name, ctas, *args), None if (name, ctas, *args) in _partly_seen else room.ctypes.data
-    library.lowshard_trace(ctypes.c_void_p(at), ctypes.c_size_t(_ROOM))
+    library.lowshard_trace(ctypes.c_void_p(room.ctypes.data), ctypes.c_size_t(_ROOM))
     error = library.lowshard_run(
         getattr(library, name), words, len(args), ctas, _THREADS, 0, ctas, (ctypes.c_uint64 * 1)(), 0,
         int(name.startswith(_FLUSHED)),
     )  # fmt: skip
     found = library.lowshard_trace(None, ctypes.c_size_t(0))
     need(not error, f"kernel {name}: {(error or b'').decode()}", place)
-    if found > _ROOM or at is None:
-        count("launches_seen_in_part")
-        _partly_seen.add(launch)
+    count("launches_seen_in_part", found > _ROOM)
     rows = room[: min(found, _ROOM)].astype(np.int64)
     rows = rows[np.argsort(rows[:, 0], kind="stable")]
     threads = np.where(rows[:, 4] == _ADD, -1, rows[:, 2] * _LANES + rows[:, 3])  # adds do not race with adds

@@ -30,10 +30,8 @@ from cupy import checker
 from cupy.checker import LAG, LOCK, OFF, Misuse, count, need, report, where
 
 LEGACY, PER_THREAD = 0, 2
-UNSUPPORTED, INVALIDATED, ISOLATION, CAPTURED = 900, 901, 905, 907
-"""Errors of CUDA about captures."""
-GLOBAL, RELAXED = 0, 2
-"""Modes of a capture."""
+UNSUPPORTED, INVALIDATED, ISOLATION, CAPTURED = 900, 901, 905, 907  # errors of CUDA about captures
+GLOBAL, RELAXED = 0, 2  # modes of a capture
 _MOST_RECORDS = 256  # of a block
 GRAIN_BYTES = 512
 _MOST_PIECES = 4096  # of a strided array: above, the gaps count as touched too
@@ -70,10 +68,8 @@ class Block:
 
     def __init__(self, begin: int, capacity: int, arena: Any = None, raw: Any = None) -> None:
         self.begin, self.capacity, self.arena, self._raw = begin, capacity, arena, raw
-        self.lives: deque[list[float]] = deque(maxlen=_LIVES)
-        """When it became somebody's, and nobody's, and how much of it was used."""
-        self.records: list[tuple[Access, Any]] = []
-        """What touched it, and the operations that did; see `_run`."""
+        self.lives: deque[list[float]] = deque(maxlen=_LIVES)  # when they began and ended, and their bytes
+        self.records: list[tuple[Access, Operation]] = []  # what touched it; see `_run`
         blocks[begin] = self
         bisect.insort(begins_of_blocks, begin)
 
@@ -149,9 +145,6 @@ def accesses_of(array: np.ndarray[Any, Any], writes: bool) -> list[Access]:
     return [Access(low, high, writes, (begins, begins + inner))]
 
 
-# ---- streams, events, captures
-
-
 class CUDARuntimeError(RuntimeError):
     def __init__(self, status: int) -> None:
         super().__init__(f"cudaError {status}: said by the stand-in")
@@ -161,8 +154,7 @@ class CUDARuntimeError(RuntimeError):
 class Work:
     """What an operation does, made anew for each replay of a graph: `run` returns what it has touched."""
 
-    stuck = ""
-    """Why it will never be ready, as far as is known."""
+    stuck = ""  # why it will never be ready, as far as is known
 
     def __init__(self, run: Callable[[], Sequence[Access]], ready: Callable[[], bool] | None = None) -> None:
         self.run, self.ready = run, ready or (lambda: True)
@@ -180,8 +172,7 @@ class Stream:
         self.count = self.done = self.asked = 0
         self.queue: deque[Operation] = deque()
         self.capture: Capture | None = None
-        self.is_over = False
-        """Whether it was destroyed, and the host knows that all of it is done."""
+        self.is_over = False  # it was destroyed, and the host knows that all of it is done
 
     def comes_after(self) -> Clock:
         """Return what comes before anything that it is given now: CUDA orders blocking ones with the default one."""
@@ -236,8 +227,7 @@ class Event:
 
 streams: dict[int, Stream] = {LEGACY: Stream(LEGACY, True)}
 events: weakref.WeakValueDictionary[int, Event] = weakref.WeakValueDictionary()
-known: Clock = {}
-"""How many operations of each stream the host knows to be done."""
+known: Clock = {}  # of each stream, how many operations the host knows to be done
 host_saw_more: list[Callable[[], None]] = []
 destroyed: set[Stream] = set()
 captures: set[Capture] = set()
@@ -294,9 +284,6 @@ def merge(clock: Clock, *others: Clock) -> None:
         for stream, index in other.items():
             if index > clock.get(stream, 0) and not stream.is_over:
                 clock[stream] = index
-
-
-# ---- running
 
 
 def advance(mine: Operation | None = None) -> None:
@@ -362,9 +349,6 @@ def _stuck() -> None:
 checker.at_exit += [advance, _stuck]
 
 
-# ---- what the host knows
-
-
 def is_known(clock: Clock) -> bool:
     return all(known.get(stream, 0) >= index or stream.is_over for stream, index in clock.items())
 
@@ -401,9 +385,6 @@ def host_waits(clock: Clock, what: str) -> None:
     checker.wait_until(is_over, what)
 
 
-# ---- captures
-
-
 def _broken(status: int, *those: Capture | None) -> CUDARuntimeError:
     """Return the error of a call that breaks captures: they can record nothing any more."""
     for capture in those:
@@ -416,9 +397,6 @@ def refuse_in_capture(*those: Capture | None) -> None:
     """Raise for a call, such as to wait, that these captures and those of mode GLOBAL forbid."""
     if found := [one for one in captures if one in those or one.mode == GLOBAL]:
         raise _broken(UNSUPPORTED, *found)
-
-
-# ---- the calls of CUDA that ask, wait and order
 
 
 def _event(name: str, handle: int) -> Event:

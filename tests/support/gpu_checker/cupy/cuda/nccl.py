@@ -32,8 +32,7 @@ from cupy.checker import LOCK, OFF, count, need, wait_until, where
 
 available = True
 _CODES = ("i1", "u1", "i4", "u4", "i8", "u8", "f2", "f4", "f8", ml_dtypes.bfloat16)
-_TYPES = [np.dtype(code) for code in _CODES]
-"""By the numbers of ncclDataType_t."""
+_TYPES = [np.dtype(code) for code in _CODES]  # by the numbers of ncclDataType_t
 _OPS = (np.add, np.multiply, np.maximum, np.minimum, np.add)
 _AVERAGE = 4
 _RULES = {
@@ -184,8 +183,7 @@ class NcclCommunicator:
         self.rank, self.ranks, self.ended, self.comm = rank, ndev, "", next(serials)
         self.numbers: Counter[tuple[str, int]] = Counter()
         self.clock: _device.Clock = {}
-        self.shared: list[str] = []
-        """What this rank has left for all others, and not taken away."""
+        self.shared: list[str] = []  # what this rank has left for all others, and not taken away
         self._folder = _ROOT / hashlib.sha256(commId).hexdigest()[:24]
         self._folder.mkdir(parents=True, exist_ok=True)
         checker.at_exit.append(lambda: None if self.ended else self._leave())
@@ -276,8 +274,6 @@ class NcclCommunicator:
         self.ended = "abort"
         self._leave()
         _device.advance()
-
-    # ---- what ranks leave for each other
 
     def _leave(self) -> None:
         self.post(f"bye.{self.rank}", None)
