@@ -10,7 +10,7 @@ import ctypes
 import mmap
 import signal
 import struct
-from typing import NamedTuple
+from types import SimpleNamespace
 
 from cupy import _device
 from cupy._device import Access, Block
@@ -23,17 +23,7 @@ _NONE, _READ, _ALL = 0, mmap.PROT_READ, mmap.PROT_READ | mmap.PROT_WRITE
 _libc = ctypes.CDLL(None)
 
 
-class _Copy(NamedTuple):
-    """A copy of which the host does not know that it is done."""
-
-    low: int
-    high: int
-    is_written: bool
-    clock: _device.Clock
-    place: str
-
-
-_under_way: list[_Copy] = []
+_under_way: list[SimpleNamespace] = []  # copies of which the host does not know that they are done
 
 
 def is_locked(address: int, size: int = 1) -> bool:
@@ -44,15 +34,12 @@ def is_locked(address: int, size: int = 1) -> bool:
 def lock(address: int, size: int, flags: int = 0) -> None:
     with LOCK:
         _device.refuse_in_capture()
-        if is_locked(address) or is_locked(address + size - 1):
-            raise _device.CUDARuntimeError(712)
         Block(address, size).begin_life(size)
 
 
 def unlock(address: int) -> None:
     with LOCK:
-        if not is_locked(address) or address not in _device.blocks:
-            raise _device.CUDARuntimeError(713)
+        need(is_locked(address) and address in _device.blocks, f"{address:#x} is not page-locked")
         high = address + _device.blocks[address].capacity
         for copy in [one for one in _under_way if address <= one.low < high]:
             report(f"page-locked memory is let go of, at {where()}, while a copy of {copy.place} may run")
@@ -83,8 +70,9 @@ def copy_async(to: int, source: int, size: int, kind: int, ptr: int) -> None:
         _device.wait("streamSynchronize", ptr)
     elif host and not OFF and _device.stream_at(ptr).capture is None:
         with LOCK:
-            clock = {_device.stream_at(ptr): _device.stream_at(ptr).count}
-            _under_way.append(_Copy(host, host + size, kind == _TO_HOST, clock, where()))
+            copy = SimpleNamespace(low=host, high=host + size, is_written=kind == _TO_HOST, place=where())
+            copy.clock = {_device.stream_at(ptr): _device.stream_at(ptr).count}
+            _under_way.append(copy)
             _protect(host, host + size)
 
 

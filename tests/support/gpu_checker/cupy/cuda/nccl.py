@@ -47,9 +47,7 @@ _ROOT = Path(f"/dev/shm/lowshard-gpu-checker-{os.getuid()}")
 
 
 class NcclError(RuntimeError):
-    def __init__(self, status: int) -> None:
-        super().__init__(f"NCCL_ERROR_{status}: said by the stand-in")
-        self.status = status
+    status = property(lambda self: self.args[0])
 
 
 def get_version() -> int:
@@ -75,17 +73,17 @@ class _Call:
 
     def numbered(self) -> _Call:
         """Return it as one of those that a communicator makes, or a graph repeats: with names of what is given."""
-        made, comm, peer = copy.copy(self), self.comm, self.peer
-        comm.numbers[self.name if peer >= 0 else "", peer] += 1
-        number = comm.numbers[self.name if peer >= 0 else "", peer]
-        if peer < 0:
-            made.awaited = {rank: f"call {number} of {rank}" for rank in range(comm.ranks)}
+        made, comm, key = copy.copy(self), self.comm, (self.name if self.peer >= 0 else "", self.peer)
+        comm.numbers[key] += 1
+        if self.peer < 0:
+            made.awaited = {rank: f"call {comm.numbers[key]} of {rank}" for rank in range(comm.ranks)}
             made.mine = made.awaited[comm.rank]
         else:
-            way = f"{comm.rank} to {peer}" if self.name == "send" else f"{peer} to {comm.rank}"
-            names = {"send": f"message {number} from {way}", "recv": f"message {number} taken from {way}"}
-            made.mine = names.pop(self.name)
-            made.awaited = {peer: names.popitem()[1]}
+            ends = (comm.rank, self.peer)[:: 1 if self.name == "send" else -1]
+            names = [
+                f"message {comm.numbers[key]} {way} {ends[0]} to {ends[1]}" for way in ("from", "taken from")
+            ]
+            made.mine, made.awaited = names[self.name == "recv"], {self.peer: names[self.name == "send"]}
         return made
 
     def give(self) -> None:
@@ -176,8 +174,7 @@ class NcclCommunicator:
     """A rank's end of a communicator."""
 
     def __init__(self, ndev: int, commId: bytes, rank: int) -> None:
-        is_right = len(commId) == 128 and 0 <= rank < ndev
-        need(is_right, f"rank {rank} of {ndev}, a unique id of {len(commId)} bytes")
+        need(len(commId) == 128 and 0 <= rank < ndev, f"rank {rank} of {ndev}")
         if ndev > cuda.runtime.getDeviceCount() and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
             raise NcclError(5)  # invalid usage
         self.rank, self.ranks, self.ended, self.comm = rank, ndev, "", next(serials)
@@ -186,7 +183,7 @@ class NcclCommunicator:
         self.shared: list[str] = []  # what this rank has left for all others, and not taken away
         self._folder = _ROOT / hashlib.sha256(commId).hexdigest()[:24]
         self._folder.mkdir(parents=True, exist_ok=True)
-        checker.at_exit.append(lambda: None if self.ended else self._leave())
+        checker.at_exit.append(lambda: None if self.ended else self._leave("the end"))
         self._meet("hello", None)
 
     def need_life(self, name: str) -> None:
@@ -228,9 +225,8 @@ class NcclCommunicator:
         kind, part = _TYPES[datatype], elems * _TYPES[datatype].itemsize
         if word != "root" or value == self.rank:
             touched += self._access(name, source, elems * (self.ranks if reads else 1), datatype, False)
-            is_in_place = source == target + ahead * self.rank * part
             is_apart = len(touched) < 2 or not touched[0].crosses(touched[1])
-            is_right = is_in_place or is_apart
+            is_right = is_apart or source == target + ahead * self.rank * part
             need(is_right, f"{name}: its arrays overlap, and it is not in place as NCCL has it")
 
         def result(given: list[bytes]) -> bytes:
@@ -253,8 +249,10 @@ class NcclCommunicator:
         """Return a communicator of the ranks that give the same colour, which is -1 for none."""
         self.need_life("commSplit")
         need(not of_thread.groups, "commSplit within a group")
-        is_known = OFF or _device.is_known(self.clock)
-        need(is_known, "commSplit while work of the communicator may be under way: it may hang")
+        need(
+            _device.is_known(self.clock),
+            "commSplit while work of the communicator may be under way: it may hang",
+        )
         self.numbers["split", 0] += 1
         name = f"split {self.numbers['split', 0]}"
         asked = self._meet(name, [color, key])
@@ -265,17 +263,16 @@ class NcclCommunicator:
     def destroy(self) -> None:
         self.need_life("destroy")
         _device.host_waits(dict(self.clock), "ncclCommDestroy")
-        self.ended = "destroy"
-        self._leave()
+        self._leave("destroy")
         wait_until(lambda: not self._folder.exists() or self._all_have("bye"), "ncclCommDestroy")
 
     def abort(self) -> None:
-        self.need_life("abort")
-        self.ended = "abort"
-        self._leave()
+        self._leave("abort")
         _device.advance()
 
-    def _leave(self) -> None:
+    def _leave(self, how: str) -> None:
+        self.need_life(how)
+        self.ended = how
         self.post(f"bye.{self.rank}", None)
         if self._all_have("bye"):
             shutil.rmtree(self._folder, ignore_errors=True)
