@@ -233,7 +233,7 @@ def empty_like(array: ndarray, dtype: Any = None) -> ndarray:
 
 def asarray(value: Any, dtype: Any = None, order: str = "C", *, blocking: bool = False) -> ndarray:
     if isinstance(value, ndarray):
-        return value if dtype is None else value.astype(dtype, copy=False)  # type: ignore[no-any-return]
+        return value if dtype is None else value.astype(dtype, copy=False)
     values = np.array(value, dtype, order="C")
     made = ndarray(values.shape, values.dtype)
     if not OFF and stream().capture is not None:

@@ -120,7 +120,7 @@ def block_of(access: Access, name: str, place: str, serial: int, made: float = m
     size, offset = (sizes or [block.capacity])[0], access.low - block.begin
     is_inside = access.high <= block.begin + size
     need(is_inside, f"{what}, out of bounds: at offset {offset} of {size} bytes", place)
-    return block
+    return block  # type: ignore[no-any-return]
 
 
 def accesses_of(array: np.ndarray[Any, Any], writes: bool) -> list[Access]:

@@ -61,7 +61,8 @@ class Misuse(AssertionError):
     """A call that CUDA, CuPy or NCCL leaves undefined."""
 
 
-reports, counts = partial(list, _found), partial(Counter, _counts)
+reports: Callable[[], list[str]] = partial(list, _found)
+counts: Callable[[], Counter[str]] = partial(Counter, _counts)
 
 
 def reset() -> None:

@@ -68,8 +68,8 @@ class _Call:
         peer: int, result: Callable[[list[bytes]], bytes],
     ) -> None:  # fmt: skip
         self.comm, self.name, self.stream, self.touched, self.target = comm, name, stream, touched, target
-        self.head, self.peer, self.result, self.stuck = head, peer, result, ""
-        self.given: dict[int, tuple[Any, bytes]] = {}
+        self.head, self.peer, self.result, self.stuck, self.mine = head, peer, result, "", ""
+        self.awaited, self.given = dict[int, str](), dict[int, tuple[Any, bytes]]()
 
     def numbered(self) -> _Call:
         """Return it as one of those that a communicator makes, or a graph repeats: with names of what is given."""
