@@ -8,18 +8,17 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from support.comm_kit import refused
+from support.comm_kit import outcome, refused
 from support.gpu import Answers, on_gpu, recorded, run_nccl
 from support.starting import start_ranks
 
 from lowshard.comm import Communicator
-from lowshard.errors import LowshardError, MismatchError, TimedOut
+from lowshard.errors import MismatchError
 
 SOON_S = 5.0
 """Much less than the deadline of a wait, much more than the comparison takes."""
@@ -34,27 +33,15 @@ def zeros(comm: Communicator, elems: int = 4) -> Any:
     return on_gpu(comm, np.zeros(elems))
 
 
-def told(
-    call: Callable[[], object],
-    cls: type[LowshardError],
-    *says: str,
-    after: Callable[[], object] = lambda: None,
-) -> None:
-    """Check that a call raises an error soon, or after some such calls, as it comes late.
-
-    `after` is called once before, and may raise it as well: the comparison can be done before the call it names is.
-    """
-    raised: list[LowshardError] = []
-    end_s = time.monotonic() + SOON_S
-    calls = chain([after], repeat(call))
-    while not raised and time.monotonic() < end_s:
-        try:
-            next(calls)()
-        except LowshardError as error:
-            raised.append(error)
+def told(call: Callable[[], object], cls: str, *says: str, first: Callable[[], object] | None = None) -> None:
+    """Check that a call raises an error soon, or after some such calls, as it comes late; or `first`, which is called
+    before: the comparison can be done before the call it names is."""
+    found, end_s = outcome(first or call), time.monotonic() + SOON_S
+    while not found[0] and time.monotonic() < end_s:
         time.sleep(0.01)
-    assert [type(error) for error in raised] == [cls], raised
-    assert all(text in str(raised[0]) for text in says), raised
+        found = outcome(call)
+    assert found[0] == cls, found
+    assert all(text in found[1] for text in says), found
 
 
 def test_a_rank_goes_on_while_the_others_have_not_called() -> None:
@@ -78,9 +65,9 @@ def test_calls_that_differ_end_in_one_named_error_on_all_ranks_and_nccl_is_abort
         buf = zeros(comm)
         comm.all_reduce(buf, buf)
         told(
-            lambda: comm.all_gather(buf[:2], zeros(comm)), MismatchError,
+            lambda: comm.all_gather(buf[:2], zeros(comm)), "MismatchError",
             "call #2", "rank 0 asked for broadcast float64[4] root=0 at test_late.py:", "rank 1 asked for all_reduce",
-            after=lambda: comm.all_reduce(buf, buf) if comm.rank else comm.broadcast(buf),
+            first=lambda: comm.all_reduce(buf, buf) if comm.rank else comm.broadcast(buf),
         )  # fmt: skip
         assert recorded(comm).ended == "abort"
         # Every later call and wait says it again.
@@ -90,37 +77,30 @@ def test_calls_that_differ_end_in_one_named_error_on_all_ranks_and_nccl_is_abort
     run_still(check)
 
 
-def test_a_wait_of_the_host_finds_the_mismatch_long_before_its_deadline(answers: Answers) -> None:
-    def check(comm: Communicator) -> None:
-        buf, begun = zeros(comm, 4 + comm.rank), time.monotonic()
-        comm.control.barrier()
-        answers.status = Answers.NEVER
-        refused(
-            lambda: comm.start.broadcast(buf).wait(timeout_s=60.0), MismatchError,
-            "call #1", r"broadcast float64\[4\]", r"float64\[5\]",
-        )  # fmt: skip
-        assert time.monotonic() - begun < SOON_S
-        assert recorded(comm).ended == "abort"
-
-    run_still(check)
-
-
-@pytest.mark.parametrize("end", ["barrier", "split", "close", "shared"])
 @pytest.mark.whole
-def test_what_waits_for_the_other_ranks_compares_first(end: str) -> None:
+@pytest.mark.parametrize("end", ["wait", "barrier", "split", "close", "shared"])
+def test_what_waits_for_the_other_ranks_compares_first(end: str, answers: Answers) -> None:
+    """A wait of the host finds the mismatch long before its deadline."""
+
     def check(comm: Communicator) -> None:
         calls: dict[str, Callable[[], object]] = {
             "barrier": comm.barrier, "split": lambda: comm.split(0), "close": comm.close,
             "shared": lambda: comm.broadcast(zeros(comm) if comm.rank == 0 else None, shared=True),
+            "wait": lambda: comm.start.broadcast(buf).wait(timeout_s=60.0),
         }  # fmt: skip
+        buf, begun = zeros(comm, 3 + comm.rank), time.monotonic()
+        comm.control.barrier()
 
         def work() -> None:
-            if comm.rank == 1:
-                comm.broadcast(zeros(comm, 3))
+            if end == "wait":
+                answers.status = Answers.NEVER
+            elif comm.rank == 1:
+                comm.broadcast(buf)
             calls[end]()
 
-        asked = f"rank 0 asked for {end.replace('shared', 'broadcast')}"
-        refused(work, MismatchError, "call #1", "rank 1 asked for broadcast float64", asked)
+        asked = "broadcast" if end in ("shared", "wait") else end
+        refused(work, MismatchError, "call #1", r"1 asked for broadcast float64\[4\]", f"0 asked for {asked}")
+        assert time.monotonic() - begun < SOON_S
         assert recorded(comm).ended == "abort"
 
     run_still(check)
@@ -130,16 +110,17 @@ def test_a_rank_that_stops_calling_is_named_when_the_time_is_over() -> None:
     stop = threading.Event()
 
     def check(comm: Communicator) -> None:
-        buf = zeros(comm)
+        buf, nccl = zeros(comm), comm._transport._nccl  # type: ignore[attr-defined]
         comm.all_reduce(buf, buf)
         if comm.rank == 1:
             stop.wait(SOON_S)
-            comm._transport._nccl.failed = True  # type: ignore[attr-defined]  # no destroy beside an abort
+            nccl.failed = True  # no destroy beside an abort
             return
         comm.broadcast(buf)
         time.sleep(0.3)
-        asked = "this rank called broadcast float64[4]", "call #2"
-        told(comm._transport._nccl.ask, TimedOut, "ranks [1] did not come", *asked)  # type: ignore[attr-defined]
+        told(
+            nccl.ask, "TimedOut", "ranks [1] did not come", "this rank called broadcast float64[4]", "call #2"
+        )
         assert recorded(comm).ended == "abort"
         stop.set()
 
@@ -150,8 +131,8 @@ EARLY_END = """
 import time
 from mpi4py import MPI
 from support.checked_gpu import checked_gpu
-from support.gpu import Recorded, why_no_gpu
-why_no_gpu() and checked_gpu().__enter__()
+from support.gpu import Recorded, has_gpu
+has_gpu() or checked_gpu().__enter__()
 from lowshard.comm.build import build_host
 from lowshard.comm.nccl import nccl_communicator
 from lowshard.comm.nccl_bindings import Binding

@@ -1,15 +1,17 @@
-"""What the GPU path keeps as long as it is needed, gives back, and does not ask CuPy for."""
+"""What the GPU path keeps as long as it is needed, gives back, and does not ask CuPy for; page-locked slots."""
 
 from __future__ import annotations
 
 import gc
 from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from support.comm_kit import refused, same
-from support.gpu import on_gpu, run_nccl
+from support.gpu import alone_staged, on_gpu, run_nccl, run_staged
 
 from lowshard import kernels
 from lowshard.comm import Communicator
@@ -25,29 +27,18 @@ from lowshard.kernels.cuda.cuda_changes import device_search
 SHAPE, BOXES = (64, 128), (((0, 64), (0, 64)), ((3, 4), (64, 96)))
 
 
-def test_a_capture_refuses_a_kernel_whose_table_is_not_on_the_gpu_yet(cupy: Any) -> None:
-    stream, table = cupy.cuda.Stream(non_blocking=True), BoxTable(SHAPE, BOXES)
-    with stream:
-        source = cupy.asarray(np.random.default_rng(1).standard_normal(SHAPE, np.float32))
-        packed = kernels.pack(source, BoxTable(SHAPE, BOXES))  # of another table
-        stream.begin_capture()
-        refused(
-            lambda: kernels.pack(source, table, out=packed),
-            CaptureError,
-            "once on this stream before the capture",
-        )
-        stream.end_capture()
-        same(kernels.pack(source, table), packed.get())
-
-
-def test_a_graph_keeps_the_tables_that_it_reads(cupy: Any) -> None:
+def test_a_graph_keeps_the_tables_that_it_reads_and_records_no_upload(cupy: Any) -> None:
     stream, table = cupy.cuda.Stream(non_blocking=True), BoxTable(SHAPE, BOXES)
     with stream:
         source = cupy.asarray(np.random.default_rng(2).standard_normal(SHAPE, np.float32))
-        packed = kernels.pack(source, table)
+        packed = kernels.pack(source, BoxTable(SHAPE, BOXES))  # of another table
         terms = [cupy.full(100, float(i), np.float32) for i in range(12)]
         total = cupy.empty(100, np.float32)
         kernels.sum_into(total, terms)
+        stream.begin_capture()
+        refused(partial(kernels.pack, source, table, out=packed), CaptureError, "once on this stream before")
+        stream.end_capture()
+        kernels.pack(source, table, out=packed)
         stream.synchronize()
         stream.begin_capture()
         kernels.pack(source, table, out=packed)
@@ -59,7 +50,7 @@ def test_a_graph_keeps_the_tables_that_it_reads(cupy: Any) -> None:
             for more in range(4):  # more tables of sources than are kept
                 kernels.sum_into(cupy.empty(1, np.float32), [t[turn + more : turn + more + 1] for t in terms])
             other.synchronize()
-    wanted = table_bytes(table, source.get())
+    wanted: Any = kernels.pack(source.get(), table)
     del table
     gc.collect()
     with stream:
@@ -72,24 +63,17 @@ def test_a_graph_keeps_the_tables_that_it_reads(cupy: Any) -> None:
         del rubbish, graph
 
 
-def table_bytes(table: BoxTable, source: np.ndarray) -> np.ndarray:
-    """Return what packing gives on the host."""
-    packed: np.ndarray = kernels.pack(source, table)
-    return packed
-
-
 def test_slots_that_nobody_closed_ask_no_event_that_is_gone(cupy: Any) -> None:
-    binding, locked = Binding.load(with_nccl=False), list[int]()
+    binding, locked, told = Binding.load(with_nccl=False), list[int](), list[Any]()
 
     def lock(memory: np.ndarray) -> Any:
         undo = binding.lock(memory)
         locked.append(1)
         return lambda: (undo(), locked.pop())  # type: ignore[func-returns-value]
 
-    events = [
-        binding.new_event() for _ in range(4)
-    ]  # before the slots: so the collector finalizes them first
-    watch = Watch()
+    # The events before the slots: so the collector finalizes them first.
+    events = [binding.new_event() for _ in range(4)]
+    watch: Any = SimpleNamespace(flag=np.zeros(1, np.int64), tell=lambda *words: told.append(words))
     made = replace(binding, new_event=events.pop, lock=lock)
     slots: Any = Slots(made, lambda n: np.empty(n, np.uint8), 5.0, watch)
     device = cupy.ones(40, np.uint8)
@@ -100,37 +84,21 @@ def test_slots_that_nobody_closed_ask_no_event_that_is_gone(cupy: Any) -> None:
     slots.itself = slots
     del slots
     gc.collect()
-    assert not locked
-    assert not watch.told
+    assert (locked, told) == ([], [])
 
 
-class Watch:
-    """A side channel that notes what it is told."""
+def test_what_is_copied_to_the_side_is_copied_by_no_kernel_of_cupys(cupy: Any, monkeypatch: Any) -> None:
+    """CuPy would load it, and wait for the device, where another rank's kernel may wait for this one."""
 
-    def __init__(self) -> None:
-        self.flag, self.told = np.zeros(1, np.int64), list[tuple[str, ...]]()
-
-    def tell(self, *words: str) -> None:
-        self.told.append(words)
-
-
-def test_what_is_copied_to_the_side_is_copied_by_no_kernel_of_cupys(
-    cupy: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
     def check(comm: Communicator) -> None:
         buf = on_gpu(comm, np.arange(6.0))
         comm.xp.cuda.get_current_stream().synchronize()
         comm.all_to_all(buf[:4], buf[1:5])  # they overlap
         same(buf[1:5], np.array([0.0, 1.0, 0.0, 1.0]) + 2 * comm.rank)
 
-    def refuse(*_: Any) -> None:
-        raise AssertionError(
-            "loads a kernel, and waits for the device, where another rank's may wait for this one"
-        )
-
     if not hasattr(cupy, "checker"):
         pytest.skip("CuPy's own type cannot be changed")
-    monkeypatch.setattr(cupy.ndarray, "copy", refuse, raising=False)
+    monkeypatch.setattr(cupy.ndarray, "copy", lambda *_: pytest.fail("copied by CuPy"), raising=False)
     run_nccl(2, check)
 
 
@@ -155,3 +123,51 @@ def test_what_searches_share_is_there_on_every_stream(cupy: Any) -> None:
     with cupy.cuda.Stream(non_blocking=True):
         found = ChangeBoxes([((0, 5000),)], 4).find(new, old, ScratchBuffer(), may_stop=False)
         assert found.changed_elems == 4999
+
+
+# ---- the slots of staging
+
+
+@pytest.mark.parametrize("can_lock", [True, False])
+def test_page_locked_memory_is_made_on_first_use_and_bounded(
+    can_lock: bool, cupy: Any, monkeypatch: Any
+) -> None:
+    locked, runtime = dict[int, int](), cupy.cuda.runtime
+    lock, unlock = runtime.hostRegister, runtime.hostUnregister
+
+    def register(at: int, n: int, flags: int) -> None:
+        if not can_lock:
+            raise runtime.CUDARuntimeError(801)
+        lock(at, n, flags)
+        locked[at] = n
+
+    monkeypatch.setattr(runtime, "hostRegister", register)
+    monkeypatch.setattr(runtime, "hostUnregister", lambda at: (unlock(at), locked.pop(at)))
+    comm = alone_staged(slot_bytes=1 << 16)
+    comm.barrier()
+    assert not locked
+    for elems, n_bytes in ((10, 4096), (100_000, 1 << 16)):
+        buf = on_gpu(comm, np.ones(elems))
+        for _ in range(2):
+            comm.all_reduce(buf, buf)
+        same(buf, np.ones(elems))
+        assert list(locked.values()) == [n_bytes] * 2 * can_lock
+    comm.close()
+    assert not locked
+    if hasattr(cupy, "checker") and not can_lock:  # it is used as it is
+        assert all("pageable" in report for report in cupy.checker.reports())
+        cupy.checker.reset()
+
+
+def test_a_slot_that_another_stream_still_reads_is_waited_for() -> None:
+    def check(comm: Communicator) -> None:
+        streams, bufs = [comm.xp.cuda.Stream(non_blocking=True) for _ in range(3)], []
+        for i in range(12):
+            with streams[i % 3]:
+                bufs.append(on_gpu(comm, np.full(300, float(i + comm.rank))))
+                comm.broadcast(bufs[i], i % 2) if i % 3 else comm.all_reduce(bufs[i], bufs[i])
+        for i, buf in enumerate(bufs):
+            with streams[i % 3]:
+                same(buf, np.full(300, float(i + i % 2 if i % 3 else 2 * i + 1)))
+
+    run_staged(2, check, slot_bytes=512)
