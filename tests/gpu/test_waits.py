@@ -1,28 +1,33 @@
-"""Waits for a GPU: work that is never done, peers that fail, NCCL or CUDA that complains; the abort that follows."""
+"""Waits for a GPU: work that is never done, peers that fail, differ or do not come, NCCL or CUDA that complains; the
+abort that follows. A still NCCL does nothing, as where the calls of ranks differ, until it is aborted."""
 
 from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
-from support.comm_kit import refused
+from support.comm_kit import outcome, refused
 from support.gpu import Answers, alone, on_gpu, recorded, run_nccl
 
 from lowshard.comm import Communicator
 from lowshard.comm.nccl_bindings import Binding
 from lowshard.comm.pinned import Slots
-from lowshard.errors import CommError, PeerFailed, TimedOut
+from lowshard.errors import CommError, MismatchError, PeerFailed, TimedOut
 from lowshard.fsdp.groups import StreamQueue, _StreamWork
+
+SOON_S = 5.0
+"""Much less than the deadline of a wait, much more than a comparison of calls takes."""
 
 
 class Watch:
-    """A side channel that hears of a failure when the test says so; one of several tells the others."""
+    """One of several side channels, which tell each other."""
 
-    def __init__(self, others: list[Watch]) -> None:
-        self.flag, self.heard = np.zeros(1, np.int64), "rank 1 failed: ValueError('boom')"
-        self._all = others
+    def __init__(self, all_of_them: list[Watch]) -> None:
+        self.flag, self.heard, self._all = np.zeros(1, np.int64), "", all_of_them
         self._all.append(self)
 
     def error(self, where: str) -> CommError:
@@ -36,34 +41,33 @@ class Watch:
 
 def test_an_error_of_the_gpu_is_not_taken_for_work_that_goes_on(answers: Answers) -> None:
     binding, says = Binding.load(with_nccl=False), "cudaError"
-    for awaited in (binding.new_event(), binding.new_stream()):
-        for answers.status, done in ((0, True), (600, False), (900, False), (908, False)):
-            assert awaited.done is done
-            binding.check(binding.new_stream())
-        answers.status = Answers.ILLEGAL_ADDRESS
-        refused(lambda: binding.check(binding.new_stream()), CommError, says)
-        refused(lambda: awaited.done, CommError, "the GPU reports", says, "CUDA_LAUNCH_BLOCKING=1")  # noqa: B023
+    event, stream = binding.new_event(), binding.new_stream()
+    for answers.status, done in ((0, True), (600, False), (900, False), (908, False)):
+        assert (event.done, stream.done) == (done, done)
+        binding.check(stream)
+    answers.status = Answers.ILLEGAL_ADDRESS
     slots, queue = Slots(binding, lambda n: np.empty(n, np.uint8), 60.0), StreamQueue(60.0)
-    refused(lambda: slots._wait(binding.new_event(), "broadcast"), CommError, "broadcast: the copy", says)
+    work = _StreamWork(binding, event, None, None, "gather of l0")
+    refused(lambda: event.done, CommError, "the GPU reports", says, "CUDA_LAUNCH_BLOCKING=1")
+    refused(lambda: stream.done, CommError, says)
+    refused(lambda: binding.check(stream), CommError, says)
+    refused(lambda: slots._wait(event, "broadcast"), CommError, "broadcast: the copy", says)
     refused(lambda: queue.idle, CommError, says)
     refused(queue.settle, CommError, "what a sharded model has queued: the GPU reports", says)
-    work = _StreamWork(binding, binding.new_event(), None, None, "gather of l0")
     refused(work.done, CommError, "gather of l0: the GPU reports", says)
 
 
-def test_a_barrier_that_hangs_is_aborted_and_closing_does_not_destroy(answers: Answers) -> None:
-    comm, answers.status = alone(timeout_s=0.05), Answers.NEVER
-    refused(comm.barrier, TimedOut, r"barrier was not done after 0\.(0[4-9]|[1-9])")
-    refused(comm.barrier, CommError, "was aborted after an error")
-    refused(lambda: comm.start.barrier().wait(), CommError, "was aborted after an error")
+@pytest.mark.parametrize("owned", [True, False])
+def test_a_barrier_that_hangs_is_aborted_and_closing_does_not_destroy(owned: bool, answers: Answers) -> None:
+    comm, answers.status = alone(timeout_s=0.05, owned=owned), Answers.NEVER
+    refused(
+        comm.barrier, TimedOut, r"barrier was not done after 0\.", "" if owned else "maker's: abort it there"
+    )
+    if owned:
+        refused(comm.barrier, CommError, "was aborted after an error")
+        refused(lambda: comm.start.barrier().wait(), CommError, "was aborted after an error")
     comm.close()
-    assert [name for name, *_ in recorded(comm).calls if name in ("abort", "destroy")] == ["abort"]
-
-
-def test_a_communicator_that_is_not_ours_is_not_aborted_and_its_maker_is_told_to(answers: Answers) -> None:
-    comm, answers.status = alone(timeout_s=0.02, owned=False), Answers.NEVER
-    refused(comm.barrier, TimedOut, "maker's: abort it there")
-    assert not recorded(comm).ended
+    assert [name for name, *_ in recorded(comm).calls if name in ("abort", "destroy")] == ["abort"] * owned
 
 
 def test_a_started_call_that_is_not_done_in_a_given_time_goes_on_until_the_deadline(answers: Answers) -> None:
@@ -81,26 +85,6 @@ def test_a_started_call_that_is_not_done_in_a_given_time_goes_on_until_the_deadl
     assert recorded(comm).ended == "abort"
 
 
-@pytest.mark.parametrize("started", [False, True])
-@pytest.mark.parametrize("what", ["nccl", "peer"])
-def test_an_error_that_shows_while_waiting_and_the_side_channel_abort(
-    what: str, started: bool, answers: Answers
-) -> None:
-    watch, begun = Watch([]), time.monotonic()
-    comm = alone(timeout_s=20.0, watch=watch)
-    work = comm.start.broadcast(on_gpu(comm, np.zeros(3)))
-    answers.status = Answers.NEVER
-    if what == "nccl":
-        recorded(comm).errors["check_async_error"] = Binding.load().nccl.NcclError(6)
-    else:
-        threading.Timer(0.05, lambda: watch.flag.fill(1)).start()
-    told = "lost another rank in check_async_error" if what == "nccl" else "boom.*this rank was in b"
-    refused(lambda: work.wait(20.0) if started else comm.barrier(), PeerFailed, told)
-    assert (recorded(comm).ended, time.monotonic() - begun < 5.0) == ("abort", True)
-    answers.status = None
-    comm.xp.cuda.Device().synchronize()
-
-
 def test_a_rank_that_does_not_come_to_a_split_is_found_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOWSHARD_CHECK", "off")  # else the check of the call finds it
 
@@ -114,7 +98,7 @@ def test_a_rank_that_does_not_come_to_a_split_is_found_on_the_host(monkeypatch: 
 
 
 @pytest.mark.parametrize(("kind", "how"), [("nccl", "call"), ("cuda", "wait")])
-def test_an_error_of_one_ranks_gpu_is_raised_by_its_next_call_and_reaches_all_ranks(
+def test_an_error_of_one_rank_is_raised_by_its_next_call_and_reaches_who_waits(
     kind: str, how: str, answers: Answers
 ) -> None:
     watches: list[Watch] = []
@@ -140,3 +124,105 @@ def test_an_error_of_one_ranks_gpu_is_raised_by_its_next_call_and_reaches_all_ra
         answers.of_threads.pop(me, None)
 
     run_nccl(2, check)
+
+
+# ---- calls that are compared after they were made
+
+
+def run_still(check: Callable[[Communicator], object], **options: Any) -> None:
+    run_nccl(2, check, still=True, late=True, **options)
+
+
+def zeros(comm: Communicator, elems: int = 4) -> Any:
+    return on_gpu(comm, np.zeros(elems))
+
+
+def told(call: Callable[[], object], cls: str, *says: str) -> None:
+    """Check that a call raises an error soon, or after some such calls, as it comes late."""
+    found, end_s = outcome(call), time.monotonic() + SOON_S
+    while not found[0] and time.monotonic() < end_s:
+        time.sleep(0.01)
+        found = outcome(call)
+    assert (found[0], [text for text in says if text not in found[1]]) == (cls, []), found
+
+
+def test_a_rank_goes_on_while_the_others_have_not_called() -> None:
+    went_on = threading.Event()
+
+    def check(comm: Communicator) -> None:
+        buf, other = zeros(comm), zeros(comm)
+        if comm.rank == 1:
+            assert went_on.wait(SOON_S), "rank 0 waits for rank 1"
+        for _ in range(100):
+            comm.all_reduce(buf, buf)
+            comm.all_to_all_v(buf, [1, 1], [0, 1], other, [1, 1], [0, 1])
+        went_on.set()
+        comm.barrier()
+
+    run_still(check)
+
+
+def test_calls_that_differ_end_in_one_named_error_on_all_ranks_and_nccl_is_aborted() -> None:
+    def check(comm: Communicator) -> None:
+        buf, many = zeros(comm), iter(range(1000))
+        comm.all_reduce(buf, buf)
+
+        def call() -> None:
+            if next(many):
+                comm.all_gather(buf[:2], zeros(comm))
+            else:
+                comm.all_reduce(buf, buf) if comm.rank else comm.broadcast(buf)
+
+        mine = "rank 0 asked for broadcast float64[4] root=0 at test_waits.py:"
+        told(call, "MismatchError", "call #2", mine, "rank 1 asked for all_reduce")
+        assert recorded(comm).ended == "abort"
+        # Every later call and wait says it again.
+        refused(comm.barrier, MismatchError, "call #2")
+        refused(lambda: comm.start.broadcast(buf).wait(), MismatchError, "call #2")
+
+    run_still(check)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("end", ["wait", "barrier", "split", "close", "shared"])
+def test_what_waits_for_the_other_ranks_compares_first(end: str, answers: Answers) -> None:
+    def check(comm: Communicator) -> None:
+        buf, begun = zeros(comm, 3 + comm.rank), time.monotonic()
+        calls: dict[str, Callable[[], object]] = {
+            "barrier": comm.barrier, "split": lambda: comm.split(0), "close": comm.close,
+            "shared": lambda: comm.broadcast(zeros(comm) if comm.rank == 0 else None, shared=True),
+            "wait": lambda: comm.start.broadcast(buf).wait(timeout_s=60.0),
+        }  # fmt: skip
+        comm.control.barrier()
+
+        def work() -> None:
+            if end == "wait":
+                answers.status = Answers.NEVER
+            elif comm.rank == 1:
+                comm.broadcast(buf)
+            calls[end]()
+
+        asked = "broadcast" if end in ("shared", "wait") else end
+        refused(work, MismatchError, "call #1", r"1 asked for broadcast float64\[4\]", f"0 asked for {asked}")
+        assert (recorded(comm).ended, time.monotonic() - begun < SOON_S) == ("abort", True)
+
+    run_still(check)
+
+
+def test_a_rank_that_stops_calling_is_named_when_the_time_is_over() -> None:
+    stop = threading.Event()
+
+    def check(comm: Communicator) -> None:
+        buf, nccl = zeros(comm), comm._transport._nccl  # type: ignore[attr-defined]
+        comm.all_reduce(buf, buf)
+        if comm.rank == 1:
+            stop.wait(SOON_S)
+            nccl.failed = True  # no destroy beside an abort
+            return
+        comm.broadcast(buf)
+        time.sleep(0.3)
+        told(nccl.ask, "TimedOut", "ranks [1] did not come", "called broadcast float64[4]", "call #2")
+        assert recorded(comm).ended == "abort"
+        stop.set()
+
+    run_still(check, timeout_s=0.5)
