@@ -21,7 +21,7 @@ from lowshard.selftest import redistribute_step, refit_step
 from lowshard.selftest.comparisons import Tally
 from lowshard.selftest.steps import STEPS
 
-NCCL, STAGED = partial(Way, transport="nccl", on_gpu=True), partial(Way, transport="staged", on_gpu=True)
+NCCL, STAGED = (partial(Way, transport=name, on_gpu=True) for name in ("nccl", "staged"))
 WAYS: dict[str, tuple[Way, int, Any]] = {
     "one rank": (NCCL(1), 5, partial(run_nccl, control=False)),
     "compared late": (NCCL(2, late=True), 10, partial(run_nccl, late=True)),
