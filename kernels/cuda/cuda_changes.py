@@ -29,7 +29,7 @@ class DeviceSearch:
 
     Args:
         engine: of the GPU.
-        xp: CuPy, or a stand-in.
+        xp: CuPy.
     """
 
     def __init__(self, engine: CudaEngine, xp: Any) -> None:

@@ -25,8 +25,6 @@ first call that needs it, which blocks the host until the other rank has come, w
 `NCCL_COMM_SPLIT_SHARE_RESOURCES=1`, which NCCL reads, has the groups of `split` share the buffers and threads of their
 communicator, as `split_share=1` of a communicator of the user's does: less memory for each axis of a mesh. A group that
 fails is aborted here, and NCCL says that this may make the others of such a family unusable. So it is off by default.
-
-Tested over a stand-in that moves host memory.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One NCCL communicator and its life: calls, errors, waits with a deadline, the end.
 
 The rules it keeps: no abort while another thread is inside a call; an abort before anything else once a wait
-has failed, for a destroy could wait for ever; nothing after either. Tested over a stand-in.
+has failed, for a destroy could wait for ever; nothing after either.
 """
 
 from __future__ import annotations

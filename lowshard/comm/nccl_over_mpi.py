@@ -1,7 +1,4 @@
-"""GPUs over MPI: which rank takes which GPU, and whether NCCL or host memory carries the arrays.
-
-Tested on ranks without a GPU, over a stand-in for CuPy.
-"""
+"""GPUs over MPI: which rank takes which GPU, and whether NCCL or host memory carries the arrays."""
 
 from __future__ import annotations
 

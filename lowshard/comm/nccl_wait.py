@@ -2,8 +2,7 @@
 
 `stream.synchronize()` alone would wait for a dead peer for ever: NCCL's kernels keep spinning, and network
 errors show only through its own query. So every wait of the host is a loop over four questions: is the
-work done, has the side channel heard of a failure, has NCCL, is the time over. Tested with events and
-communicators that stand in for CuPy's and NCCL's.
+work done, has the side channel heard of a failure, has NCCL, is the time over.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 While the host works on what lies in one slot, the GPU fills the other. Of the stream only what the host needs
 is waited for; nothing else on the device is. The memory is the host communicator's own (`empty`), so that ranks of
-a node read each other's slots where they lie, and is page-locked in place. Tested with streams that stand in for
-CuPy's.
+a node read each other's slots where they lie, and is page-locked in place.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 For ranks that outnumber the GPUs, and where there is no NCCL. Buffers pass through page-locked memory in
 pieces of bounded size; sums are made on the host, so they have the bits that the CPU path gives them. Each
 call waits for the caller's stream to get to its buffers, and returns when the results are queued for the
-device. Tested over streams and arrays that stand in for CuPy's.
+device.
 """
 
 from __future__ import annotations

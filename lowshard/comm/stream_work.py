@@ -3,7 +3,6 @@
 The order is kept by events alone, so the host waits for nothing: the side stream waits for what the
 caller's stream was given before `start`, and `wait`, and the communicator's next call, make the caller's stream wait
 for the collective.
-Tested with streams and events that stand in for CuPy's.
 """
 
 from __future__ import annotations

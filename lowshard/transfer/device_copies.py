@@ -1,7 +1,6 @@
 """Copies between host memory and arrays on GPUs, through page-locked buffers (`comm.pinned`).
 
-They are for memory that a GPU cannot read by itself: received bytes, and snapshots mapped from other processes. Tested
-with stand-ins for CuPy.
+They are for memory that a GPU cannot read by itself: received bytes, and snapshots mapped from other processes.
 """
 
 from __future__ import annotations
