@@ -5,10 +5,8 @@ The folder beside it has what CUDA's words mean to a C++ compiler. The .cu files
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import hashlib
-import shutil
 import subprocess
 import tempfile
 import threading
@@ -46,43 +44,40 @@ def host_library() -> tuple[ctypes.CDLL, str]:
     made_from.update(subprocess.run(["g++", "--version"], capture_output=True, check=True).stdout)
     for path in sorted((*FOLDER.glob("*.cu*"), *SHIM.iterdir())):
         made_from.update(path.read_bytes())
-    kept = cache_root() / "tests" / f"cuda_host-{made_from.hexdigest()[:24]}"
-    if not (kept / "said.txt").exists():
+    kept = cache_root() / "tests" / f"cuda_host-{made_from.hexdigest()[:24]}.so"
+    if not kept.exists():
         kept.parent.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix="making-", dir=kept.parent))
-        done = subprocess.run([*command, folder / "kernels.so"], capture_output=True, text=True, timeout=300)
+        made = Path(tempfile.mkdtemp(prefix="making-", dir=kept.parent), kept.name)
+        done = subprocess.run([*command, made], capture_output=True, text=True, timeout=300)
         if done.returncode:
             raise RuntimeError(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
-        (folder / "said.txt").write_text(done.stderr)
-        with contextlib.suppress(OSError):  # another process was first
-            folder.rename(kept)
-        shutil.rmtree(folder, ignore_errors=True)
-    library = ctypes.CDLL(str(kept / "kernels.so"))
+        kept.with_suffix(".txt").write_text(done.stderr)
+        made.rename(kept)
+        made.parent.rmdir()
+    library = ctypes.CDLL(str(kept))
     library.lowshard_run.restype, library.lowshard_trace.restype = ctypes.c_char_p, ctypes.c_size_t
-    return library, (kept / "said.txt").read_text()
+    return library, kept.with_suffix(".txt").read_text()
 
 
 class HostLauncher:
     """A `Launcher` whose device memory is NumPy arrays.
 
-    Args:
+    Attributes:
         multiprocessors: of the GPU it stands for; the grid follows from it.
         flush: fp32 subnormals are flushed to zero, as CuPy compiles kernels. Needs x86.
-        most_ctas: runs no larger grid than this; every kernel loops over what is left. 0: any.
+        most_ctas: it runs no larger grid than this; every kernel loops over what is left. 0: any.
+        only_ctas: the first of the CTAs to run, and the one behind the last; None: all of a grid.
+        ranges: addresses that kernels may touch beside the engine's tables; None: any.
     """
 
     lock = threading.RLock()  # one launch at a time: the fibers are shared
     current_stream: Hashable = 0
+    only_ctas: tuple[int, int] | None = None
+    ranges: list[tuple[int, int]] | None = None
 
     def __init__(self, multiprocessors: int, flush: bool, most_ctas: int) -> None:
         self.multiprocessors, self.flush, self.most_ctas = multiprocessors, flush, most_ctas
         self.launches: list[tuple[str, int]] = []  # kernel and CTAs of each
-        self.only_ctas: tuple[int, int] | None = (
-            None  # the first to run and the one behind the last; None: all
-        )
-        self.ranges: list[tuple[int, int]] | None = (
-            None  # what kernels may touch beside tables; None: anything
-        )
         self._tables: WeakValueDictionary[int, Any] = WeakValueDictionary()
 
     def to_device(self, words: Any) -> Any:
@@ -97,8 +92,7 @@ class HostLauncher:
         """Nothing is captured here."""
 
     def launch(self, kernel: str, ctas: int, threads: int, args: Sequence[int]) -> None:
-        """Run a kernel to its end; raise a `HostFault` for a misaligned or outside access, or lanes that do not meet
-        in a shuffle."""
+        """Run a kernel to its end; a `HostFault` is what a GPU would fault on, or lanes that do not meet."""
         library, _ = host_library()
         assert {type(word) for word in (ctas, *args)} == {int}  # CuPy gives other types other widths
         words = (ctypes.c_uint64 * len(args))(*(arg & (1 << 64) - 1 for arg in args))
@@ -115,10 +109,7 @@ class HostLauncher:
             raise HostFault(f"{kernel}: {error.decode()}")
 
     def traced(self, call: Callable[[], object], room: int = 1 << 20) -> npt.NDArray[np.int64]:
-        """Return each load and store of the launches of a call, in order: address, bytes, warp, lane, and 0 for a load.
-
-        Warps are numbered through the grid.
-        """
+        """Return the loads and stores of a call in order: address, bytes, warp of the grid, lane, 0 for a load."""
         library, words = host_library()[0], np.zeros((room, 5), np.int64)
         with self.lock:
             library.lowshard_trace(ctypes.c_void_p(words.ctypes.data), ctypes.c_size_t(room))
