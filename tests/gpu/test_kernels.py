@@ -1,22 +1,31 @@
-"""The kernels on GPU arrays: the bytes of their plain twins, on any stream, without waiting and without allocating."""
+"""Kernels and memory on a GPU: bytes, streams, what is kept as long as it is needed, and given back."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 from support import mode
-from support.comm_kit import refused
-from support.gpu import busy, host_waits
+from support.comm_kit import refused, same
+from support.gpu import alone_staged, busy, host_waits, on_gpu, run_nccl, run_staged
 
 from lowshard import kernels as lk
-from lowshard.errors import KernelError, StreamError
+from lowshard.comm import Communicator
+from lowshard.comm.nccl_bindings import Binding
+from lowshard.comm.pinned import Round, Slots
+from lowshard.errors import CaptureError, StreamError
 from lowshard.foreign_array import host_of
 from lowshard.kernels import BoxTable, MXFP8Tensor, pack
+from lowshard.kernels.change_boxes import ScratchBuffer
+from lowshard.kernels.changes import ChangeBoxes
+from lowshard.kernels.cuda.cuda_changes import device_search
 from lowshard.selftest.arrays import ordinary, put
 from lowshard.selftest.comparisons import Tally
 from lowshard.selftest.kernel_cases import FAMILIES
@@ -26,7 +35,7 @@ SHAPE = (6, 50, 320)
 BOXES = (((0, 6), (0, 50), (32, 64)), ((1, 2), (3, 4), (0, 32)), ((2, 6), (5, 49), (64, 320)))
 
 
-def on_gpu(array: np.ndarray) -> Any:
+def there(array: np.ndarray) -> Any:
     """Return a copy on the GPU, which is there: the kernel under test may run on another stream."""
     import cupy
 
@@ -42,32 +51,27 @@ def test_a_family_of_kernels_has_the_bytes_of_its_plain_twins(family: Any, block
     tally = Tally()
     with cupy.cuda.Stream.null if blocking else cupy.cuda.Stream(non_blocking=True) as stream:
         for case in mode.sample([*family()], 40, f"cases of {family.__name__}"):
-            case.check(on_gpu, tally)
+            case.check(there, tally)
         stream.synchronize()
     assert not tally.findings
     assert tally.checks > 10
 
 
 def every_call(cupy: Any) -> dict[str, Callable[..., Any]]:
-    """Return each public call on GPU arrays, with buffers to write into."""
+    """Return calls that go each way to a kernel, with buffers to write into."""
     table, empty, u8 = BoxTable(SHAPE, BOXES), cupy.empty, np.uint8
-    total, x = table.total_elems, on_gpu(ordinary(SHAPE, "bfloat16", "x"))
-    back, packed = empty(SHAPE, BF16), empty(total, BF16)
-    q = MXFP8Tensor(empty(SHAPE, u8), empty((*SHAPE[:-1], SHAPE[-1] // 32), u8))
+    total, x = table.total_elems, there(ordinary(SHAPE, "bfloat16", "x"))
     wire = MXFP8Tensor.over(empty(MXFP8Tensor.buffer_bytes((total,)), u8), (total,))
-    sources = [on_gpu(ordinary(SHAPE, "float16", "x")) for _ in range(9)]
-    tiles, rows = empty(3 * 9 * 512, u8), empty((300, 34), u8)
+    sources = [there(ordinary(SHAPE, "float16", "x")) for _ in range(9)]
+    scale, tiles = there(ordinary((300, 34), "uint8", "scale")), empty(3 * 9 * 512, u8)
     return {
-        "quantize": partial(lk.quantize_mxfp8, x, out=q),
-        "dequantize": partial(lk.dequantize_mxfp8, q, out=back),
-        "pack": partial(pack, x, table, packed),
-        "unpack": partial(lk.unpack, packed, table, back),
+        "pack": partial(pack, x, table, empty(total, BF16)),
         "pack_quantize": partial(lk.pack_quantize, x, table, out=wire),
-        "unpack_dequantize": partial(lk.unpack_dequantize, wire, table, back),
+        "unpack_dequantize": partial(lk.unpack_dequantize, wire, table, empty(SHAPE, BF16)),
         "cast": partial(lk.cast, x, "float32", empty(SHAPE, np.float32)),
-        "sum_into": partial(lk.sum_into, on_gpu(np.zeros(SHAPE, "f")), sources, accumulate=False),
-        "swizzle": partial(lk.swizzle_scales, on_gpu(ordinary((300, 34), "uint8", "scale")), tiles),
-        "unswizzle": partial(lk.unswizzle_scales, tiles, 300, 34, rows),
+        "sum_into": partial(lk.sum_into, there(np.zeros(SHAPE, "f")), sources, accumulate=False),
+        "swizzle": partial(lk.swizzle_scales, scale, tiles),
+        "unswizzle": partial(lk.unswizzle_scales, tiles, 300, 34, empty((300, 34), u8)),
     }
 
 
@@ -98,13 +102,13 @@ def test_calls_run_on_the_stream_that_is_named_and_neither_wait_nor_allocate(cup
             assert (waits, sizes) == ([], [])
             with stream:  # behind the call: on another stream the checker sees a race
                 assert bytes_of(result) == expected
-    refused(lambda: lk.quantize_mxfp8(on_gpu(np.ones((4, 64), "f")), stream="x"), StreamError, "got str")
+    refused(partial(calls["pack"], stream="x"), StreamError, "got str")
 
 
 @pytest.mark.parametrize("kept", [True, False])
 def test_a_table_goes_up_once_a_stream_without_waiting_and_serves_several(kept: bool, cupy: Any) -> None:
     host = ordinary(SHAPE, "float32", "x")
-    x, table = on_gpu(host), BoxTable(SHAPE, BOXES)
+    x, table = there(host), BoxTable(SHAPE, BOXES)
     streams, found = [cupy.cuda.Stream(non_blocking=True) for _ in range(3)], []
     for index, stream in enumerate(streams):
         with stream:
@@ -121,8 +125,120 @@ def test_a_table_goes_up_once_a_stream_without_waiting_and_serves_several(kept: 
             assert bytes_of(out) == bytes_of(pack(host, table))
 
 
-def test_arrays_of_a_call_lie_in_one_place() -> None:
-    host = np.ones((4, 64), np.float32)
-    x, q = on_gpu(host), lk.quantize_mxfp8(host)
-    for call in (partial(lk.quantize_mxfp8, x, out=q), partial(lk.sum_into, x, [host])):
-        refused(call, KernelError, "one place")
+def test_a_graph_keeps_the_tables_that_it_reads_and_records_no_upload(cupy: Any) -> None:
+    shape, boxes = (64, 128), (((0, 64), (0, 64)), ((3, 4), (64, 96)))
+    stream, table = cupy.cuda.Stream(non_blocking=True), lk.BoxTable(shape, boxes)
+    host = np.random.default_rng(2).standard_normal(shape, np.float32)
+    with stream:
+        source, total = cupy.asarray(host), cupy.zeros(100, np.float32)
+        terms = [cupy.full(100, float(i), np.float32) for i in range(12)]
+        packed = lk.pack(source, boxes)  # another table
+        stream.begin_capture()
+        refused(partial(lk.pack, source, table, packed), CaptureError, "once on this stream before")
+        stream.end_capture()
+        for capture in (False, True):
+            if capture:
+                stream.synchronize()
+                stream.begin_capture()
+            lk.pack(source, table, packed)
+            lk.sum_into(total, terms)
+        graph = stream.end_capture()
+    for turn in range(70):  # more streams than a table is kept for
+        with cupy.cuda.Stream(non_blocking=True) as other:
+            lk.pack(source, table)
+            for at in range(turn, turn + 4):  # more tables of sources than are kept
+                lk.sum_into(cupy.empty(1, np.float32), [term[at : at + 1] for term in terms])
+            other.synchronize()
+    wanted: Any = lk.pack(host, table)
+    del table
+    gc.collect()
+    with stream:
+        rubbish = [cupy.full(1000, -1, np.int64) for _ in range(20)]
+        packed.fill(0)
+        total.fill(0)
+        graph.launch(stream)
+        same(packed, wanted)
+        same(total, np.full(100, 66.0, np.float32))
+        del rubbish, graph
+
+
+def test_what_is_copied_to_the_side_is_copied_by_no_kernel_of_cupys(cupy: Any, monkeypatch: Any) -> None:
+    """CuPy would load it, and wait for the device, where another rank's kernel may wait for this one."""
+
+    def check(comm: Communicator) -> None:
+        buf = on_gpu(comm, np.arange(6.0))
+        comm.all_to_all(buf[:4], buf[1:5])  # they overlap
+        same(buf[1:5], np.array([0.0, 1.0, 0.0, 1.0]) + 2 * comm.rank)
+
+    if not hasattr(cupy, "checker"):
+        pytest.skip("CuPy's own type cannot be changed")
+    monkeypatch.setattr(cupy.ndarray, "copy", lambda *_: pytest.fail("copied by CuPy"), raising=False)
+    run_nccl(2, check)
+
+
+def test_what_searches_share_is_there_on_every_stream(cupy: Any) -> None:
+    device_search.cache_clear()
+    new, old = cupy.arange(5000, dtype=np.int32), cupy.zeros(5000, np.int32)
+    cupy.cuda.Device().synchronize()
+    with cupy.cuda.Stream(non_blocking=True):
+        device_search(0)
+    with cupy.cuda.Stream(non_blocking=True):
+        found = ChangeBoxes([((0, 5000),)], 4).find(new, old, ScratchBuffer(), may_stop=False)
+        assert found.changed_elems == 4999
+
+
+def test_slots_that_nobody_closed_ask_no_event_that_is_gone(cupy: Any) -> None:
+    binding, told = Binding.load(with_nccl=False), list[Any]()
+    events = [binding.new_event() for _ in range(4)]  # before the slots: the collector finalizes them first
+    watch: Any = SimpleNamespace(flag=np.zeros(1, np.int64), tell=lambda *words: told.append(words))
+    slots: Any = Slots(replace(binding, new_event=events.pop), partial(np.empty, dtype=np.uint8), 5.0, watch)
+    device = cupy.ones(40, np.uint8)
+    part = ((binding.pointer(device), 0, 40),)
+    slots.run([Round(40, part, lambda slot: None, part)] * 2, "test")
+    cupy.cuda.get_current_stream().synchronize()
+    slots.itself = slots
+    del slots
+    gc.collect()
+    assert not told
+
+
+@pytest.mark.parametrize("can_lock", [True, False])
+def test_page_locked_memory_is_made_on_first_use_and_bounded(
+    can_lock: Any, cupy: Any, monkeypatch: Any
+) -> None:
+    locked, runtime = dict[int, int](), cupy.cuda.runtime
+    lock, unlock = runtime.hostRegister, runtime.hostUnregister
+
+    def register(at: int, size: int, flags: int) -> None:
+        if not can_lock:
+            raise runtime.CUDARuntimeError(801)
+        lock(at, size, flags)
+        locked[at] = size
+
+    monkeypatch.setattr(runtime, "hostRegister", register)
+    monkeypatch.setattr(runtime, "hostUnregister", lambda at: (unlock(at), locked.pop(at)))
+    with alone_staged(slot_bytes=1 << 16) as comm:
+        for elems, size in ((10, 4096), (100_000, 1 << 16)):
+            buf = on_gpu(comm, np.ones(elems))
+            for _ in range(2):
+                comm.all_reduce(buf, buf)
+            same(buf, np.ones(elems))
+            assert list(locked.values()) == [size] * 2 * can_lock
+    assert not locked
+    if hasattr(cupy, "checker") and not can_lock:  # it is used as it is
+        assert all("pageable" in report for report in cupy.checker.reports())
+        cupy.checker.reset()
+
+
+def test_a_slot_that_another_stream_still_reads_is_waited_for() -> None:
+    def check(comm: Communicator) -> None:
+        streams, bufs = [comm.xp.cuda.Stream(non_blocking=True) for _ in range(3)], []
+        for i in range(12):
+            with streams[i % 3]:
+                bufs.append(on_gpu(comm, np.full(300, float(i + comm.rank))))
+                comm.broadcast(bufs[i], i % 2) if i % 3 else comm.all_reduce(bufs[i], bufs[i])
+        for i, buf in enumerate(bufs):
+            with streams[i % 3]:
+                same(buf, np.full(300, float(i + i % 2 if i % 3 else 2 * i + 1)))
+
+    run_staged(2, check, slot_bytes=512)

@@ -1,4 +1,4 @@
-"""Streams: which one a call is put on, what waits for what, what is kept alive; started calls and messages."""
+"""Streams and CUDA graphs: what a call is put on, what waits for what, what a capture records or refuses."""
 
 from __future__ import annotations
 
@@ -8,28 +8,27 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from support.comm_kit import refused, same
 from support.gpu import alone, alone_staged, busy, has_gpu, host_waits, on_gpu, recorded, run_nccl, run_staged
 
-from lowshard import DeviceMesh, Layout, execute, plan_redistribute, redistribute
+import lowshard as ls
 from lowshard.comm import Communicator
 from lowshard.comm.nccl_bindings import Binding
 from lowshard.comm.nccl_wait import InThread
-from lowshard.errors import CommError, StreamError
+from lowshard.errors import CaptureError, CommError, StreamError
 from lowshard.gpu_stream import on_stream
 from lowshard.op.action_run import run_action
-from lowshard.reshard import Refit, build_reshard_plan
+from lowshard.reshard import Refit, Reshard, TensorLayout, build_reshard_plan, execute_reshard_plan
 from lowshard.solver import pick
 
 both = pytest.mark.parametrize("make", [alone, alone_staged])
 
 
 @both
-def test_calls_run_on_the_stream_that_is_current_or_given_and_started_ones_beside_it(
-    make: Any, cupy: Any
-) -> None:
+def test_calls_run_on_the_current_or_given_stream_and_started_ones_beside_it(make: Any, cupy: Any) -> None:
     with make() as comm:
         user = cupy.cuda.Stream(non_blocking=True)
         with user:
@@ -56,12 +55,12 @@ def test_calls_run_on_the_stream_that_is_current_or_given_and_started_ones_besid
             assert comm.traffic.calls == {"all_reduce": 4, "broadcast": 2}
         with comm.grouped():
             refused(
-                lambda: comm.send(buf, 0, stream=user), CommError, "current at its end; leave stream= out"
+                partial(comm.send, buf, 0, stream=user), CommError, "current at its end; leave stream= out"
             )
 
 
-MESH = DeviceMesh((2,), ("a",))
-ROWS, COLS = (Layout.from_spec(MESH, (4, 4), "float32", spec) for spec in (("a", None), (None, "a")))
+MESH = ls.DeviceMesh((2,), ("a",))
+ROWS, COLS = (ls.Layout.from_spec(MESH, (4, 4), "float32", spec) for spec in (("a", None), (None, "a")))
 
 
 def refit(comm: Communicator, rows: Any, stream: Any) -> None:
@@ -71,11 +70,9 @@ def refit(comm: Communicator, rows: Any, stream: Any) -> None:
 
 
 MADE: dict[str, Any] = {
-    "execute": lambda comm, rows, at: execute(plan_redistribute(ROWS, COLS), rows, comm, stream=at),
-    "redistribute": lambda comm, rows, at: redistribute(rows, ROWS, COLS, comm, stream=at),
-    "run_action": lambda comm, rows, at: run_action(
-        pick("matmul", [ROWS, ROWS]), [rows, rows], comm, stream=at
-    ),
+    "execute": lambda comm, rows, at: ls.execute(ls.plan_redistribute(ROWS, COLS), rows, comm, stream=at),
+    "redistribute": lambda comm, rows, at: ls.redistribute(rows, ROWS, COLS, comm, stream=at),
+    "run_action": lambda comm, rows, at: run_action(pick("matmul", [ROWS] * 2), [rows] * 2, comm, stream=at),
     "Refit": refit,
 }
 
@@ -92,9 +89,7 @@ def test_what_is_made_of_several_calls_runs_on_the_stream_that_all_ranks_give(na
         user.synchronize()
         for wrong in (0, 1):
             given = "no stream" if comm.rank == wrong else None
-            refused(
-                partial(MADE[name], comm, rows, given), StreamError, "stream is a stream of CuPy", "got str"
-            )
+            refused(partial(MADE[name], comm, rows, given), StreamError, "is a stream of CuPy", "got str")
         MADE[name](comm, rows, None)
 
     run_nccl(2, check)
@@ -146,10 +141,9 @@ def test_the_next_call_follows_what_was_started_without_a_wait(run: Any, name: s
 
 @pytest.mark.parametrize("started", [False, True])
 @both
-def test_a_thread_whose_current_device_is_another_one_launches_on_the_communicators(
+def test_a_thread_on_another_device_launches_on_the_communicators(
     make: Any, started: bool, cupy: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A new thread begins on device 0."""
     runtime, here = cupy.cuda.runtime, threading.local()
     if not has_gpu():  # the checker's GPUs are one, of which threads choose the number
         monkeypatch.setattr(runtime, "getDevice", lambda: getattr(here, "number", 0))
@@ -174,7 +168,7 @@ def test_a_thread_whose_current_device_is_another_one_launches_on_the_communicat
         comm.barrier()
         found.append(runtime.getDevice())
 
-    InThread(work)._thread.join(20.0)
+    InThread(work)._thread.join(20.0)  # it begins on device 0
     assert found == [0], "the thread's own device is put back"
     assert used == ({1} if started or make is alone else used)
     comm.close()
@@ -182,9 +176,7 @@ def test_a_thread_whose_current_device_is_another_one_launches_on_the_communicat
 
 
 @both
-def test_a_started_call_waits_for_what_is_before_it_and_runs_beside_what_comes_later(
-    make: Any, cupy: Any
-) -> None:
+def test_a_started_call_waits_for_what_is_before_and_runs_beside_what_is_later(make: Any, cupy: Any) -> None:
     busy(cupy, 0.0)
     with make() as comm, cupy.cuda.Stream(non_blocking=True) as stream:
         buf = cupy.full(100_000, 3.0)
@@ -201,3 +193,81 @@ def test_a_started_call_waits_for_what_is_before_it_and_runs_beside_what_comes_l
         result = buf + 1
         stream.synchronize()
         same(result[:3], np.full(3, 5.0))
+
+
+RELAXED = 2
+"""cudaStreamCaptureModeRelaxed: other threads, and this one on other streams, may do what they like."""
+
+
+@pytest.mark.parametrize("control", [False, True])
+def test_a_graph_repeats_collectives_and_messages_on_new_values(control: bool) -> None:
+    def check(comm: Communicator) -> None:
+        peer, stream = 1 - comm.rank, comm.xp.cuda.get_current_stream()
+        buf, total, got = on_gpu(comm, np.full(4, comm.rank + 1.0), np.zeros(4), np.zeros(4))
+        half, halves = on_gpu(comm, np.ones(4, ml_dtypes.bfloat16), np.zeros(4, ml_dtypes.bfloat16))
+        comm.all_reduce(half, halves)  # its tables go up before the capture
+        comm.start.broadcast(buf).wait()  # its event must not be asked for in the capture
+        buf.fill(comm.rank + 1.0)
+        stream.synchronize()
+        comm._transport._next_look_s = 0.0  # type: ignore[attr-defined]
+        if control:
+            comm.control.barrier()
+        stream.begin_capture(RELAXED)
+        comm.all_reduce(buf, total)
+        comm.send_recv(total, peer, got, peer)
+        with comm.grouped():
+            comm.send(total, peer)
+            comm.recv(got, peer)
+        comm.all_reduce(half, halves)
+        graph = stream.end_capture()
+        for turn in range(3):
+            graph.launch(stream)
+            buf += 1
+            same(got, np.full(4, 3.0 + 2 * turn))
+            same(halves, np.full(4, 2, ml_dtypes.bfloat16))
+        del graph
+        comm.broadcast(buf)
+
+    run_nccl(2, check, control=control)
+
+
+ONE = ls.DeviceMesh((1,), ("x",))
+CUT, WHOLE = (ls.Layout(ONE, (2,), "float32", (how,)) for how in (ls.Sharded(0), ls.Replicated()))
+PLAN = ls.plan_redistribute(CUT, WHOLE)
+MOVES = build_reshard_plan(*[{"w": TensorLayout.sharded((2,), "float32", {"x": (1, 1)}, {})}] * 2)
+
+
+def refused_calls(comm: Communicator, w: Any) -> dict[str, Any]:
+    refit = partial(Refit, MOVES, comm, {"w": w})
+    return {
+        "start.all_reduce": lambda: comm.start.all_reduce(w, w), "start.send": lambda: comm.start.send(w, 1),
+        "barrier": comm.barrier, "split": lambda: comm.split(0), "close": comm.close,
+        "all_gather": lambda: comm.all_gather(w, shared=True), "execute": lambda: ls.execute(PLAN, w, comm),
+        "execute_all": lambda: ls.execute_all({"w": PLAN}, {"w": w}, comm),
+        "redistribute": lambda: ls.redistribute(w, CUT, WHOLE, comm),
+        "Reshard": lambda: execute_reshard_plan(MOVES, {"w": w}, {"w": w}, comm),
+        "Reshard.run": Reshard(MOVES, {"w": w}, {"w": w + 0}, comm).run,
+        "Refit.push": partial(refit({"w": w + 0}).push, 1), "Refit.pull": refit({"w": w + 0}).pull,
+        "run_action": lambda: run_action(pick("relu", [CUT]), [w], comm),
+    } | ({"all_reduce": lambda: comm.all_reduce(w, w)} if comm.transport == "staged" else {})  # fmt: skip
+
+
+@pytest.mark.parametrize("make", [alone, alone_staged])
+def test_what_a_graph_cannot_record_is_refused_before_anything_is_queued(make: Any, cupy: Any) -> None:
+    comm, weights = make(), cupy.zeros(2, np.float32)
+    calls, work = refused_calls(comm, weights), comm.start.broadcast(cupy.zeros(3))
+    cupy.cuda.Device().synchronize()
+    moved = len(recorded(comm).moved()) if make is alone else 0
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        for what, call in calls.items():
+            stream.begin_capture(RELAXED)
+            refused(call, CaptureError, f"cannot record {what}.* over {comm.transport}")
+            if make is alone:
+                refused(
+                    work.wait, CaptureError, "the wait for broadcast on rank 0", "wait before the capture"
+                )
+            stream.end_capture()
+    assert make is alone_staged or len(recorded(comm).moved()) == moved
+    work.wait()
+    comm.barrier()  # it goes on as if nothing had been
+    comm.close()
