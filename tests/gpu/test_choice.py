@@ -49,11 +49,12 @@ def rows(rank: int) -> list[tuple[int, int | None, str, str, str, tuple[str, ...
 
 
 def check(
-    world: Any, whole: Any, gpus: int, version: int | None, share: str, asked: Any, *wanted: Any
+    world: Any, whole: Any, gpus: int, version: Any, share: str, asked: Any, way: str, words: Any
 ) -> None:
     import cupy
 
-    runtime, nccl, selected, mine = cupy.cuda.runtime, cupy.cuda.nccl, [], world.rank % max(gpus, 1)
+    runtime, nccl, mine = cupy.cuda.runtime, cupy.cuda.nccl, world.rank % max(gpus, 1)
+    selected, made = list[tuple[int, int]](), list[Any]()
     runtime.getDeviceCount = lambda: gpus
     runtime.getDevice = lambda: getattr(HERE, "device", 0)
     runtime.setDevice = lambda at: (setattr(HERE, "device", at), selected.append((threading.get_ident(), at)))
@@ -62,10 +63,8 @@ def check(
     nccl.NcclCommunicator.device_id = lambda self: mine
     cupy.ndarray.device = property(lambda self: cupy.cuda.Device(mine))
     os.environ[SHARE] = share
-    way, words = wanted
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        made: list[Any] = []
         cls, text = outcome(lambda: made.append(build_over_mpi(whole.split(0), transport=asked)))
     if cls:
         assert len(set(world.allgather(text))) == 1, text

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -18,8 +16,6 @@ from support.gpu import alone_staged, busy, host_waits, on_gpu, run_nccl, run_st
 
 from lowshard import kernels as lk
 from lowshard.comm import Communicator
-from lowshard.comm.nccl_bindings import Binding
-from lowshard.comm.pinned import Round, Slots
 from lowshard.errors import CaptureError, StreamError
 from lowshard.foreign_array import host_of
 from lowshard.kernels import BoxTable, MXFP8Tensor, pack
@@ -187,25 +183,8 @@ def test_what_searches_share_is_there_on_every_stream(cupy: Any) -> None:
         assert found.changed_elems == 4999
 
 
-def test_slots_that_nobody_closed_ask_no_event_that_is_gone(cupy: Any) -> None:
-    binding, told = Binding.load(with_nccl=False), list[Any]()
-    events = [binding.new_event() for _ in range(4)]  # before the slots: the collector finalizes them first
-    watch: Any = SimpleNamespace(flag=np.zeros(1, np.int64), tell=lambda *words: told.append(words))
-    slots: Any = Slots(replace(binding, new_event=events.pop), partial(np.empty, dtype=np.uint8), 5.0, watch)
-    device = cupy.ones(40, np.uint8)
-    part = ((binding.pointer(device), 0, 40),)
-    slots.run([Round(40, part, lambda slot: None, part)] * 2, "test")
-    cupy.cuda.get_current_stream().synchronize()
-    slots.itself = slots
-    del slots
-    gc.collect()
-    assert not told
-
-
 @pytest.mark.parametrize("can_lock", [True, False])
-def test_page_locked_memory_is_made_on_first_use_and_bounded(
-    can_lock: Any, cupy: Any, monkeypatch: Any
-) -> None:
+def test_page_locked_memory_is_made_at_first_and_bounded(can_lock: Any, cupy: Any, monkeypatch: Any) -> None:
     locked, runtime = dict[int, int](), cupy.cuda.runtime
     lock, unlock = runtime.hostRegister, runtime.hostUnregister
 

@@ -36,9 +36,7 @@ def put(values: np.ndarray) -> Any:
     return cupy.asarray(np.array(fits, order="C"))
 
 
-def both_sides(
-    folder: Path, values: np.ndarray, mine: Any, out: Any, **how: Any
-) -> tuple[Publisher, Subscriber]:
+def both_sides(folder: Path, values: Any, mine: Any, out: Any, **how: Any) -> tuple[Publisher, Subscriber]:
     """Return a publisher of one array and a subscriber; `how` are options of the latter."""
     layout = ls.Layout(ls.DeviceMesh((1,), ("x",)), values.shape, values.dtype.name, (ls.Replicated(),))
     where: dict[str, Any] = {"address": f"unix:{folder}/p", "token": bytes(32)}
@@ -46,23 +44,18 @@ def both_sides(
     return publisher, Subscriber({"w": layout}, {"w": out} if out is not None else {}, **where, **how)
 
 
-def _random(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> np.ndarray:
-    kind = dtypes.get(dtype).numpy
-    return rng.integers(0, 256, (*shape, kind.itemsize), np.uint8).view(kind)[..., 0]
-
-
-def _bits(values: Any) -> bytes:
+def bits_of(values: Any) -> bytes:
     if isinstance(values, (MXFP8Tensor, SwizzledMXFP8)):
-        return _bits(values.data) + _bits(values.scale)
+        return bits_of(values.data) + bits_of(values.scale)
     return bytes(host_of(values).tobytes())
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "uint8", "float8_e4m3fn"])
-def test_versions_go_from_a_gpu_to_a_gpu(
-    tmp_path: Path, rng: np.random.Generator, way: str, dtype: str
-) -> None:
+def test_versions_go_from_a_gpu_to_a_gpu(tmp_path: Path, rng: Any, way: str, dtype: str) -> None:
     """Whole, and what changed: bits of any kind, through slots that are smaller than the array."""
-    values = _random(rng, (90, 150), dtype)
+    values = (
+        np.frombuffer(rng.bytes(90 * 150 * 4), dtypes.get(dtype).numpy)[: 90 * 150].reshape(90, 150).copy()
+    )
     mine, out = put(values), put(np.zeros_like(values))
     publisher, subscriber = both_sides(tmp_path, values, mine, out)
     with publisher, subscriber:
@@ -73,7 +66,7 @@ def test_versions_go_from_a_gpu_to_a_gpu(
             assert (pulled.wait() if version % 2 else pulled) == version
             held = subscriber.weights["w"]
             assert (type(held), held is out) == (type(out), bool(version % 2))
-            assert _bits(held) == values.tobytes()
+            assert bits_of(held) == values.tobytes()
             if way == "streams" and version:
                 said = subscriber.report()
                 assert (said["changed_elems"], said["received_bytes"] < 40 * 12) == (40, True)
@@ -83,9 +76,7 @@ def test_versions_go_from_a_gpu_to_a_gpu(
 
 @pytest.mark.parametrize("layout", ["rows", "128x4"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_versions_come_to_a_gpu_as_mxfp8(
-    tmp_path: Path, rng: np.random.Generator, way: str, dtype: str, layout: Any
-) -> None:
+def test_versions_come_to_a_gpu_as_mxfp8(tmp_path: Path, rng: Any, way: str, dtype: str, layout: Any) -> None:
     values = rng.standard_normal((130, 192), np.float32).astype(dtypes.get(dtype).numpy)
     wanted = lambda: quantize_mxfp8(values.astype(dtypes.get("bfloat16").numpy), scale_layout=layout)  # noqa: E731
     room = type(wanted())(*(put(np.zeros_like(part)) for part in (wanted().data, wanted().scale)))
@@ -95,7 +86,7 @@ def test_versions_come_to_a_gpu_as_mxfp8(
         for version in range(4):
             publisher.publish(version)
             assert subscriber.pull(20) == version
-            assert _bits(subscriber.weights["w"]) == _bits(wanted())
+            assert bits_of(subscriber.weights["w"]) == bits_of(wanted())
             if way == "streams" and version:
                 assert subscriber.report()["received_bytes"] < values.nbytes / 4
             values.reshape(-1)[rng.choice(values.size, 9, replace=False)] *= -2
@@ -103,7 +94,7 @@ def test_versions_come_to_a_gpu_as_mxfp8(
 
 def test_what_the_gpu_has_queued_is_waited_for(tmp_path: Path, rng: np.random.Generator, cupy: Any) -> None:
     """Copies come behind what is on the stream that the caller has made current, or names, and delay nothing there."""
-    values = _random(rng, (64, 64), "float32")
+    values = rng.standard_normal((64, 64), np.float32)
     mine, out = put(values * 0), put(values * 0)
     cupy.cuda.Device().synchronize()
     publisher, subscriber = both_sides(tmp_path, values, mine, out)
@@ -122,14 +113,14 @@ def test_what_the_gpu_has_queued_is_waited_for(tmp_path: Path, rng: np.random.Ge
                 pulled: Any = subscriber.pull(20, wait=wait, **given)
             assert (pulled if wait else pulled.wait()) == version
             with user:
-                assert _bits(subscriber.weights["w"]) == (values + version).tobytes()
+                assert bits_of(subscriber.weights["w"]) == (values + version).tobytes()
             cupy.cuda.Device().synchronize()
 
 
 def test_a_gpu_that_fails_leaves_the_version_that_is_served(
-    tmp_path: Path, rng: np.random.Generator, answers: Answers, way: str
+    tmp_path: Path, rng: Any, answers: Answers
 ) -> None:
-    values = _random(rng, (64, 64), "uint8")
+    values = rng.integers(0, 256, (64, 64), np.uint8)
     mine, out = put(values), put(np.zeros_like(values))
     publisher, subscriber = both_sides(tmp_path, values, mine, out, delta="off")
     with publisher, subscriber:
@@ -142,6 +133,6 @@ def test_a_gpu_that_fails_leaves_the_version_that_is_served(
             answers.status = None
             if publisher.version == 1:
                 publisher.publish(3)
-        assert (subscriber.version, _bits(subscriber.weights["w"])) == (1, values.tobytes())
+        assert (subscriber.version, bits_of(subscriber.weights["w"])) == (1, values.tobytes())
         assert subscriber.pull(20) == 3
-        assert _bits(subscriber.weights["w"]) == (values + 1).tobytes()
+        assert bits_of(subscriber.weights["w"]) == (values + 1).tobytes()

@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from support.comm_kit import refused, same
-from support.gpu import alone, alone_staged, busy, has_gpu, host_waits, on_gpu, recorded, run_nccl, run_staged
+from support.gpu import alone, alone_staged, has_gpu, host_waits, on_gpu, recorded, run_nccl, run_staged
 
 import lowshard as ls
 from lowshard.comm import Communicator
@@ -54,9 +54,7 @@ def test_calls_run_on_the_current_or_given_stream_and_started_ones_beside_it(mak
             assert len({user.ptr, *used[3:]}) == 2
             assert comm.traffic.calls == {"all_reduce": 4, "broadcast": 2}
         with comm.grouped():
-            refused(
-                partial(comm.send, buf, 0, stream=user), CommError, "current at its end; leave stream= out"
-            )
+            refused(partial(comm.send, buf, 0, stream=user), CommError, "at its end; leave stream= out")
 
 
 MESH = ls.DeviceMesh((2,), ("a",))
@@ -64,8 +62,8 @@ ROWS, COLS = (ls.Layout.from_spec(MESH, (4, 4), "float32", spec) for spec in (("
 
 
 def refit(comm: Communicator, rows: Any, stream: Any) -> None:
-    plan = build_reshard_plan({"w": ROWS}, {"w": COLS})
-    with Refit(plan, comm, {"w": rows}, {"w": comm.empty((4, 2), "float32")}) as made:
+    out = {"w": comm.empty((4, 2), "float32")}
+    with Refit(build_reshard_plan({"w": ROWS}, {"w": COLS}), comm, {"w": rows}, out) as made:
         made.push(1, stream=stream) if comm.rank == 0 else made.pull(stream=stream)
 
 
@@ -82,10 +80,9 @@ def test_what_is_made_of_several_calls_runs_on_the_stream_that_all_ranks_give(na
     def check(comm: Communicator) -> None:
         user, rows = comm.xp.cuda.Stream(non_blocking=True), comm.xp.ones((2, 4), np.float32)
         comm.xp.cuda.get_current_stream().synchronize()
-        before = len(recorded(comm).moved())
         MADE[name](comm, rows, user)
         if name != "Refit":  # which lays out its buckets before
-            assert {call[-1] for call in recorded(comm).moved()[before:]} == {user.ptr}
+            assert {call[-1] for call in recorded(comm).moved()} == {user.ptr}
         user.synchronize()
         for wrong in (0, 1):
             given = "no stream" if comm.rank == wrong else None
@@ -155,11 +152,7 @@ def test_a_thread_on_another_device_launches_on_the_communicators(
     buf, found, used = on_gpu(comm, np.full(3, 2.0)), list[int](), set[int]()
     for kind in (cupy.cuda.Stream, cupy.cuda.Event):
         made = kind.__init__
-
-        def noting(*args: Any, made: Any = made, **kinds: Any) -> None:
-            used.add(runtime.getDevice())
-            made(*args, **kinds)
-
+        noting = lambda *args, made=made, **k: (used.add(runtime.getDevice()), made(*args, **k))[1]  # noqa: E731
         monkeypatch.setattr(kind, "__init__", noting)
 
     def work() -> None:
@@ -173,26 +166,6 @@ def test_a_thread_on_another_device_launches_on_the_communicators(
     assert used == ({1} if started or make is alone else used)
     comm.close()
     runtime.setDevice(0)
-
-
-@both
-def test_a_started_call_waits_for_what_is_before_and_runs_beside_what_is_later(make: Any, cupy: Any) -> None:
-    busy(cupy, 0.0)
-    with make() as comm, cupy.cuda.Stream(non_blocking=True) as stream:
-        buf = cupy.full(100_000, 3.0)
-        comm.all_reduce(buf, buf)  # NCCL makes its connections on first use
-        stream.synchronize()
-        busy(cupy, 0.1)
-        buf += 1
-        work = comm.start.all_reduce(buf, buf)
-        assert not work.done(), "it did not wait for what was queued before it"
-        busy(cupy, 0.4)
-        queued = stream.record()
-        work.wait(timeout_s=20.0)
-        assert not queued.done, "it waited for what was queued after it"
-        result = buf + 1
-        stream.synchronize()
-        same(result[:3], np.full(3, 5.0))
 
 
 RELAXED = 2
@@ -263,9 +236,7 @@ def test_what_a_graph_cannot_record_is_refused_before_anything_is_queued(make: A
             stream.begin_capture(RELAXED)
             refused(call, CaptureError, f"cannot record {what}.* over {comm.transport}")
             if make is alone:
-                refused(
-                    work.wait, CaptureError, "the wait for broadcast on rank 0", "wait before the capture"
-                )
+                refused(work.wait, CaptureError, "the wait for broadcast on rank 0")
             stream.end_capture()
     assert make is alone_staged or len(recorded(comm).moved()) == moved
     work.wait()

@@ -14,6 +14,7 @@ from collections.abc import Callable, Hashable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -108,17 +109,13 @@ class HostLauncher:
         if error:
             raise HostFault(f"{kernel}: {error.decode()}")
 
-    def traced(self, call: Callable[[], object], room: int = 1 << 20) -> npt.NDArray[np.int64]:
+    def traced(self, call: Callable[[], object]) -> npt.NDArray[np.int64]:
         """Return the loads and stores of a call in order: address, bytes, warp of the grid, lane, 0 for a load."""
-        library, words = host_library()[0], np.zeros((room, 5), np.int64)
+        library, words = host_library()[0], np.zeros((1 << 20, 5), np.int64)
         with self.lock:
-            library.lowshard_trace(ctypes.c_void_p(words.ctypes.data), ctypes.c_size_t(room))
-            try:
-                call()
-            finally:
-                count = library.lowshard_trace(None, ctypes.c_size_t(0))
-        assert count <= room, f"{count} accesses; there is room for {room}"
-        return words[:count]
+            library.lowshard_trace(ctypes.c_void_p(words.ctypes.data), ctypes.c_size_t(len(words)))
+            call()
+            return words[: library.lowshard_trace(None, ctypes.c_size_t(0))]
 
 
 class HostCudaEngine(CudaEngine):
@@ -138,13 +135,9 @@ class HostCudaEngine(CudaEngine):
 def _guarded(name: str) -> Any:
     def method(self: HostCudaEngine, *args: Any) -> Any:
         parts = [part for arg in args for part in (arg if isinstance(arg, (list, tuple)) else [arg])]
-        with self.launcher.lock:
-            outer = self.launcher.ranges
-            self.launcher.ranges = [address_range(part) for part in parts if isinstance(part, np.ndarray)]
-            try:
-                return getattr(CudaEngine, name)(self, *args)
-            finally:
-                self.launcher.ranges = outer
+        spans = [address_range(part) for part in parts if isinstance(part, np.ndarray)]
+        with self.launcher.lock, patch.object(self.launcher, "ranges", spans):
+            return getattr(CudaEngine, name)(self, *args)
 
     return method
 

@@ -29,13 +29,11 @@ T = TypeVar("T")
 SHARED_GPU = checked_gpu.SHARED_GPU | {"CUDA_VISIBLE_DEVICES": "0", "NCCL_RUNTIME_CONNECT": "0"}
 """Environment of ranks that share GPU 0; needs NCCL 2.30.3."""
 
-_SPIN = r"""
-extern "C" __global__ void spin(const long long ns) {
+_SPIN = r"""extern "C" __global__ void spin(const long long ns) {
     long long begun, now;
     asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(begun));
     do { asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now)); } while (now - begun < ns);
-}
-"""
+}"""
 
 
 @cache
@@ -61,13 +59,12 @@ MOVES = ("allReduce", "reduceScatter", "allGather", "broadcast", "send", "recv")
 
 
 class Recorded:
-    """An NCCL communicator that notes each call. `errors` has what the next call of a name raises instead;
-    one that is `still` does nothing, as where other ranks never come."""
+    """An NCCL communicator that notes each call, a name and arguments, in `calls`; it raises what `errors` has of a
+    name. One that is `still` does nothing, as where other ranks never come."""
 
     def __init__(self, raw: Any, still: bool = False) -> None:
         self.raw, self.still, self.errors = raw, still, dict[str, BaseException]()
         self.calls: list[tuple[Any, ...]] = []
-        """(name, arguments...) of all that was asked, in order."""
 
     def __getattr__(self, name: str) -> Any:
         def call(*args: Any) -> Any:
@@ -93,10 +90,9 @@ class Recorded:
         return [call for call in self.calls if call[0] in MOVES]
 
 
-def recorded(comm: Communicator) -> Recorded:
+def recorded(comm: Communicator) -> Any:
     """Return the NCCL communicator of one of ours."""
-    found: Recorded = comm._transport._handle  # type: ignore[attr-defined]
-    return found
+    return comm._transport._handle  # type: ignore[attr-defined]
 
 
 def alone(device: int = 0, **options: Any) -> Communicator:
@@ -119,9 +115,9 @@ def run_nccl(
 ) -> list[T]:  # fmt: skip
     """Run a function in threads, each a rank over NCCL; options are those of `nccl_communicator`.
 
-    With loopback communicators beside them unless `control` is off. On a real GPU a test of several ranks is left
-    out: one that allocates, or loads a kernel of CuPy's, waits for the other's kernel, which waits for it. There MPI
-    ranks do the same, and the selftest's step `threads`, which loads all that it needs.
+    With loopback communicators beside them unless `control` is off. On a real GPU several ranks are left out: one
+    that allocates, or loads a kernel, waits for the other's kernel, which waits for it. There MPI ranks do the same,
+    and the selftest's step `threads`, which loads all that it needs.
     """
     if size > 1 and has_gpu():
         pytest.skip("ranks of one process that share a real GPU may wait for each other; MPI ranks do it")
@@ -144,7 +140,7 @@ def run_staged(size: int, function: Callable[[Communicator], T], *, slot_bytes: 
 
 
 def _run(
-    size: int, function: Callable[[Communicator], T], make: Any, nccl: bool, timeout_s: float = 60.0
+    size: int, function: Callable[[Communicator], T], make: Any, nccl: bool, limit_s: float = 60.0
 ) -> list[T]:
     def rank(host: Communicator) -> T:
         binding = Binding.load(with_nccl=nccl)
@@ -155,7 +151,7 @@ def _run(
             stream.synchronize()
             return result
 
-    return lc.run_loopback(size, rank, timeout_s)
+    return lc.run_loopback(size, rank, limit_s)
 
 
 def on_gpu(comm: Communicator, *values: Any) -> Any:

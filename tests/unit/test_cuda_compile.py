@@ -22,10 +22,7 @@ from support import mode
 
 from lowshard.kernels.cuda.cuda_module import COMPILER_OPTIONS, SOURCES, program_of, source
 
-ARCHES = (80, 86, 89, 90, 100, 103, 120)
-MAIN_ARCH = 90
-CUPY_OPTIONS = ("-ftz=true",)
-
+ARCHES, MAIN_ARCH = (80, 86, 89, 90, 100, 103, 120), 90
 FLOATS, ELEMS, FORMS = ("bf16", "f16", "f32"), ("e4m3", "e5m2"), ("linear", "table", "any")
 INTEGERS = [f"{sign}{bits}" for sign in "iu" for bits in (8, 16, 32, 64)]
 KERNELS = {
@@ -54,9 +51,7 @@ def in_wheels(pattern: str) -> list[str]:
     return [str(path) for place in places for path in sorted(Path(place).glob(f"*/{pattern}"))]
 
 
-@cache
-def disassembler() -> str | None:
-    return next(iter([*filter(None, [shutil.which("nvdisasm")]), *in_wheels("bin/nvdisasm")]), None)
+DISASSEMBLER = shutil.which("nvdisasm") or next(iter(in_wheels("bin/nvdisasm")), None)
 
 
 @cache
@@ -73,7 +68,7 @@ def nvrtc() -> ctypes.CDLL | None:
 @cache
 def compiled(arch: int, name: str) -> tuple[str, bytes]:
     """Return what NVRTC and ptxas said, and the cubin."""
-    options = [*COMPILER_OPTIONS, *CUPY_OPTIONS, f"-arch=sm_{arch}", "--ptxas-options=-v"]
+    options = [*COMPILER_OPTIONS, "-ftz=true", f"-arch=sm_{arch}", "--ptxas-options=-v"]
     library, program, text = nvrtc(), ctypes.c_void_p(), source(name).encode()
     assert library is not None
     assert library.nvrtcCreateProgram(ctypes.byref(program), text, f"{name}.cu".encode(), 0, None, None) == 0
@@ -98,10 +93,8 @@ def compiled(arch: int, name: str) -> tuple[str, bytes]:
 def registers(log: str) -> dict[str, int]:
     """Return registers a thread of each kernel in a ptxas log; assert that none is spilled."""
     found = {}
-    pattern = (
-        r"Compiling entry function '(\w+)'.*?(\d+) bytes stack frame, "
-        r"(\d+) bytes spill stores, (\d+) bytes.*?Used (\d+) reg"
-    )
+    spills = r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes"
+    pattern = rf"Compiling entry function '(\w+)'.*?{spills}.*?Used (\d+) reg"
     for name, *memory, used in re.findall(pattern, log, re.DOTALL):
         assert memory == ["0", "0", "0"], f"{name}: stack frame, spill stores and loads of {memory} bytes"
         found[name] = int(used)
@@ -114,7 +107,7 @@ def instructions(arch: int, name: str) -> dict[str, list[str]]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled(arch, name)[1])
         file.flush()
-        command = [str(disassembler()), "-c", file.name]
+        command = [str(DISASSEMBLER), "-c", file.name]
         text = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True).stdout
     found: dict[str, list[str]] = {}
     here: list[str] = []
@@ -154,9 +147,7 @@ def test_a_kernel_of_a_long_file_is_compiled_alone(name: str) -> None:
 
 
 @every_case
-def test_a_source_compiles_without_warnings_and_spills_no_register(
-    has_nvrtc: None, arch: int, name: str
-) -> None:
+def test_a_source_compiles_without_warnings_and_spills_nothing(has_nvrtc: None, arch: int, name: str) -> None:
     log, cubin = compiled(arch, name)
     assert "warning" not in log.lower()
     assert cubin[:4] == b"\x7fELF"
@@ -175,7 +166,7 @@ def has_word(words: Sequence[str], *patterns: str) -> bool:
 
 @every_case
 def test_kernels_become_the_instructions_they_are_for(has_nvrtc: None, arch: int, name: str) -> None:
-    if disassembler() is None:
+    if DISASSEMBLER is None:
         pytest.skip("nvdisasm is neither on PATH nor in a wheel (nvidia-cuda-nvdisasm)")
     found = instructions(arch, name)
     assert set(found) == KERNELS[name]
