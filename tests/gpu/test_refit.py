@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.comm_kit import refused
+from support.comm_kit import refused, same
 from support.gpu import checked_ranks
 from support.starting import start_ranks
 
@@ -25,7 +25,7 @@ NAMES, ROWS, COLS = ("w1", "w2"), 300, 320
 """The rows of a rank begin within a tile of scales."""
 AT_MOST = {
     "allocations": 0, "uploads": 0, "host_to_device_copies": 0, "device_to_device_copies": 0,
-    "device_to_host_copies": 1, "host_waits": 2, "pcie_bytes": 1024,
+    "device_to_host_copies": 1, "host_waits": 2, "pcie_bytes": 1024, "launches": 20,
 }  # fmt: skip
 """What the checker may count for a version: the checksums of all buckets are read at once."""
 
@@ -43,10 +43,8 @@ def counts_of_an_mxfp8_refit(comm: Communicator, counts: Callable[[], Any]) -> N
     cupy: Any = comm.xp
     have, want, plan, mine = plan_of(comm, "bfloat16", NAMES)
     for on_send, layout in product((False, True), ("rows", "128x4")):
-        out = {}
-        for name in NAMES:
-            empty = quantize_mxfp8(np.zeros(want.local_shape(comm.rank), np.float32), scale_layout=layout)
-            out[name] = type(empty)(*(cupy.asarray(part) for part in (empty.data, empty.scale)))
+        empty = quantize_mxfp8(np.zeros(want.local_shape(comm.rank), np.float32), scale_layout=layout)
+        out = {name: type(empty)(cupy.asarray(empty.data), cupy.asarray(empty.scale)) for name in NAMES}
         how = MXFP8ReshardTransform(NAMES, out, convert_on_send=on_send)
         with Refit(plan, comm, mine, {}, how) as refit:
             for version in range(1, 5):  # of two sets
@@ -61,16 +59,15 @@ def counts_of_an_mxfp8_refit(comm: Communicator, counts: Callable[[], Any]) -> N
                 for name in NAMES:
                     got: Any = refit.weights[name]
                     wanted = quantize_mxfp8(_part(whole[name], want, comm.rank), scale_layout=layout)
-                    np.testing.assert_array_equal(got.data.get(), wanted.data)
-                    np.testing.assert_array_equal(got.scale.get(), wanted.scale)
+                    same(got.data, wanted.data)
+                    same(got.scale, wanted.scale)
         too_many = {what: found[what] for what, most in AT_MOST.items() if found[what] > most}
         assert not too_many, f"on send {on_send}, scales in {layout}: {too_many} of {dict(found)}"
 
 
 def a_bit_that_flips_on_the_way_is_named(comm: Communicator) -> None:
     _, want, plan, mine = plan_of(comm, "float32", ["w"])
-    out = {"w": comm.empty(want.local_shape(comm.rank), "float32")}
-    with Refit(plan, comm, mine, out, version=0) as refit:
+    with Refit(plan, comm, mine, {"w": comm.empty(want.local_shape(comm.rank), "float32")}) as refit:
         mover: Any = refit._movers[1]._mover
         seal = mover._add_checksums
 
@@ -80,7 +77,6 @@ def a_bit_that_flips_on_the_way_is_named(comm: Communicator) -> None:
 
         mover._add_checksums = seal if comm.rank else flip
         refused(partial(refit.push, 1), VerificationError, "w: the checksum .* from rank 0 to rank 1")
-        assert refit.version == 0
         mover._add_checksums = seal
         refit.push(2)
         assert refit.version == 2

@@ -119,12 +119,6 @@ def instructions(arch: int, name: str) -> dict[str, list[str]]:
     return found
 
 
-@pytest.fixture(scope="module")
-def has_nvrtc() -> None:
-    if nvrtc() is None:
-        pytest.skip("NVRTC is neither in a wheel (nvidia-cuda-nvrtc) nor among the libraries")
-
-
 # A default run has one of the GPUs and one source; fold takes as long as all others together.
 CASES = [
     (arch, name)
@@ -132,6 +126,8 @@ CASES = [
     for name in mode.sample([name for name in SOURCES if mode.full() or name != "fold"], 1, f"sources {arch}")
 ]
 every_case = pytest.mark.parametrize(("arch", "name"), CASES)
+needs_nvrtc = pytest.mark.skipif(nvrtc() is None, reason="NVRTC is not there (nvidia-cuda-nvrtc)")
+needs_nvdisasm = pytest.mark.skipif(DISASSEMBLER is None, reason="no nvdisasm (nvidia-cuda-nvdisasm)")
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not on PATH")
@@ -146,8 +142,9 @@ def test_a_kernel_of_a_long_file_is_compiled_alone(name: str) -> None:
         assert found == [kernel] or (kernel in found and len(found) <= 15 and len(KERNELS[name]) <= 15)
 
 
+@needs_nvrtc
 @every_case
-def test_a_source_compiles_without_warnings_and_spills_nothing(has_nvrtc: None, arch: int, name: str) -> None:
+def test_a_source_compiles_without_warnings_and_spills_nothing(arch: int, name: str) -> None:
     log, cubin = compiled(arch, name)
     assert "warning" not in log.lower()
     assert cubin[:4] == b"\x7fELF"
@@ -164,10 +161,10 @@ def has_word(words: Sequence[str], *patterns: str) -> bool:
     return all(any(re.fullmatch(pattern, word) for word in words) for pattern in patterns)
 
 
+@needs_nvrtc
+@needs_nvdisasm
 @every_case
-def test_kernels_become_the_instructions_they_are_for(has_nvrtc: None, arch: int, name: str) -> None:
-    if DISASSEMBLER is None:
-        pytest.skip("nvdisasm is neither on PATH nor in a wheel (nvidia-cuda-nvdisasm)")
+def test_kernels_become_the_instructions_they_are_for(arch: int, name: str) -> None:
     found = instructions(arch, name)
     assert set(found) == KERNELS[name]
     for kernel, words in found.items():
