@@ -1,8 +1,9 @@
-"""The kernels on GPU arrays: the bytes of their plain twins, on any stream, without waiting and without allocating."""
+"""Kernels and memory on a GPU: bytes, streams, what is kept as long as it is needed, and given back."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import gc
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -10,49 +11,27 @@ import ml_dtypes
 import numpy as np
 import pytest
 from support import mode
-from support.comm_kit import refused
-from support.gpu import busy, host_waits
+from support.comm_kit import refused, same
+from support.gpu import alone_staged, busy, host_waits, on_gpu, run_nccl, run_staged
 
-from lowshard.comm.reduction import fold
-from lowshard.errors import CommError, KernelError, StreamError
-from lowshard.kernels import (
-    BoxTable,
-    MXFP8Tensor,
-    SwizzledMXFP8,
-    cast,
-    dequantize_mxfp8,
-    pack,
-    pack_quantize,
-    quantize_mxfp8,
-    sum_into,
-    swizzle_scales,
-    unpack,
-    unpack_dequantize,
-    unswizzle_scales,
-)
-from lowshard.kernels.cuda.cuda_engine import MOST_FOLDED
-from lowshard.selftest import fold_cases
+from lowshard import kernels as lk
+from lowshard.comm import Communicator
+from lowshard.errors import CaptureError, StreamError
+from lowshard.foreign_array import host_of
+from lowshard.kernels import BoxTable, MXFP8Tensor, pack
+from lowshard.kernels.change_boxes import ScratchBuffer
+from lowshard.kernels.changes import ChangeBoxes
+from lowshard.kernels.cuda.cuda_changes import device_search
 from lowshard.selftest.arrays import ordinary, put
-from lowshard.selftest.comparisons import Tally, difference
+from lowshard.selftest.comparisons import Tally
 from lowshard.selftest.kernel_cases import FAMILIES
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 SHAPE = (6, 50, 320)
-BOXES = (
-    ((0, 6), (0, 50), (32, 64)), ((1, 2), (3, 4), (0, 32)), ((2, 6), (5, 49), (64, 320)), ((0, 1), (7, 50), (64, 96)),
-)  # fmt: skip
+BOXES = (((0, 6), (0, 50), (32, 64)), ((1, 2), (3, 4), (0, 32)), ((2, 6), (5, 49), (64, 320)))
 
 
-@pytest.fixture(params=["default stream", "another stream"])
-def stream(request: pytest.FixtureRequest, cupy: Any) -> Iterator[Any]:
-    """A stream that is current, and is waited for at the end."""
-    made = cupy.cuda.Stream.null if request.param == "default stream" else cupy.cuda.Stream(non_blocking=True)
-    with made:
-        yield made
-        made.synchronize()
-
-
-def on_gpu(array: np.ndarray) -> Any:
+def there(array: np.ndarray) -> Any:
     """Return a copy on the GPU, which is there: the kernel under test may run on another stream."""
     import cupy
 
@@ -61,83 +40,46 @@ def on_gpu(array: np.ndarray) -> Any:
     return made
 
 
-def on_host(array: Any) -> Any:
-    """Return the bytes of a contiguous array of either library."""
-    if isinstance(array, np.ndarray):
-        return np.ascontiguousarray(array).view(np.uint8)
-    assert array.flags.c_contiguous
-    return array.view(np.uint8).get()
-
-
-def parts(result: Any) -> tuple[Any, ...]:
-    if isinstance(result, (MXFP8Tensor, SwizzledMXFP8)):
-        return result.data, result.scale
-    return result if isinstance(result, tuple) else (result,)
-
-
-# ---- the same bytes
-
-
 @pytest.mark.whole
+@pytest.mark.parametrize("blocking", [True, False])
 @pytest.mark.parametrize("family", mode.sample(FAMILIES, 4, "families on a GPU"))
-def test_a_family_of_kernels_has_the_bytes_of_its_plain_twins(family: Callable[[], Any], stream: Any) -> None:
+def test_a_family_of_kernels_has_the_bytes_of_its_plain_twins(family: Any, blocking: bool, cupy: Any) -> None:
     tally = Tally()
-    for case in mode.sample([*family()], 40, f"cases of {family.__name__}"):
-        case.check(on_gpu, tally)
+    with cupy.cuda.Stream.null if blocking else cupy.cuda.Stream(non_blocking=True) as stream:
+        for case in mode.sample([*family()], 40, f"cases of {family.__name__}"):
+            case.check(there, tally)
+        stream.synchronize()
     assert not tally.findings
     assert tally.checks > 10
 
 
-@pytest.mark.parametrize("dtype", [row for row in fold_cases.DTYPES if not row.startswith("float8")])
-def test_folds_have_the_bits_of_plain_numpy(dtype: str, cupy: Any) -> None:
-    cases = [*fold_cases.fold_cases(dtype, (1, 2, 3, 8, 9, 33), 61)]
-    for case in mode.sample(cases, 12, f"folds {dtype}"):
-        terms, expected = [on_gpu(term) for term in case.terms], case.expected()
-        found = cupy.empty(expected.shape, expected.dtype)
-        fold(terms, found, case.op, case.order)
-        how = difference(found, expected, any_nan=True)
-        assert not how, f"{case.what}: {how}"
-        fold(terms, terms[-1], case.op, case.order)  # in place
-        assert not difference(terms[-1], expected, any_nan=True), case.what
-    with pytest.raises(CommError, match=f"takes {MOST_FOLDED} operands, got {MOST_FOLDED + 1}"):
-        fold([found] * (MOST_FOLDED + 1), found, "max")
-
-
-# ---- how it is called
-
-
 def every_call(cupy: Any) -> dict[str, Callable[..., Any]]:
-    """Return each public call on GPU arrays, with buffers to write into."""
-    table = BoxTable(SHAPE, BOXES)
-    total, width = table.total_elems, SHAPE[-1]
-    x = on_gpu(ordinary(SHAPE, "bfloat16", "x"))
-    back = cupy.empty(SHAPE, BF16)
-    q = MXFP8Tensor(cupy.empty(SHAPE, np.uint8), cupy.empty((*SHAPE[:-1], width // 32), np.uint8))
-    wire = MXFP8Tensor.over(cupy.empty(MXFP8Tensor.buffer_bytes((total,)), np.uint8), (total,))
-    sources = [on_gpu(ordinary(SHAPE, "float16", "x")) for _ in range(9)]
-    scale = on_gpu(ordinary((300, 34), "uint8", "scale"))
-    tiles, rows = cupy.empty(3 * 9 * 512, np.uint8), cupy.empty((300, 34), np.uint8)
-    packed = cupy.empty(total, BF16)
+    """Return calls that go each way to a kernel, with buffers to write into."""
+    table, empty, u8 = BoxTable(SHAPE, BOXES), cupy.empty, np.uint8
+    total, x = table.total_elems, there(ordinary(SHAPE, "bfloat16", "x"))
+    wire = MXFP8Tensor.over(empty(MXFP8Tensor.buffer_bytes((total,)), u8), (total,))
+    sources = [there(ordinary(SHAPE, "float16", "x")) for _ in range(9)]
+    scale, tiles = there(ordinary((300, 34), "uint8", "scale")), empty(3 * 9 * 512, u8)
     return {
-        "quantize": partial(quantize_mxfp8, x, out=q),
-        "dequantize": partial(dequantize_mxfp8, q, out=back),
-        "pack": partial(pack, x, table, packed),
-        "unpack": partial(unpack, packed, table, back),
-        "pack_quantize": partial(pack_quantize, x, table, out=wire),
-        "unpack_dequantize": partial(unpack_dequantize, wire, table, back),
-        "cast": partial(cast, x, "float32", cupy.empty(SHAPE, np.float32)),
-        "sum_into": partial(sum_into, on_gpu(np.zeros(SHAPE, np.float32)), sources, accumulate=False),
-        "swizzle": partial(swizzle_scales, scale, tiles),
-        "unswizzle": partial(unswizzle_scales, tiles, 300, 34, rows),
+        "pack": partial(pack, x, table, empty(total, BF16)),
+        "pack_quantize": partial(lk.pack_quantize, x, table, out=wire),
+        "unpack_dequantize": partial(lk.unpack_dequantize, wire, table, empty(SHAPE, BF16)),
+        "cast": partial(lk.cast, x, "float32", empty(SHAPE, np.float32)),
+        "sum_into": partial(lk.sum_into, there(np.zeros(SHAPE, "f")), sources, accumulate=False),
+        "swizzle": partial(lk.swizzle_scales, scale, tiles),
+        "unswizzle": partial(lk.unswizzle_scales, tiles, 300, 34, empty((300, 34), u8)),
     }
 
 
 def bytes_of(result: Any) -> list[bytes]:
-    return [on_host(array).tobytes() for array in parts(result)]
+    parts = (result.data, result.scale) if isinstance(result, MXFP8Tensor) else (result,)
+    return [host_of(array).tobytes() for array in parts]
 
 
-def test_calls_run_on_the_stream_that_is_named_behind_what_is_ahead_and_wait_for_nothing(cupy: Any) -> None:
+def test_calls_run_on_the_stream_that_is_named_and_neither_wait_nor_allocate(cupy: Any) -> None:
     stream, calls = cupy.cuda.Stream(non_blocking=True), every_call(cupy)
+    sizes, allocate = list[int](), cupy.cuda.get_allocator()
+    noting = lambda size: (sizes.append(size), allocate(size))[1]  # noqa: E731
     with stream:
         busy(cupy, 0.0)
     for call in calls.values():  # tables and sources go up
@@ -150,20 +92,19 @@ def test_calls_run_on_the_stream_that_is_named_behind_what_is_ahead_and_wait_for
             with stream:
                 busy(cupy, 0.03)
                 over = stream.record()
-            with host_waits(cupy) as waits:
+            with host_waits(cupy) as waits, cupy.cuda.using_allocator(noting):
                 result = call(stream=named)
             assert not over.done, f"{name} waited for what was ahead on its stream"
-            assert not waits
+            assert (waits, sizes) == ([], [])
             with stream:  # behind the call: on another stream the checker sees a race
                 assert bytes_of(result) == expected
-    x = on_gpu(np.ones((4, 64), np.float32))
-    refused(lambda: quantize_mxfp8(x, stream="x"), StreamError, "got str")
+    refused(partial(calls["pack"], stream="x"), StreamError, "got str")
 
 
 @pytest.mark.parametrize("kept", [True, False])
 def test_a_table_goes_up_once_a_stream_without_waiting_and_serves_several(kept: bool, cupy: Any) -> None:
     host = ordinary(SHAPE, "float32", "x")
-    x, table = on_gpu(host), BoxTable(SHAPE, BOXES)
+    x, table = there(host), BoxTable(SHAPE, BOXES)
     streams, found = [cupy.cuda.Stream(non_blocking=True) for _ in range(3)], []
     for index, stream in enumerate(streams):
         with stream:
@@ -177,35 +118,106 @@ def test_a_table_goes_up_once_a_stream_without_waiting_and_serves_several(kept: 
             assert not over.done or index
     for index, out in reversed([*enumerate(found)]):
         with streams[index // 3]:
-            np.testing.assert_array_equal(on_host(out), on_host(pack(host, table)))
+            assert bytes_of(out) == bytes_of(pack(host, table))
 
 
-def test_nothing_is_allocated_after_first_use(cupy: Any) -> None:
-    calls, sizes, allocate = every_call(cupy), list[int](), cupy.cuda.get_allocator()
-    for call in calls.values():
-        call()
+def test_a_graph_keeps_the_tables_that_it_reads_and_records_no_upload(cupy: Any) -> None:
+    shape, boxes = (64, 128), (((0, 64), (0, 64)), ((3, 4), (64, 96)))
+    stream, table = cupy.cuda.Stream(non_blocking=True), lk.BoxTable(shape, boxes)
+    host = np.random.default_rng(2).standard_normal(shape, np.float32)
+    with stream:
+        source, total = cupy.asarray(host), cupy.zeros(100, np.float32)
+        terms = [cupy.full(100, float(i), np.float32) for i in range(12)]
+        packed = lk.pack(source, boxes)  # another table
+        stream.begin_capture()
+        refused(partial(lk.pack, source, table, packed), CaptureError, "once on this stream before")
+        stream.end_capture()
+        for capture in (False, True):
+            if capture:
+                stream.synchronize()
+                stream.begin_capture()
+            lk.pack(source, table, packed)
+            lk.sum_into(total, terms)
+        graph = stream.end_capture()
+    for turn in range(70):  # more streams than a table is kept for
+        with cupy.cuda.Stream(non_blocking=True) as other:
+            lk.pack(source, table)
+            for at in range(turn, turn + 4):  # more tables of sources than are kept
+                lk.sum_into(cupy.empty(1, np.float32), [term[at : at + 1] for term in terms])
+            other.synchronize()
+    wanted: Any = lk.pack(host, table)
+    del table
+    gc.collect()
+    with stream:
+        rubbish = [cupy.full(1000, -1, np.int64) for _ in range(20)]
+        packed.fill(0)
+        total.fill(0)
+        graph.launch(stream)
+        same(packed, wanted)
+        same(total, np.full(100, 66.0, np.float32))
+        del rubbish, graph
 
-    def noting(size: int) -> Any:
-        sizes.append(size)
-        return allocate(size)
 
-    with cupy.cuda.using_allocator(noting):
-        for call in calls.values():
-            call()
-    assert not sizes
+def test_what_is_copied_to_the_side_is_copied_by_no_kernel_of_cupys(cupy: Any, monkeypatch: Any) -> None:
+    """CuPy would load it, and wait for the device, where another rank's kernel may wait for this one."""
+
+    def check(comm: Communicator) -> None:
+        buf = on_gpu(comm, np.arange(6.0))
+        comm.all_to_all(buf[:4], buf[1:5])  # they overlap
+        same(buf[1:5], np.array([0.0, 1.0, 0.0, 1.0]) + 2 * comm.rank)
+
+    if not hasattr(cupy, "checker"):
+        pytest.skip("CuPy's own type cannot be changed")
+    monkeypatch.setattr(cupy.ndarray, "copy", lambda *_: pytest.fail("copied by CuPy"), raising=False)
+    run_nccl(2, check)
 
 
-def test_outputs_are_the_arrays_that_were_given_and_lie_in_one_place(cupy: Any) -> None:
-    host = np.ones((4, 64), np.float32)
-    x, on_cpu = on_gpu(host), quantize_mxfp8(host)
-    q = quantize_mxfp8(x)
-    assert isinstance(q.data, cupy.ndarray)
-    assert quantize_mxfp8(x, out=q) is q
-    back = cupy.empty((4, 64), BF16)
-    assert dequantize_mxfp8(q, out=back) is back
-    assert dequantize_mxfp8(q).dtype == BF16
-    for call in (
-        lambda: quantize_mxfp8(x, out=on_cpu), lambda: sum_into(x, [host]),
-        lambda: dequantize_mxfp8(MXFP8Tensor(on_cpu.data, q.scale)),
-    ):  # fmt: skip
-        refused(call, KernelError, "one place")
+def test_what_searches_share_is_there_on_every_stream(cupy: Any) -> None:
+    device_search.cache_clear()
+    new, old = cupy.arange(5000, dtype=np.int32), cupy.zeros(5000, np.int32)
+    cupy.cuda.Device().synchronize()
+    with cupy.cuda.Stream(non_blocking=True):
+        device_search(0)
+    with cupy.cuda.Stream(non_blocking=True):
+        found = ChangeBoxes([((0, 5000),)], 4).find(new, old, ScratchBuffer(), may_stop=False)
+        assert found.changed_elems == 4999
+
+
+@pytest.mark.parametrize("can_lock", [True, False])
+def test_page_locked_memory_is_made_at_first_and_bounded(can_lock: Any, cupy: Any, monkeypatch: Any) -> None:
+    locked, runtime = dict[int, int](), cupy.cuda.runtime
+    lock, unlock = runtime.hostRegister, runtime.hostUnregister
+
+    def register(at: int, size: int, flags: int) -> None:
+        if not can_lock:
+            raise runtime.CUDARuntimeError(801)
+        lock(at, size, flags)
+        locked[at] = size
+
+    monkeypatch.setattr(runtime, "hostRegister", register)
+    monkeypatch.setattr(runtime, "hostUnregister", lambda at: (unlock(at), locked.pop(at)))
+    with alone_staged(slot_bytes=1 << 16) as comm:
+        for elems, size in ((10, 4096), (100_000, 1 << 16)):
+            buf = on_gpu(comm, np.ones(elems))
+            for _ in range(2):
+                comm.all_reduce(buf, buf)
+            same(buf, np.ones(elems))
+            assert list(locked.values()) == [size] * 2 * can_lock
+    assert not locked
+    if hasattr(cupy, "checker") and not can_lock:  # it is used as it is
+        assert all("pageable" in report for report in cupy.checker.reports())
+        cupy.checker.reset()
+
+
+def test_a_slot_that_another_stream_still_reads_is_waited_for() -> None:
+    def check(comm: Communicator) -> None:
+        streams, bufs = [comm.xp.cuda.Stream(non_blocking=True) for _ in range(3)], []
+        for i in range(12):
+            with streams[i % 3]:
+                bufs.append(on_gpu(comm, np.full(300, float(i + comm.rank))))
+                comm.broadcast(bufs[i], i % 2) if i % 3 else comm.all_reduce(bufs[i], bufs[i])
+        for i, buf in enumerate(bufs):
+            with streams[i % 3]:
+                same(buf, np.full(300, float(i + i % 2 if i % 3 else 2 * i + 1)))
+
+    run_staged(2, check, slot_bytes=512)

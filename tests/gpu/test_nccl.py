@@ -1,106 +1,60 @@
-"""What is asked of NCCL: calls, counts and codes, who ends it, how its errors come to a user; whoever made it."""
+"""What is asked of NCCL, how its errors come to a user, who ends it; waits that end by an error and an abort."""
 
 from __future__ import annotations
 
+import sys
+import threading
+import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
-from support.comm_kit import refused, same
-from support.gpu import Recorded, alone, host_waits, on_gpu, recorded, run_nccl
+from support.comm_kit import outcome, refused, same
+from support.gpu import Answers, Recorded, alone, host_waits, on_gpu, recorded, run_nccl
 
-from lowshard import DeviceMesh, Layout, Sharded, dtypes, execute, plan_redistribute
+from lowshard import DeviceMesh, Layout, dtypes, execute, plan_redistribute
 from lowshard import comm as lc
 from lowshard.comm import Communicator
-from lowshard.comm.nccl import nccl_communicator
 from lowshard.comm.nccl_bindings import Binding
-from lowshard.comm.reduction import fold
-from lowshard.errors import (
-    BufferMismatchError,
-    CommError,
-    DependencyError,
-    MismatchError,
-    PeerFailed,
-    TimedOut,
-)
+from lowshard.comm.nccl_over_mpi import why_unusable
+from lowshard.comm.pinned import Slots
+from lowshard.errors import CommError, DependencyError, MismatchError, PeerFailed, TimedOut
+from lowshard.fsdp.groups import StreamQueue, _StreamWork
 
-CODES = {
-    "int8": 0, "uint8": 1, "int32": 2, "uint32": 3, "int64": 4, "uint64": 5, "float16": 6, "float32": 7,
-    "float64": 8, "bfloat16": 9,
-}  # fmt: skip
-"""ncclDataType_t of nccl.h, not from the table under test; and ncclRedOp_t."""
-OPS: dict[Any, int] = {"sum": 0, "prod": 1, "max": 2, "min": 3, "avg": 4}
-ORDERS: tuple[Any, ...] = ("fast", "tree")
-ROWS = [row for row in dtypes.all_dtypes() if not row.is_float8 and row.kind != "scale"]
+ROWS = [row for row in dtypes.all_dtypes() if not row.is_float8 and row.kind not in ("scale", "bool")]
+SOON_S = 5.0
+"""Much less than the deadline of a wait, much more than a comparison of calls takes."""
 
 
-def calls_of(comm: Communicator, call: Callable[[], object]) -> list[tuple[Any, ...]]:
-    """Return the NCCL calls that move bytes for `call`."""
+def calls_of(comm: Communicator, call: Callable[[], object]) -> list[str]:
+    """Return the names of the NCCL calls that move bytes for `call`."""
     start = len(recorded(comm).moved())
     call()
-    return recorded(comm).moved()[start:]
+    return [name for name, *_ in recorded(comm).moved()[start:]]
 
 
-def test_nccl_reduces_only_what_it_reduces_as_the_contract_says() -> None:
+@pytest.mark.parametrize("reduce16", ["exact", "nccl"])
+def test_nccl_reduces_what_the_contract_allows_and_the_rest_is_exchanged(
+    reduce16: str, monkeypatch: Any
+) -> None:
     native = {"float32", "float64", "int8", "int32", "int64", "uint8", "uint32", "uint64"}
+    native |= {"bfloat16", "float16"} if reduce16 == "nccl" else set()
 
     def check(comm: Communicator) -> None:
-        for row in ROWS:
-            buf, part = comm.xp.ones(8, row.numpy), comm.xp.ones(4, row.numpy)
-            for op, order in ((op, order) for op in OPS for order in ORDERS if row.kind != "bool"):
-                made = calls_of(comm, partial(comm.all_reduce, buf, buf, op, order))
-                made += calls_of(comm, partial(comm.reduce_scatter, buf, part, op, order))
-                reductions = [(c[0], c[3], c[5]) for c in made if c[0] in ("allReduce", "reduceScatter")]
-                wraps = op == "avg" and row.kind != "float"  # NCCL would sum in the narrow type
-                its_own = row.name in native and order == "fast" and not wraps
-                wanted = [("allReduce", 8, OPS[op]), ("reduceScatter", 4, OPS[op])] if its_own else []
-                assert reductions == wanted, f"{row} {op} {order}"
+        for row, op, order in product(ROWS, ("max", "avg"), ("fast", "tree")):
+            buf, part = comm.xp.ones(6000, row.numpy), comm.xp.ones(2000, row.numpy)
+            wraps = op == "avg" and row.kind != "float"  # NCCL would sum in the narrow type
+            its_own, exchange = row.name in native and order == "fast" and not wraps, ["send", "recv"] * 2
+            made = calls_of(comm, partial(comm.all_reduce, buf, buf, op, order))  # type: ignore[arg-type]
+            assert made == (["allReduce"] if its_own else [*exchange, "allGather"]), (row, op, order)
+            made = calls_of(comm, partial(comm.reduce_scatter, buf, part, op, order))  # type: ignore[arg-type]
+            assert made == (["reduceScatter"] if its_own else exchange), (row, op, order)
 
-    run_nccl(2, check)
-
-
-def test_a_bf16_reduction_is_one_exchange_one_fold_and_one_gather() -> None:
-    def check(comm: Communicator) -> None:
-        values = np.random.default_rng(comm.rank).normal(size=4000).astype(dtypes.get("bfloat16").numpy)
-        send, operands = on_gpu(comm, values, np.zeros((4, 4000), values.dtype))
-        comm.all_gather(send, operands)
-        expected = np.zeros_like(values)
-        fold(list(operands.get()), expected, "sum")
-        recv, part = on_gpu(comm, np.zeros_like(values), np.zeros(1000, values.dtype))
-        for call, last in (
-            (lambda: comm.all_reduce(send, recv), ["allGather"]),
-            (lambda: comm.reduce_scatter(send, part), []),
-        ):
-            assert [c[0] for c in calls_of(comm, call)] == ["send", "recv"] * 3 + last
-        same(recv, expected)
-        same(part, expected[1000 * comm.rank :][:1000])
-        comm.all_reduce(send, send)
-        same(send, expected)
-
-    run_nccl(4, check)
-
-
-def test_nccl_reduces_16_bit_floats_itself_where_it_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    def check(comm: Communicator) -> None:
-        for name in ("bfloat16", "float16"):
-            buf = comm.xp.ones(8, dtypes.get(name).numpy)
-            for op in ("sum", "avg", "max"):
-                made = calls_of(comm, partial(comm.all_reduce, buf, buf, op))
-                assert [(c[0], c[3], c[4], c[5]) for c in made] == [("allReduce", 8, CODES[name], OPS[op])]
-                made = calls_of(comm, partial(comm.all_reduce, buf, buf, op, "tree"))
-                assert "allReduce" not in [c[0] for c in made]
-
-    monkeypatch.setenv("LOWSHARD_NCCL_REDUCE16", "nccl")
-    run_nccl(2, check)
-    monkeypatch.setenv("LOWSHARD_NCCL_REDUCE16", "yes")
-    with alone() as comm:
-        half = comm.xp.ones(8, "float16")
-        refused(
-            lambda: comm.all_reduce(half, half), CommError, "LOWSHARD_NCCL_REDUCE16 is exact or nccl", "yes"
-        )
+    monkeypatch.setenv("LOWSHARD_NCCL_REDUCE16", reduce16)
+    run_nccl(3, check)
 
 
 def test_only_split_and_a_barrier_without_control_wait(cupy: Any) -> None:
@@ -109,56 +63,27 @@ def test_only_split_and_a_barrier_without_control_wait(cupy: Any) -> None:
         comm.all_reduce(board, board)
         comm.reduce_scatter(board, board, order="tree")
         with_control.barrier()
-        assert not waits
-        assert not recorded(with_control).moved()
-        assert [(c[0], *c[3:6]) for c in calls_of(comm, comm.barrier)] == [("allReduce", 1, 1, 0)]
-        group = comm.split(3, key=-4)
-        assert recorded(comm).calls[-1] == ("commSplit", 3, -4)
-        assert waits == ["deviceSynchronize"]
+        assert (waits, recorded(with_control).moved()) == ([], [])
+        assert calls_of(comm, comm.barrier) == ["allReduce"]
         assert comm.split(None) is None
-        assert recorded(comm).calls[-1][:2] == ("commSplit", -1)
-        assert group is not None
-        group.close()
+        assert waits == ["deviceSynchronize"]
 
 
-# ---- refusals, errors, the end
-
-
-def test_what_is_no_buffer_of_the_device_is_refused(cupy: Any) -> None:
-    near, far, host = cupy.zeros(4), cupy.zeros(4), np.zeros(4)
-    device = lambda array: int(array.data.ptr == far.data.ptr)  # noqa: E731  # as on a machine of two
-    with alone(binding=replace(Binding.load(), device=device)) as comm:
-        refused(lambda: comm.all_reduce(far, near), BufferMismatchError, "send", "device 0", "device 1")
-        refused(lambda: comm.all_reduce(near, far), BufferMismatchError, "recv")
-        refused(
-            lambda: comm.all_reduce(host, host), BufferMismatchError, "cupy array, or one of another library"
-        )
-        assert not recorded(comm).moved()
-
-
-def test_errors_of_nccl_become_ours_also_those_that_cupy_cannot_name() -> None:
+def test_errors_of_nccl_become_ours_and_what_is_not_well_is_aborted() -> None:
     nccl = Binding.load().nccl
-    for error, cls, told in (
-        (KeyError(7), CommError, "NCCL_COMM_BLOCKING"),
-        (KeyError(8), TimedOut, "time-out"),
-        (nccl.NcclError(6), PeerFailed, "another rank"),
-        (nccl.NcclError(1), CommError, "NCCL failed in broadcast"),
+    for error, cls, told, ended in (
+        (KeyError(7), CommError, "NCCL_COMM_BLOCKING", "abort"),  # which CuPy cannot name
+        (KeyError(8), TimedOut, "time-out", "abort"),
+        (nccl.NcclError(6), PeerFailed, "another rank", "abort"),
+        (nccl.NcclError(1), CommError, "NCCL failed in broadcast", "abort"),
+        (nccl.NcclError(4), CommError, "broadcast", "destroy"),  # the one that leaves it usable
     ):
         comm = alone()
         buf, recorded(comm).errors["broadcast"] = on_gpu(comm, np.zeros(2)), error
         refused(partial(comm.broadcast, buf), cls, "broadcast", told)
-        comm.close()
-        assert recorded(comm).ended == "abort"
-
-
-def test_close_destroys_what_is_well_and_ours_once() -> None:
-    comm = alone()
-    recorded(comm).errors["broadcast"] = Binding.load().nccl.NcclError(4)  # the one that leaves it usable
-    buf = on_gpu(comm, np.zeros(2))
-    refused(lambda: comm.broadcast(buf), CommError, "broadcast")
-    for _ in range(2):
-        comm.close()
-    assert [c[0] for c in recorded(comm).calls if c[0] in ("destroy", "abort")] == ["destroy"]
+        for _ in range(2):
+            comm.close()
+        assert [c[0] for c in recorded(comm).calls if c[0] in ("destroy", "abort")] == [ended]
     comm = alone()
     with pytest.raises(ZeroDivisionError), comm:
         raise ZeroDivisionError
@@ -169,73 +94,198 @@ def test_a_communicator_that_is_not_ours_is_left_alone_and_serves_again() -> Non
     nccl = Binding.load().nccl
     handle = Recorded(nccl.NcclCommunicator(1, nccl.get_unique_id(), 0))
     for _ in range(2):
-        comm = lc.from_nccl(handle, 0, 1)
-        buf = comm.xp.ones(3)
-        comm.broadcast(buf)
-        same(buf, np.ones(3))
-        comm.close()
+        with lc.from_nccl(handle, 0, 1) as comm:
+            buf = comm.xp.ones(3)
+            comm.broadcast(buf)
+            same(buf, np.ones(3))
         refused(comm.barrier, CommError, "closed")
-    assert not handle.ended
     for rank, size in ((1, 4), (0, 2)):
-        with pytest.raises(CommError, match=rf"rank 0 of 1.*rank {rank} of {size}"):
-            nccl_communicator(handle, rank, size)
+        refused(partial(lc.from_nccl, handle, rank, size), CommError, f"rank 0 of 1.*rank {rank} of {size}")
+    assert not handle.ended
     handle.destroy()
 
 
-def test_a_cupy_without_nccl_serves_staging_and_nothing_else(
-    cupy: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_missing_is_named_with_what_installs_it(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cupy.cuda.nccl, "available", False)
-    refused(Binding.load, DependencyError, "no NCCL library", "lowshard\\[cuda12\\]")
-    assert Binding.load(with_nccl=False).nccl is None
-
-
-# ---- plans
-
-
-def turned(size: int) -> Any:
-    mesh = DeviceMesh((size,), ("x",))
-    rows = Layout(mesh, (6, 4), "float32", (Sharded(0),))
-    return plan_redistribute(rows, Layout(mesh, (6, 4), "float32", (Sharded(1),)))
+    refused(Binding.load, DependencyError, "no NCCL library", r"lowshard\[cuda12\]")
+    assert Binding.load(with_nccl=False).nccl is None  # it serves staging
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    for with_nccl in (True, False):
+        refused(lambda: Binding.load(with_nccl=with_nccl), DependencyError, r"CuPy.*lowshard\[cuda12\]")  # noqa: B023
+    assert "CuPy" in str(why_unusable())
 
 
 def test_without_control_a_plan_is_compared_the_first_time_it_is_executed_and_never_again() -> None:
+    mesh = DeviceMesh((2,), ("x",))
+    rows, cols = (Layout.from_spec(mesh, (6, 4), "float32", spec) for spec in (("x", None), (None, "x")))
+
     def check(comm: Communicator) -> None:
-        plan, local = turned(2), comm.xp.full((3, 4), comm.rank, np.float32)
-        first = calls_of(comm, lambda: execute(plan, local, comm))
-        assert [c[0] for c in first] == ["allGather", "send", "recv"]
-        assert [c[0] for c in calls_of(comm, lambda: execute(turned(2), local, comm))] == ["send", "recv"]
-        # Another plan is compared, and told apart.
-        other = plan_redistribute(plan.dst, plan.src if comm.rank else plan.dst)
-        told = r"asks for the same thing, but ranks \[0\] have .*x=S1 on mesh x=2; ranks \[1\] .*x=S0 on mesh"
-        with pytest.raises(MismatchError, match=told):
-            execute(other, comm.xp.zeros((6, 2), np.float32), comm)
+        local = comm.xp.ones((3, 4), np.float32)
+        for first in (True, False):
+            made = calls_of(comm, lambda: execute(plan_redistribute(rows, cols), local, comm))
+            assert made == ["allGather"] * first + ["send", "recv"]
+        other = plan_redistribute(cols, rows if comm.rank else cols)
+        told = r"ranks \[0\] have .*x=S1 on mesh x=2; ranks \[1\] .*x=S0 on mesh"
+        refused(lambda: execute(other, comm.xp.ones((6, 2), "f"), comm), MismatchError, told)
 
     run_nccl(2, check, control=False)
 
 
-SPECS = [  # one dim cut by both axes, in either order, and two dims: what is sent and what comes are many runs each
-    ((("a", "b"), None, None), (None, None, ("b", "a"))),
-    (("a", "b", None), (None, "a", "b")),
-    ((None, ("a", "b"), None), ("b", None, "a")),
-]
+class Watch:
+    """One of several side channels, which tell each other."""
+
+    def __init__(self, all_of_them: list[Watch]) -> None:
+        self.flag, self.heard, self.all = np.zeros(1, np.int64), "", all_of_them
+        self.all.append(self)
+
+    def error(self, where: str) -> CommError:
+        return PeerFailed(f"{self.heard}; this rank was in {where}")
+
+    def tell(self, kind: str, text: str) -> None:
+        for watch in self.all:
+            watch.heard, watch.flag[0] = f"another rank {kind}: {text}", watch is not self
 
 
-@pytest.mark.parametrize("specs", SPECS, ids=str)
-def test_boxes_are_packed_and_unpacked_by_one_launch_each(specs: tuple[Any, Any], cupy: Any) -> None:
-    mesh, shape = DeviceMesh((2, 2), ("a", "b")), (9, 11, 13)
-    src, dst = (Layout.from_spec(mesh, shape, "bfloat16", spec) for spec in specs)
-    plan = plan_redistribute(src, dst)
-    values = np.random.default_rng(1).integers(0, 1 << 16, shape, np.uint16).view(src.numpy_dtype)
+def test_an_error_of_the_gpu_is_not_taken_for_work_that_goes_on(answers: Answers) -> None:
+    binding = Binding.load(with_nccl=False)
+    event, stream = binding.new_event(), binding.new_stream()
+    for answers.status, done in ((0, True), (600, False), (900, False), (908, False)):
+        assert (event.done, stream.done) == (done, done)
+        binding.check(stream)
+    answers.status = Answers.ILLEGAL_ADDRESS
+    slots, queue = Slots(binding, lambda n: np.empty(n, np.uint8), 60.0), StreamQueue(60.0)
+    work = _StreamWork(binding, event, None, None, "gather of l0")
+    for call, said in (
+        (lambda: event.done, "CUDA_LAUNCH_BLOCKING=1"), (lambda: stream.done, ""), (lambda: binding.check(stream), ""),
+        (lambda: slots._wait(event, "broadcast"), "broadcast: the copy"), (lambda: queue.idle, ""),
+        (queue.settle, "what a sharded model has queued: "), (work.done, "gather of l0: "),
+    ):  # fmt: skip
+        refused(call, CommError, "cudaError", said)
 
-    def part(layout: Layout, rank: int) -> np.ndarray:
-        return np.ascontiguousarray(values[tuple(slice(*span) for span in layout.box(rank))])
+
+@pytest.mark.parametrize("owned", [True, False])
+def test_a_barrier_that_hangs_is_aborted_and_closing_does_not_destroy(owned: bool, answers: Answers) -> None:
+    comm, answers.status = alone(timeout_s=0.05, owned=owned), Answers.NEVER
+    refused(comm.barrier, TimedOut, "barrier was not done after 0", "" if owned else "maker's: abort it")
+    if owned:
+        refused(comm.barrier, CommError, "was aborted after an error")
+        refused(lambda: comm.start.barrier().wait(), CommError, "was aborted after an error")
+    comm.close()
+    assert [name for name, *_ in recorded(comm).calls if name in ("abort", "destroy")] == ["abort"] * owned
+
+
+def test_a_started_call_that_is_not_done_in_a_given_time_goes_on_until_the_deadline(answers: Answers) -> None:
+    comm = alone(timeout_s=0.2)
+    work = comm.start.broadcast(on_gpu(comm, np.arange(3.0)))
+    answers.status = Answers.NEVER
+    for _ in range(2):
+        told = "broadcast on rank 0 has not ended", "wait for it again"
+        refused(lambda: work.wait(timeout_s=0.03), TimedOut, *told)
+    assert not recorded(comm).ended
+    answers.status = None
+    work.wait(timeout_s=0.1)
+    answers.status = Answers.NEVER
+    refused(lambda: work.wait(timeout_s=30.0), TimedOut, r"broadcast on rank 0 was not done after 0\.2")
+    assert recorded(comm).ended == "abort"
+
+
+def test_a_rank_that_does_not_come_to_a_split_is_found_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOWSHARD_CHECK", "off")  # else the check of the call finds it
 
     def check(comm: Communicator) -> None:
-        out, local = on_gpu(comm, np.zeros(dst.local_shape(comm.rank), dst.numpy_dtype), part(src, comm.rank))
-        execute(plan, local, comm, out)
-        same(out, part(dst, comm.rank))
+        if comm.rank == 0:
+            refused(lambda: comm.split(0), TimedOut, r"\[1\]")
+            assert "commSplit" not in [name for name, *_ in recorded(comm).calls]
+        comm._transport._nccl.failed = True  # type: ignore[attr-defined]  # no destroy: they do not come together
 
-    run_nccl(4, check)
-    if hasattr(cupy, "checker"):  # what is sent, what stays, what has come
-        assert 0 < cupy.checker.counts()["launches"] <= 4 * 3 * len(plan.steps)
+    run_nccl(2, check, timeout_s=0.2)
+
+
+@pytest.mark.parametrize(("kind", "how"), [("nccl", "call"), ("cuda", "wait")])
+def test_an_error_of_one_rank_is_raised_by_its_next_call_on_all(kind: str, how: str, answers: Any) -> None:
+    watches: list[Watch] = []
+
+    def check(comm: Communicator) -> None:
+        comm._transport._nccl.watch = Watch(watches)  # type: ignore[attr-defined]
+        me, buf = threading.get_ident(), on_gpu(comm, np.ones(5))
+        comm.all_reduce(buf, buf)
+        work = comm.start.all_reduce(buf, buf)
+        comm.control.barrier()
+        if comm.rank == 0:
+            answers.of_threads[me] = Answers.NEVER
+            refused(lambda: work.wait(timeout_s=20.0), PeerFailed, "another rank failed: .*all_reduce")
+        else:
+            time.sleep(0.05)
+            if kind == "cuda":
+                answers.of_threads[me] = Answers.ILLEGAL_ADDRESS
+            else:
+                recorded(comm).errors["check_async_error"] = Binding.load().nccl.NcclError(1)
+            call = work.wait if how == "wait" else lambda: comm.broadcast(buf)
+            refused(call, CommError, "cudaError" if kind == "cuda" else "NCCL", "all_reduce")
+        assert recorded(comm).ended == "abort"
+        answers.of_threads.pop(me, None)
+
+    run_nccl(2, check)
+
+
+def told(call: Callable[[], object], cls: str, *says: str) -> None:
+    """Check that a call raises an error soon, or after some such calls, as it comes late."""
+    found, end_s = outcome(call), time.monotonic() + SOON_S
+    while not found[0] and time.monotonic() < end_s:
+        time.sleep(0.01)
+        found = outcome(call)
+    assert (found[0], [text for text in says if text not in found[1]]) == (cls, []), found
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("end", ["all_reduce", "wait", "barrier", "split", "close", "shared"])
+def test_calls_that_differ_end_in_one_error_on_all_ranks_and_an_abort(end: str, answers: Answers) -> None:
+    """A next call tells of it, and what waits for the other ranks compares first."""
+
+    def check(comm: Communicator) -> None:
+        buf, begun = on_gpu(comm, np.zeros(3 + comm.rank)), time.monotonic()
+        calls: dict[str, Callable[[], object]] = {
+            "all_reduce": lambda: comm.all_reduce(buf, buf), "barrier": comm.barrier,
+            "split": lambda: comm.split(0), "close": comm.close,
+            "shared": lambda: comm.broadcast(None if comm.rank else buf, shared=True),
+            "wait": lambda: comm.start.broadcast(buf).wait(timeout_s=60.0),
+        }  # fmt: skip
+        comm.control.barrier()
+
+        def work() -> None:
+            if end == "wait":
+                answers.status = Answers.NEVER
+            elif comm.rank == 1:
+                comm.broadcast(buf)
+            calls[end]()
+
+        asked = "broadcast" if end in ("shared", "wait") else end
+        mine = "rank 1 asked for broadcast float64[4] root=0 at test_nccl.py:"
+        told(work, "MismatchError", "call #1", mine, f"rank 0 asked for {asked}")
+        assert (recorded(comm).ended, time.monotonic() - begun < SOON_S) == ("abort", True)
+        if end != "close":  # every later call and wait says it again
+            refused(comm.barrier, MismatchError, "call #1")
+            refused(lambda: comm.start.broadcast(buf).wait(), MismatchError, "call #1")
+
+    run_nccl(2, check, still=True, late=True)
+
+
+def test_a_rank_goes_on_and_those_that_do_not_call_are_named_when_the_time_is_over() -> None:
+    stop = threading.Event()
+
+    def check(comm: Communicator) -> None:
+        buf, other = on_gpu(comm, np.zeros(4), np.zeros(4))
+        nccl = comm._transport._nccl  # type: ignore[attr-defined]
+        if comm.rank == 1:
+            stop.wait(SOON_S)
+            nccl.failed = True  # no destroy beside an abort
+            return
+        for _ in range(100):
+            comm.all_reduce(buf, buf)
+            comm.all_to_all_v(buf, [1, 1], [0, 1], other, [1, 1], [0, 1])
+        time.sleep(0.3)
+        told(nccl.ask, "TimedOut", "ranks [1] did not come", "called all_reduce float64[4]", "call #1")
+        assert recorded(comm).ended == "abort"
+        stop.set()
+
+    run_nccl(2, check, still=True, late=True, timeout_s=0.5)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,172 +16,123 @@ import lowshard as ls
 from lowshard import dtypes
 from lowshard.errors import CommError
 from lowshard.foreign_array import host_of
-from lowshard.kernels import MXFP8Tensor, SwizzledMXFP8, quantize_mxfp8, swizzle_scales
-from lowshard.kernels.mxfp8_tensor import swizzled_bytes
+from lowshard.kernels import MXFP8Tensor, SwizzledMXFP8, quantize_mxfp8
 from lowshard.reshard import MXFP8ReshardTransform, Publisher, Subscriber
 from lowshard.transfer import device_copies
 
-TOKEN = bytes(32)
 
-
-@pytest.fixture(autouse=True)
-def small_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(params=["mapped", "streams"], autouse=True)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(device_copies, "SLOT_BYTES", 8192)  # several rounds for a few rows
+    monkeypatch.setenv("LOWSHARD_CROSS_MEMORY", "off" if request.param == "streams" else "auto")
+    return str(request.param)
 
 
 def put(values: np.ndarray) -> Any:
     """Return a copy on the GPU; of fp8, as integers."""
     import cupy
 
-    return cupy.asarray(
-        np.array(values.view(np.uint8) if dtypes.get(values.dtype).bits == 8 else values, order="C")
-    )
+    fits = values.view(np.uint8) if dtypes.get(values.dtype).bits == 8 else values
+    return cupy.asarray(np.array(fits, order="C"))
 
 
-def empty(shape: tuple[int, ...], dtype: str) -> Any:
-    return put(np.zeros(shape, dtypes.get(dtype).numpy))
+def both_sides(folder: Path, values: Any, mine: Any, out: Any, **how: Any) -> tuple[Publisher, Subscriber]:
+    """Return a publisher of one array and a subscriber; `how` are options of the latter."""
+    layout = ls.Layout(ls.DeviceMesh((1,), ("x",)), values.shape, values.dtype.name, (ls.Replicated(),))
+    where: dict[str, Any] = {"address": f"unix:{folder}/p", "token": bytes(32)}
+    publisher = Publisher({"w": layout}, {"w": mine}, **where)
+    return publisher, Subscriber({"w": layout}, {"w": out} if out is not None else {}, **where, **how)
 
 
-@pytest.fixture(params=["mapped", "streams"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setenv("LOWSHARD_CROSS_MEMORY", "off" if request.param == "streams" else "auto")
-    return str(request.param)
-
-
-def _one(shape: tuple[int, ...], dtype: str) -> dict[str, ls.Layout]:
-    return {"w": ls.Layout(ls.DeviceMesh((1,), ("x",)), shape, dtype, (ls.Replicated(),))}
-
-
-def _random(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> np.ndarray:
-    kind = dtypes.get(dtype).numpy
-    raw = rng.integers(0, 256, (*shape, kind.itemsize), np.uint8)
-    return raw.view(kind)[..., 0] if shape else raw.view(kind)[0]
-
-
-def _bits(values: Any) -> bytes:
+def bits_of(values: Any) -> bytes:
+    if isinstance(values, (MXFP8Tensor, SwizzledMXFP8)):
+        return bits_of(values.data) + bits_of(values.scale)
     return bytes(host_of(values).tobytes())
 
 
-def _change(rng: np.random.Generator, values: np.ndarray, count: int) -> None:
-    at = rng.choice(values.size, count, replace=False)
-    values.view(f"u{values.itemsize}").reshape(-1)[at] ^= 1
-
-
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "uint8", "float8_e4m3fn"])
-def test_versions_go_from_a_gpu_to_a_gpu(
-    tmp_path: Path, rng: np.random.Generator, way: str, dtype: str
-) -> None:
+def test_versions_go_from_a_gpu_to_a_gpu(tmp_path: Path, rng: Any, way: str, dtype: str) -> None:
     """Whole, and what changed: bits of any kind, through slots that are smaller than the array."""
-    values, layout = _random(rng, (90, 150), dtype), _one((90, 150), dtype)
-    mine, out = put(values), empty((90, 150), dtype)
-    where: dict[str, Any] = {"address": f"unix:{tmp_path}/p", "token": TOKEN}
-    with (
-        Publisher(layout, {"w": mine}, **where) as publisher,
-        Subscriber(layout, {"w": out}, **where) as subscriber,
-    ):
+    values = (
+        np.frombuffer(rng.bytes(90 * 150 * 4), dtypes.get(dtype).numpy)[: 90 * 150].reshape(90, 150).copy()
+    )
+    mine, out = put(values), put(np.zeros_like(values))
+    publisher, subscriber = both_sides(tmp_path, values, mine, out)
+    with publisher, subscriber:
         for version in range(5):
             mine[...] = put(values)
             publisher.publish(version, wait=bool(version % 2))
-            background = subscriber.pull(20, wait=False) if version % 2 else None
-            assert (subscriber.pull(20) if background is None else background.wait()) == version
+            pulled: Any = subscriber.pull(20, wait=version % 2 == 0)
+            assert (pulled.wait() if version % 2 else pulled) == version
             held = subscriber.weights["w"]
-            assert type(held) is type(out)
-            assert (held is out) == bool(version % 2)
-            assert _bits(held) == values.tobytes()
-            said = subscriber.report()
+            assert (type(held), held is out) == (type(out), bool(version % 2))
+            assert bits_of(held) == values.tobytes()
             if way == "streams" and version:
-                assert said["changed_elems"] == 40
-                assert said["received_bytes"] < 40 * 12
-            _change(rng, values, 40)
+                said = subscriber.report()
+                assert (said["changed_elems"], said["received_bytes"] < 40 * 12) == (40, True)
+            at = rng.choice(values.size, 40, replace=False)
+            values.view(f"u{values.itemsize}").reshape(-1)[at] ^= 1
 
 
-@pytest.mark.parametrize("swizzled", [False, True])
+@pytest.mark.parametrize("layout", ["rows", "128x4"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_versions_come_to_a_gpu_as_mxfp8(
-    tmp_path: Path, rng: np.random.Generator, way: str, dtype: str, swizzled: bool
-) -> None:
-    rows, cols = 130, 192
-    values = rng.standard_normal((rows, cols), np.float32).astype(dtypes.get(dtype).numpy)
-    codes = empty((rows, cols), "uint8")
-    scales = empty((swizzled_bytes(rows, cols // 32),) if swizzled else (rows, cols // 32), "uint8")
-    room = (SwizzledMXFP8 if swizzled else MXFP8Tensor)(codes, scales)
+def test_versions_come_to_a_gpu_as_mxfp8(tmp_path: Path, rng: Any, way: str, dtype: str, layout: Any) -> None:
+    values = rng.standard_normal((130, 192), np.float32).astype(dtypes.get(dtype).numpy)
+    wanted = lambda: quantize_mxfp8(values.astype(dtypes.get("bfloat16").numpy), scale_layout=layout)  # noqa: E731
+    room = type(wanted())(*(put(np.zeros_like(part)) for part in (wanted().data, wanted().scale)))
     transform = MXFP8ReshardTransform(["w"], {"w": room})
-    where: dict[str, Any] = {"address": f"unix:{tmp_path}/p", "token": TOKEN}
-    with (
-        Publisher(_one((rows, cols), dtype), {"w": values}, **where) as publisher,
-        Subscriber(_one((rows, cols), dtype), {}, transform=transform, **where) as subscriber,
-    ):
+    publisher, subscriber = both_sides(tmp_path, values, values, None, transform=transform)
+    with publisher, subscriber:
         for version in range(4):
             publisher.publish(version)
             assert subscriber.pull(20) == version
-            held = subscriber.weights["w"]
-            wanted = quantize_mxfp8(values.astype(dtypes.get("bfloat16").numpy))
-            scale = swizzle_scales(wanted.scale) if swizzled else wanted.scale
-            assert _bits(held.data) == wanted.data.tobytes()
-            assert _bits(held.scale) == scale.tobytes()
+            assert bits_of(subscriber.weights["w"]) == bits_of(wanted())
             if way == "streams" and version:
                 assert subscriber.report()["received_bytes"] < values.nbytes / 4
-            at = rng.choice(values.size, 9, replace=False)
-            values.reshape(-1)[at] *= -2
+            values.reshape(-1)[rng.choice(values.size, 9, replace=False)] *= -2
 
 
 def test_what_the_gpu_has_queued_is_waited_for(tmp_path: Path, rng: np.random.Generator, cupy: Any) -> None:
     """Copies come behind what is on the stream that the caller has made current, or names, and delay nothing there."""
-    values = _random(rng, (64, 64), "float32")
-    layout, mine, out = _one((64, 64), "float32"), put(values * 0), put(values * 0)
-    where: dict[str, Any] = {"address": f"unix:{tmp_path}/p", "token": TOKEN}
+    values = rng.standard_normal((64, 64), np.float32)
+    mine, out = put(values * 0), put(values * 0)
     cupy.cuda.Device().synchronize()
-    with (
-        Publisher(layout, {"w": mine}, **where) as publisher,
-        Subscriber(layout, {"w": out}, **where) as subscriber,
-    ):
-        for version, (wait, named) in enumerate(
-            (wait, named) for wait in (True, False) for named in (True, False)
-        ):
+    publisher, subscriber = both_sides(tmp_path, values, mine, out)
+    with publisher, subscriber:
+        for version, (wait, named) in enumerate(product((True, False), (True, False))):
             user = cupy.cuda.Stream(non_blocking=True)
+            given = {"stream": user} if named else {}
             with user:
                 busy(cupy, 0.05)
                 mine[...] = put(values + version)
-                if not named:
-                    done = publisher.publish(version, wait)
-            if named:
-                done = publisher.publish(version, wait, stream=user)
+            with nullcontext() if named else user:
+                done = publisher.publish(version, wait, **given)
             assert done is None or done.wait() is None
             assert user.done, "the version is served before it is there"
-            user = cupy.cuda.Stream(non_blocking=True)
-            if named:
-                pulled: Any = subscriber.pull(20, wait=wait, stream=user)
-            else:
-                with user:
-                    pulled = subscriber.pull(20, wait=wait)
+            with nullcontext() if named else user:
+                pulled: Any = subscriber.pull(20, wait=wait, **given)
             assert (pulled if wait else pulled.wait()) == version
             with user:
-                assert _bits(subscriber.weights["w"]) == (values + version).tobytes()
+                assert bits_of(subscriber.weights["w"]) == (values + version).tobytes()
             cupy.cuda.Device().synchronize()
 
 
 def test_a_gpu_that_fails_leaves_the_version_that_is_served(
-    tmp_path: Path, rng: np.random.Generator, answers: Answers, way: str
+    tmp_path: Path, rng: Any, answers: Answers
 ) -> None:
-    values = _random(rng, (64, 64), "uint8")
-    layout, mine, out = _one((64, 64), "uint8"), put(values), put(np.zeros_like(values))
-    where: dict[str, Any] = {"address": f"unix:{tmp_path}/p", "token": TOKEN}
-    with (
-        Publisher(layout, {"w": mine}, **where) as publisher,
-        Subscriber(layout, {"w": out}, delta="off", **where) as subscriber,
-    ):
+    values = rng.integers(0, 256, (64, 64), np.uint8)
+    mine, out = put(values), put(np.zeros_like(values))
+    publisher, subscriber = both_sides(tmp_path, values, mine, out, delta="off")
+    with publisher, subscriber:
         publisher.publish(1)
         assert subscriber.pull(20) == 1
         mine[...] = put(values + 1)
-        answers.status = Answers.ILLEGAL_ADDRESS
-        refused(lambda: publisher.publish(2), CommError, "cudaError")
-        assert publisher.version == 1
-        answers.status = None
-        publisher.publish(3)
-        answers.status = Answers.ILLEGAL_ADDRESS
-        refused(lambda: subscriber.pull(20), CommError, "cudaError")
-        assert subscriber.version == 1
-        answers.status = None
-        assert _bits(subscriber.weights["w"]) == values.tobytes()
+        for call in (lambda: publisher.publish(2), lambda: subscriber.pull(20)):
+            answers.status = Answers.ILLEGAL_ADDRESS
+            refused(call, CommError, "cudaError")
+            answers.status = None
+            if publisher.version == 1:
+                publisher.publish(3)
+        assert (subscriber.version, bits_of(subscriber.weights["w"])) == (1, values.tobytes())
         assert subscriber.pull(20) == 3
-        assert _bits(subscriber.weights["w"]) == (values + 1).tobytes()
+        assert bits_of(subscriber.weights["w"]) == (values + 1).tobytes()

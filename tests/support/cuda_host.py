@@ -5,19 +5,17 @@ The folder beside it has what CUDA's words mean to a C++ compiler. The .cu files
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import hashlib
-import shutil
 import subprocess
 import tempfile
 import threading
-import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import cache, wraps
+from collections.abc import Callable, Hashable, Sequence
+from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
+from unittest.mock import patch
+from weakref import WeakValueDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -28,8 +26,6 @@ from lowshard.kernels.cuda.cuda_module import FOLDER, SOURCES
 from lowshard.settings import cache_root
 
 SHIM = Path(__file__).with_name("cuda_host")
-COMPILER = "g++"
-COMPILE_LIMIT_S = 300.0
 
 
 class HostFault(RuntimeError):
@@ -40,151 +36,86 @@ class HostFault(RuntimeError):
 def host_library() -> tuple[ctypes.CDLL, str]:
     """Return all kernels as one library, compiled once for its sources and kept, and what the compiler said."""
     command = [
-        COMPILER, "-O2", "-std=c++17", "-fPIC", "-shared", "-Wall", "-Wextra", "-Wno-unknown-pragmas",
+        "g++", "-O2", "-std=c++17", "-fPIC", "-shared", "-Wall", "-Wextra", "-Wno-unknown-pragmas",
         "-U_FORTIFY_SOURCE",  # it takes a jump between fibers for a damaged stack
         "-include", str(SHIM / "cuda_host.hpp"), "-I", str(FOLDER), "-x", "c++",
         *(str(FOLDER / f"{name}.cu") for name in SOURCES), str(SHIM / "cuda_host.cpp"), "-o",
     ]  # fmt: skip
     made_from = hashlib.sha256("\0".join(command).encode())
-    made_from.update(subprocess.run([COMPILER, "--version"], capture_output=True, check=True).stdout)
+    made_from.update(subprocess.run(["g++", "--version"], capture_output=True, check=True).stdout)
     for path in sorted((*FOLDER.glob("*.cu*"), *SHIM.iterdir())):
         made_from.update(path.read_bytes())
-    kept = cache_root() / "tests" / f"cuda_host-{made_from.hexdigest()[:24]}"
-    if not (kept / "said.txt").exists():
+    kept = cache_root() / "tests" / f"cuda_host-{made_from.hexdigest()[:24]}.so"
+    if not kept.exists():
         kept.parent.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix="making-", dir=kept.parent))
-        done = subprocess.run(
-            [*command, str(folder / "kernels.so")], capture_output=True, text=True, timeout=COMPILE_LIMIT_S
-        )
+        made = Path(tempfile.mkdtemp(prefix="making-", dir=kept.parent), kept.name)
+        done = subprocess.run([*command, made], capture_output=True, text=True, timeout=300)
         if done.returncode:
             raise RuntimeError(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
-        (folder / "said.txt").write_text(done.stderr)
-        with contextlib.suppress(OSError):  # another process was first
-            folder.rename(kept)
-        shutil.rmtree(folder, ignore_errors=True)
-    library = ctypes.CDLL(str(kept / "kernels.so"))
-    library.lowshard_run.restype = ctypes.c_char_p
-    library.lowshard_trace.restype = ctypes.c_size_t
-    return library, (kept / "said.txt").read_text()
-
-
-class Access(NamedTuple):
-    """A load or store of one lane; warps are numbered through the grid."""
-
-    address: int
-    size_bytes: int
-    warp: int
-    lane: int
-    is_store: bool
+        kept.with_suffix(".txt").write_text(done.stderr)
+        made.rename(kept)
+        made.parent.rmdir()
+    library = ctypes.CDLL(str(kept))
+    library.lowshard_run.restype, library.lowshard_trace.restype = ctypes.c_char_p, ctypes.c_size_t
+    return library, kept.with_suffix(".txt").read_text()
 
 
 class HostLauncher:
     """A `Launcher` whose device memory is NumPy arrays.
 
-    Args:
-        multiprocessors: of the GPU it stands for; the grid follows from it.
-        most_ctas: runs no larger grid than this; every kernel loops over what is left.
-        flush: fp32 subnormals are flushed to zero, as CuPy compiles kernels. Needs x86.
-
     Attributes:
-        launches: kernel and CTAs of every launch so far.
-        current_stream: any value; another one is another stream.
-        only_ctas: (first, stop) of the CTAs to run, or None for all of a grid.
+        multiprocessors: of the GPU it stands for; the grid follows from it.
+        flush: fp32 subnormals are flushed to zero, as CuPy compiles kernels. Needs x86.
+        most_ctas: it runs no larger grid than this; every kernel loops over what is left. 0: any.
+        only_ctas: the first of the CTAs to run, and the one behind the last; None: all of a grid.
         ranges: addresses that kernels may touch beside the engine's tables; None: any.
     """
 
-    # One launch at a time: the fibers are shared.
-    _lock = threading.RLock()
+    lock = threading.RLock()  # one launch at a time: the fibers are shared
+    current_stream: Hashable = 0
+    only_ctas: tuple[int, int] | None = None
+    ranges: list[tuple[int, int]] | None = None
 
-    def __init__(self, multiprocessors: int = 4, flush: bool = False, most_ctas: int | None = None) -> None:
-        self.most_ctas = most_ctas
-        self.multiprocessors = multiprocessors
-        self.flush = flush
-        self.current_stream: Hashable = 0
-        self.launches: list[tuple[str, int]] = []
-        self.uploads = 0
-        self.only_ctas: tuple[int, int] | None = None
-        self.ranges: list[tuple[int, int]] | None = None
-        self._tables: dict[int, weakref.ref[npt.NDArray[np.int64]]] = {}
+    def __init__(self, multiprocessors: int, flush: bool, most_ctas: int) -> None:
+        self.multiprocessors, self.flush, self.most_ctas = multiprocessors, flush, most_ctas
+        self.launches: list[tuple[str, int]] = []  # kernel and CTAs of each
+        self._tables: WeakValueDictionary[int, Any] = WeakValueDictionary()
 
-    def to_device(self, words: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def to_device(self, words: Any) -> Any:
         """Return a copy on a 16-byte boundary."""
-        assert words.dtype == np.int64
-        assert words.flags.c_contiguous
         raw = np.empty(words.nbytes + 16, np.uint8)
-        skip = -raw.ctypes.data % 16
-        copy = raw[skip : skip + words.nbytes].view(np.int64)
+        copy = raw[-raw.ctypes.data % 16 :][: words.nbytes].view(np.int64)
         copy[...] = words
-        self.uploads += 1
-        self._tables[copy.ctypes.data] = weakref.ref(copy)
+        self._tables[copy.ctypes.data] = copy
         return copy
 
-    def keep_captured(self, words: npt.NDArray[np.int64]) -> None:
+    def keep_captured(self, words: Any) -> None:
         """Nothing is captured here."""
 
     def launch(self, kernel: str, ctas: int, threads: int, args: Sequence[int]) -> None:
-        """Run a kernel to its end.
-
-        Raises:
-            HostFault: a misaligned or outside access, or lanes that do not meet in a shuffle.
-        """
+        """Run a kernel to its end; a `HostFault` is what a GPU would fault on, or lanes that do not meet."""
         library, _ = host_library()
-        assert 0 < ctas < 1 << 31
         assert {type(word) for word in (ctas, *args)} == {int}  # CuPy gives other types other widths
         words = (ctypes.c_uint64 * len(args))(*(arg & (1 << 64) - 1 for arg in args))
-        bounds: list[int] = []
-        if self.ranges is not None:
-            for low, high in (*self.ranges, *self._table_ranges(args)):
-                bounds += (low, high)
+        tables = [address_range(self._tables[arg]) for arg in args if arg in self._tables]
+        bounds = [] if self.ranges is None else [end for span in (*self.ranges, *tables) for end in span]
         ctas = min(ctas, self.most_ctas or ctas)
-        first, stop = self.only_ctas or (0, ctas)
-        with self._lock:
+        with self.lock:
             self.launches.append((kernel, ctas))
             error = library.lowshard_run(
-                getattr(library, kernel), words, len(args), ctas, threads, first, stop,
+                getattr(library, kernel), words, len(args), ctas, threads, *(self.only_ctas or (0, ctas)),
                 (ctypes.c_uint64 * max(1, len(bounds)))(*bounds), len(bounds) // 2, int(self.flush),
             )  # fmt: skip
         if error:
             raise HostFault(f"{kernel}: {error.decode()}")
 
-    @contextmanager
-    def traced(self, room: int = 1 << 20) -> Iterator[list[Access]]:
-        """Give a list that holds every load and store of the launches within, in order, once the block is left."""
-        library, _ = host_library()
-        words = np.zeros((room, 5), np.uint64)
-        found: list[Access] = []
-        with self._lock:
-            library.lowshard_trace(ctypes.c_void_p(words.ctypes.data), ctypes.c_size_t(room))
-            try:
-                yield found
-            finally:
-                count = library.lowshard_trace(None, ctypes.c_size_t(0))
-        assert count <= room, f"{count} accesses; there is room for {room}"
-        found += [Access(*row[:4], bool(row[4])) for row in words[:count].tolist()]
-
-    def _table_ranges(self, args: Sequence[int]) -> list[tuple[int, int]]:
-        live = [self._tables[arg]() for arg in args if arg in self._tables]
-        return [(table.ctypes.data, table.ctypes.data + table.nbytes) for table in live if table is not None]
-
-
-def _guarded(name: str) -> Callable[..., None]:
-    plain = getattr(CudaEngine, name)
-
-    @wraps(plain)
-    def method(self: HostCudaEngine, *args: Any) -> None:
-        arrays = [arg for arg in args if isinstance(arg, np.ndarray)]
-        for arg in args:
-            if isinstance(arg, (list, tuple)):
-                arrays += [part for part in arg if isinstance(part, np.ndarray)]
-        with self.launcher._lock:
-            outer = self.launcher.ranges
-            self.launcher.ranges = [address_range(array) for array in arrays]
-            try:
-                plain(self, *args)
-            finally:
-                self.launcher.ranges = outer
-
-    return method
+    def traced(self, call: Callable[[], object]) -> npt.NDArray[np.int64]:
+        """Return the loads and stores of a call in order: address, bytes, warp of the grid, lane, 0 for a load."""
+        library, words = host_library()[0], np.zeros((1 << 20, 5), np.int64)
+        with self.lock:
+            library.lowshard_trace(ctypes.c_void_p(words.ctypes.data), ctypes.c_size_t(len(words)))
+            call()
+            return words[: library.lowshard_trace(None, ctypes.c_size_t(0))]
 
 
 class HostCudaEngine(CudaEngine):
@@ -201,28 +132,21 @@ class HostCudaEngine(CudaEngine):
         return found
 
 
-for _name in (
-    "copy",
-    "quantize",
-    "quantize_swizzled",
-    "dequantize",
-    "cast",
-    "sum_into",
-    "swizzle",
-    "unswizzle",
-    "adamw",
-    "sgd",
-    "fold",
-    "differ",
-    "gather",
-    "scatter",
-    "checksum",
-):
-    setattr(HostCudaEngine, _name, _guarded(_name))
+def _guarded(name: str) -> Any:
+    def method(self: HostCudaEngine, *args: Any) -> Any:
+        parts = [part for arg in args for part in (arg if isinstance(arg, (list, tuple)) else [arg])]
+        spans = [address_range(part) for part in parts if isinstance(part, np.ndarray)]
+        with self.launcher.lock, patch.object(self.launcher, "ranges", spans):
+            return getattr(CudaEngine, name)(self, *args)
+
+    return method
 
 
-def host_cuda_engine(
-    multiprocessors: int = 4, flush: bool = False, most_ctas: int | None = None
-) -> HostCudaEngine:
+for _name in vars(CudaEngine).keys() - {"name", "word_bytes"}:
+    if not _name.startswith("_"):
+        setattr(HostCudaEngine, _name, _guarded(_name))
+
+
+def host_cuda_engine(multiprocessors: int = 4, flush: bool = False, most_ctas: int = 0) -> HostCudaEngine:
     """Return a CUDA engine that works on NumPy arrays; the arguments are `HostLauncher`'s."""
     return HostCudaEngine(HostLauncher(multiprocessors, flush, most_ctas))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from itertools import pairwise
 from typing import Any
+from unittest.mock import MagicMock, patch
 
 import numpy as np
 import pytest
@@ -70,7 +71,9 @@ def _plain(boxes: ChangeBoxes) -> ChangeBoxes:
 
 def _on_cuda(boxes: ChangeBoxes) -> ChangeBoxes:
     """Have the CUDA kernels search and write, built for the host."""
-    boxes._search = lambda array: DeviceSearch(host_cuda_engine(), np)  # type: ignore[method-assign]
+    with patch.object(np, "cuda", MagicMock(), create=True):  # as CuPy has it, for streams
+        search = DeviceSearch(host_cuda_engine(), np)
+    boxes._search = lambda array: search  # type: ignore[method-assign]
     return boxes
 
 

@@ -1,7 +1,7 @@
 """The CUDA sources compile for every GPU named here, spill no register, and become the right instructions.
 
-Needs no GPU: NVRTC from its wheel, nvcc on PATH, and nvdisasm for the instructions. What is compiled is the
-text that CuPy is given, under the options that CuPy adds.
+Needs no GPU: NVRTC from its wheel, and nvdisasm for the instructions. What is compiled is the text that CuPy is given,
+under the options that CuPy adds.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import re
 import shutil
 import subprocess
 import tempfile
-from functools import cache
+from collections.abc import Sequence
+from functools import cache, partial
 from itertools import product
 from pathlib import Path
 
@@ -21,14 +22,9 @@ from support import mode
 
 from lowshard.kernels.cuda.cuda_module import COMPILER_OPTIONS, SOURCES, program_of, source
 
-ARCHES = (80, 86, 89, 90, 100, 103, 120)
-MAIN_ARCH = 90
-CUPY_OPTIONS = ("-ftz=true",)
-LIMIT_S = 100.0
-
-FLOATS = ("bf16", "f16", "f32")
-ELEMS = ("e4m3", "e5m2")
-FORMS = ("linear", "table", "any")
+ARCHES, MAIN_ARCH = (80, 86, 89, 90, 100, 103, 120), 90
+FLOATS, ELEMS, FORMS = ("bf16", "f16", "f32"), ("e4m3", "e5m2"), ("linear", "table", "any")
+INTEGERS = [f"{sign}{bits}" for sign in "iu" for bits in (8, 16, 32, 64)]
 KERNELS = {
     "quantize": {f"quantize_{x}_{e}_{form}" for x, e, form in product(FLOATS, ELEMS, FORMS)},
     "dequantize": {f"dequantize_{e}_{x}_{form}" for x, e, form in product(FLOATS, ELEMS, FORMS)},
@@ -39,48 +35,29 @@ KERNELS = {
         *(f"sum_mixed_{b}_{n}" for b, n in product(FLOATS, (1, 4))),
     },
     "swizzle": {"swizzle_scales", "unswizzle_scales"},
-    "changes": {
-        *(f"{name}_{size}" for name in ("differ", "gather", "scatter") for size in (1, 2, 4, 8, 16)),
-    },
+    "changes": {f"{name}_{size}" for name in ("differ", "gather", "scatter") for size in (1, 2, 4, 8, 16)},
     "checksum": {"checksum_start", "checksum_add"},
     "step": {"adamw_1", "adamw_4", "sgd_1", "sgd_4"},
-    "fold": {
-        f"fold_{kind}_{count}"
-        for kind in (
-            "f64",
-            "f32",
-            "f16",
-            "bf16",
-            "e4m3",
-            "e5m2",
-            *(f"{s}{bits}" for s in "iu" for bits in (8, 16, 32, 64)),
-        )
-        for count in (1, 2 if "64" in kind else 4)
-    },
-}
+    "fold": {f"fold_{kind}_{count}" for kind in ("f64", *FLOATS, *ELEMS, *INTEGERS)
+             for count in (1, 2 if "64" in kind else 4)},
+}  # fmt: skip
 
 
 @cache
-def wheel_folders() -> list[Path]:
-    """Return the folders of NVIDIA's wheels, nvidia/cu13 say."""
+def in_wheels(pattern: str) -> list[str]:
+    """Return files of NVIDIA's wheels, whose folders are nvidia/cu13 say."""
     spec = importlib.util.find_spec("nvidia")
     places = list(spec.submodule_search_locations or []) if spec else []
-    return [folder for place in places for folder in sorted(Path(place).iterdir()) if folder.is_dir()]
+    return [str(path) for place in places for path in sorted(Path(place).glob(f"*/{pattern}"))]
 
 
-@cache
-def tool(name: str) -> str | None:
-    """Return the path of a program of the CUDA toolkit, on PATH or in a wheel."""
-    found = shutil.which(name)
-    inside = [str(folder / "bin" / name) for folder in wheel_folders() if (folder / "bin" / name).exists()]
-    return found or next(iter(inside), None)
+DISASSEMBLER = shutil.which("nvdisasm") or next(iter(in_wheels("bin/nvdisasm")), None)
 
 
 @cache
 def nvrtc() -> ctypes.CDLL | None:
     """Return NVRTC from a wheel, or from where the system keeps libraries."""
-    inside = [str(lib) for folder in wheel_folders() for lib in sorted(folder.glob("lib/libnvrtc.so.*"))]
-    for name in (*inside, "libnvrtc.so.13", "libnvrtc.so.12"):
+    for name in (*in_wheels("lib/libnvrtc.so.*"), "libnvrtc.so.13", "libnvrtc.so.12"):
         try:
             return ctypes.CDLL(name)
         except OSError:
@@ -88,60 +65,36 @@ def nvrtc() -> ctypes.CDLL | None:
     return None
 
 
-COMPILERS = {
-    "nvrtc": (nvrtc() is not None, "NVRTC is neither in a wheel (nvidia-cuda-nvrtc) nor among the libraries"),
-    "nvcc": (shutil.which("nvcc") is not None, "nvcc is not on PATH"),
-}
-
-
 @cache
-def compiled(compiler: str, arch: int, name: str) -> tuple[str, bytes]:
-    """Return what the compiler and ptxas said, and the cubin."""
-    options = [*COMPILER_OPTIONS, *CUPY_OPTIONS, f"-arch=sm_{arch}", "--ptxas-options=-v"]
-    return (_by_nvrtc if compiler == "nvrtc" else _by_nvcc)(name, options)
-
-
-def _by_nvcc(name: str, options: list[str]) -> tuple[str, bytes]:
-    with tempfile.TemporaryDirectory() as folder:
-        text, cubin = Path(folder, f"{name}.cu"), Path(folder, f"{name}.cubin")
-        text.write_text(source(name), encoding="utf-8")
-        command = ["nvcc", *options, "-cubin", "-o", str(cubin), str(text)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, cwd=folder)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout + done.stderr, cubin.read_bytes()
-
-
-def _by_nvrtc(name: str, options: list[str]) -> tuple[str, bytes]:
-    library = nvrtc()
+def compiled(arch: int, name: str) -> tuple[str, bytes]:
+    """Return what NVRTC and ptxas said, and the cubin."""
+    options = [*COMPILER_OPTIONS, "-ftz=true", f"-arch=sm_{arch}", "--ptxas-options=-v"]
+    library, program, text = nvrtc(), ctypes.c_void_p(), source(name).encode()
     assert library is not None
-    program = ctypes.c_void_p()
-    text = source(name).encode()
     assert library.nvrtcCreateProgram(ctypes.byref(program), text, f"{name}.cu".encode(), 0, None, None) == 0
+
+    def made(what: str) -> bytes:
+        size = ctypes.c_size_t()
+        assert getattr(library, f"nvrtcGet{what}Size")(program, ctypes.byref(size)) == 0
+        buffer = ctypes.create_string_buffer(size.value)
+        assert getattr(library, f"nvrtcGet{what}")(program, buffer) == 0
+        return buffer.raw
+
     try:
         words = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
         status = library.nvrtcCompileProgram(program, len(options), words)
-        log = _nvrtc_bytes(library, program, "ProgramLog").rstrip(b"\0").decode()
+        log = made("ProgramLog").rstrip(b"\0").decode()
         assert status == 0, log
-        return log, _nvrtc_bytes(library, program, "CUBIN")
+        return log, made("CUBIN")
     finally:
         library.nvrtcDestroyProgram(ctypes.byref(program))
-
-
-def _nvrtc_bytes(library: ctypes.CDLL, program: ctypes.c_void_p, what: str) -> bytes:
-    size = ctypes.c_size_t()
-    assert getattr(library, f"nvrtcGet{what}Size")(program, ctypes.byref(size)) == 0
-    buffer = ctypes.create_string_buffer(size.value)
-    assert getattr(library, f"nvrtcGet{what}")(program, buffer) == 0
-    return buffer.raw
 
 
 def registers(log: str) -> dict[str, int]:
     """Return registers a thread of each kernel in a ptxas log; assert that none is spilled."""
     found = {}
-    pattern = (
-        r"Compiling entry function '(\w+)'.*?(\d+) bytes stack frame, "
-        r"(\d+) bytes spill stores, (\d+) bytes.*?Used (\d+) reg"
-    )
+    spills = r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes"
+    pattern = rf"Compiling entry function '(\w+)'.*?{spills}.*?Used (\d+) reg"
     for name, *memory, used in re.findall(pattern, log, re.DOTALL):
         assert memory == ["0", "0", "0"], f"{name}: stack frame, spill stores and loads of {memory} bytes"
         found[name] = int(used)
@@ -149,16 +102,16 @@ def registers(log: str) -> dict[str, int]:
 
 
 @cache
-def instructions(compiler: str, arch: int, name: str) -> dict[str, list[str]]:
+def instructions(arch: int, name: str) -> dict[str, list[str]]:
     """Return the instructions of each kernel in order, operands left out."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled(compiler, arch, name)[1])
+        file.write(compiled(arch, name)[1])
         file.flush()
-        command = [str(tool("nvdisasm")), "-c", file.name]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=True)
+        command = [str(DISASSEMBLER), "-c", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True).stdout
     found: dict[str, list[str]] = {}
     here: list[str] = []
-    for line in done.stdout.splitlines():
+    for line in text.splitlines():
         if start := re.match(r"\s*\.text\.(\w+):", line):
             here = found.setdefault(start[1], [])
         elif word := re.search(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z]\w*(?:\.\w+)*)", line):
@@ -166,28 +119,15 @@ def instructions(compiler: str, arch: int, name: str) -> dict[str, list[str]]:
     return found
 
 
-def cases() -> list[object]:
-    """Return each compiler with every GPU; in a default run NVRTC, which is quick, with one of them and one source."""
-    found: list[object] = []
-    sources = [
-        name for name in SOURCES if mode.full() or name != "fold"
-    ]  # it takes as long as all others together
-    for compiler, (usable, reason) in COMPILERS.items():
-        if compiler == "nvcc" and not mode.full():
-            continue
-        mark = pytest.mark.skipif(not usable, reason=reason)
-        found += [
-            pytest.param(compiler, arch, name, marks=mark, id=f"{compiler}-sm_{arch}-{name}")
-            for arch in mode.sample(ARCHES, 1, f"arch {compiler}")
-            for name in mode.sample(sources, 1, f"sources {compiler} {arch}")
-        ]
-    return found
-
-
-every_case = pytest.mark.parametrize(("compiler", "arch", "name"), cases())
-disassembled = pytest.mark.skipif(
-    tool("nvdisasm") is None, reason="nvdisasm is neither on PATH nor in a wheel (nvidia-cuda-nvdisasm)"
-)
+# A default run has one of the GPUs and one source; fold takes as long as all others together.
+CASES = [
+    (arch, name)
+    for arch in mode.sample(ARCHES, 1, "arch")
+    for name in mode.sample([name for name in SOURCES if mode.full() or name != "fold"], 1, f"sources {arch}")
+]
+every_case = pytest.mark.parametrize(("arch", "name"), CASES)
+needs_nvrtc = pytest.mark.skipif(nvrtc() is None, reason="NVRTC is not there (nvidia-cuda-nvrtc)")
+needs_nvdisasm = pytest.mark.skipif(DISASSEMBLER is None, reason="no nvdisasm (nvidia-cuda-nvdisasm)")
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not on PATH")
@@ -197,43 +137,40 @@ def test_a_kernel_of_a_long_file_is_compiled_alone(name: str) -> None:
         file, options = program_of(kernel)
         assert file == name
         command = ["g++", "-E", "-P", "-x", "c++", *options, "-"]
-        done = subprocess.run(
-            command, input=source(name), capture_output=True, text=True, check=True, timeout=60
-        )
-        found = re.findall(r'extern "C".*?(\w+)\(u64', done.stdout, re.DOTALL)
+        text = subprocess.run(command, input=source(name), capture_output=True, text=True, check=True).stdout
+        found = re.findall(r'extern "C".*?(\w+)\(u64', text, re.DOTALL)
         assert found == [kernel] or (kernel in found and len(found) <= 15 and len(KERNELS[name]) <= 15)
 
 
+@needs_nvrtc
 @every_case
-def test_a_source_compiles_without_warnings_and_spills_no_register(
-    compiler: str, arch: int, name: str
-) -> None:
-    log, cubin = compiled(compiler, arch, name)
+def test_a_source_compiles_without_warnings_and_spills_nothing(arch: int, name: str) -> None:
+    log, cubin = compiled(arch, name)
     assert "warning" not in log.lower()
     assert cubin[:4] == b"\x7fELF"
     used = registers(log)
     assert set(used) == KERNELS[name]
+    # Five CTAs of 256 threads fit: the engine sizes its grids by it, and so many loads keep memory busy.
+    of_five = r"quantize_b?f16_\w+_(linear|table)|dequantize_\w+f16|copy|adamw|sgd"
     for kernel, count in used.items():
-        # Five CTAs of 256 threads fit: the engine sizes its grids by it, and so many loads keep memory busy.
-        if arch <= MAIN_ARCH and re.search(
-            r"quantize_b?f16_\w+_(linear|table)|dequantize_\w+f16|copy|adamw|sgd", kernel
-        ):
-            assert count <= 48, kernel
-        if kernel.startswith(("sum", "cast", "dequantize")):  # four CTAs
-            assert count <= 64, kernel
+        assert count <= 48 or arch > MAIN_ARCH or not re.search(of_five, kernel), kernel
+        assert count <= 64 or not kernel.startswith(("sum", "cast", "dequantize")), kernel  # four CTAs
 
 
-@disassembled
+def has_word(words: Sequence[str], *patterns: str) -> bool:
+    return all(any(re.fullmatch(pattern, word) for word in words) for pattern in patterns)
+
+
+@needs_nvrtc
+@needs_nvdisasm
 @every_case
-def test_kernels_become_the_instructions_they_are_for(compiler: str, arch: int, name: str) -> None:
-    found = instructions(compiler, arch, name)
+def test_kernels_become_the_instructions_they_are_for(arch: int, name: str) -> None:
+    found = instructions(arch, name)
     assert set(found) == KERNELS[name]
     for kernel, words in found.items():
-        text = " ".join(words)
-
-        def has(pattern: str, text: str = text) -> bool:
-            return re.search(rf"(?<!\S)(?:{pattern})(?!\S)", text) is not None
-
+        has = partial(has_word, words)
+        loads = [i for i, word in enumerate(words) if word.startswith("LDG")]
+        stores = [i for i, word in enumerate(words) if word.startswith("STG")]
         # Local memory and generic addresses would be slow.
         assert not has(r"(LDL|STL|LD|ST)(\.\S+)?"), kernel
         wide = r"LDG\.E(\.\w+)*\.128"
@@ -243,15 +180,13 @@ def test_kernels_become_the_instructions_they_are_for(compiler: str, arch: int, 
             if "f32" not in kernel:
                 assert has(r"VIMNMX3?\.U16x2(\.\S+)?") == (arch >= 90), kernel
             if not kernel.endswith("any"):
-                assert has(wide), kernel
-                assert has(r"STG\.E\.64"), kernel
+                assert has(wide, r"STG\.E\.64"), kernel
                 assert not has(r"LDG\.E(\.EF)?\.[US]?(8|16)"), kernel
-                loads = [
-                    i for i, word in enumerate(words) if re.fullmatch(wide, word) and "CONSTANT" not in word
-                ]
                 first = next(i for i, word in enumerate(words) if word.startswith("SHFL.BFLY"))
-                per_lane = 8 if "f32" in kernel else 4
-                assert sum(i < first for i in loads) >= per_lane, f"{kernel}: not all loads are under way"
+                early = [words[i] for i in loads if i < first and "CONSTANT" not in words[i]]
+                assert sum(bool(re.fullmatch(wide, word)) for word in early) >= (
+                    8 if "f32" in kernel else 4
+                ), kernel
         elif kernel.startswith("dequantize"):
             if "e4m3" in kernel:
                 assert has(r"F2FP\.F16\.E4M3\.UNPACK_B\S*") == (arch >= 89), kernel
@@ -261,8 +196,7 @@ def test_kernels_become_the_instructions_they_are_for(compiler: str, arch: int, 
                 before = words[: words.index("STG.E.128")]
                 assert sum(bool(re.fullmatch(codes, word)) for word in before) >= shares, kernel
         elif re.fullmatch(r"fold_(f32|b?f16|e4m3|e5m2)_\d", kernel):
-            assert has("FADD"), kernel
-            assert has("FMUL"), kernel
+            assert has("FADD", "FMUL"), kernel
             # What is flushed is within the exact division, which takes numbers apart before.
             assert not has(r"FMUL\.FTZ\S*"), kernel
             assert sum(word.startswith("FADD.FTZ") for word in words) <= 2, kernel
@@ -274,33 +208,30 @@ def test_kernels_become_the_instructions_they_are_for(compiler: str, arch: int, 
             before = " ".join(words[: words.index("FADD")])
             wanted = 17 if "mixed" in kernel else 9
             assert len(re.findall(r"LDG\.E(?!\S*(CONSTANT|U8))", before)) >= wanted, kernel
-            assert not has(r"LDG\.E(\.EF)?(\.U(8|16))?", before) or kernel.endswith("_1"), kernel
+            assert not has_word(before.split(), r"LDG\.E(\.EF)?(\.U(8|16))?") or kernel.endswith("_1"), kernel
         elif kernel.startswith("cast") and not kernel.endswith("_1"):
             # Somewhere the loads of a turn follow each other, with no conversion, store or branch between them.
             _, src, dst, unit = kernel.split("_")
             width, turn = (".64" if src != "f32" and dst == "f32" else ".128"), (2 if unit == "8" else 4)
-            places = [i for i, word in enumerate(words) if word.startswith("LDG") and "CONSTANT" not in word]
-            assert any(
-                all(words[i].endswith(width) for i in group)
-                and not re.search(
-                    r"\b(STG|BRA|BSSY|HADD2|F2F\w*|PRMT|SHFL)\b", " ".join(words[group[0] : group[-1]])
-                )
-                for group in zip(*(places[k:] for k in range(turn)), strict=False)
-            ), kernel
+            places = [i for i in loads if "CONSTANT" not in words[i]]
+            between = r"\b(STG|BRA|BSSY|HADD2|F2F\w*|PRMT|SHFL)\b"
+            groups = [places[k : k + turn] for k in range(len(places) - turn + 1)]
+            whole = [group for group in groups if all(words[i].endswith(width) for i in group)]
+            assert not all(re.search(between, " ".join(words[group[0] : group[-1]])) for group in whole), (
+                kernel
+            )
             assert has(r"STG\.E\.64" if src == "f32" and dst != "f32" else r"STG\.E\.128"), kernel
         elif name == "step":
             # All arrays are read before the first operation; the buffer of sgd is read on a way of its own.
             first = next(i for i, word in enumerate(words) if re.match(r"F(ADD|MUL|FMA)|MUFU", word))
             vectors = ".128" if kernel.endswith("_4") else ""
-            loads = [word for word in words[:first] if re.fullmatch(rf"LDG\.E(\.EF)?{vectors}", word)]
-            assert len(loads) >= (4 if "adamw" in kernel else 2), kernel
+            early = [word for word in words[:first] if re.fullmatch(rf"LDG\.E(\.EF)?{vectors}", word)]
+            assert len(early) >= (4 if "adamw" in kernel else 2), kernel
             assert has(rf"STG\.E{vectors}"), kernel
         if kernel == "checksum_add":
             assert sum(bool(re.fullmatch(wide, word)) for word in words) >= 8, kernel
             assert has(r"REDG?\.E\.ADD\.64\S*"), kernel
         if "swizzle" in kernel:
-            loads = [i for i, word in enumerate(words) if word.startswith("LDG")]
-            stores = [i for i, word in enumerate(words) if word.startswith("STG")]
             assert len(loads) >= 4, kernel
             assert max(loads) < min(stores), f"{kernel}: a turn reads all before it writes"
             assert not has(r"I2F\.U64\S*"), f"{kernel}: 64-bit division"
@@ -308,10 +239,7 @@ def test_kernels_become_the_instructions_they_are_for(compiler: str, arch: int, 
             # The search for the box of a unit takes a step for two units at once: each reads 64 bits, of which some
             # compilers make two loads. So does the look-up before it, of two numbers of 32 bits each.
             blocks = [block for block in " ".join(words).split(" BRA ") if ".128.CONSTANT" not in block]
-            halves = [
-                2 * block.count("LDG.E.64.CONSTANT") + block.count("LDG.E.CONSTANT") for block in blocks
-            ]
+            halves = [2 * part.count("LDG.E.64.CONSTANT") + part.count("LDG.E.CONSTANT") for part in blocks]
             assert sum(count >= 4 for count in halves) >= 2, kernel
         if kernel in ("copy_16", "sum_f32_f32_4", "fold_f32_4", "fold_f64_2", "fold_i64_2", "fold_u64_2"):
-            assert has(wide), kernel
-            assert has(r"STG\.E\.128"), kernel
+            assert has(wide, r"STG\.E\.128"), kernel

@@ -9,6 +9,7 @@
 #include <cstdio>
 #include <memory>
 #include <ucontext.h>
+#include <utility>
 
 #if defined(__SSE__)
 #include <xmmintrin.h>
@@ -23,6 +24,7 @@ using Word = unsigned long long;
 const unsigned LANES = 32;
 const std::size_t STACK_BYTES = 256 * 1024;
 const unsigned RUNNING = 0;  // not in a collective call
+const unsigned MOST_ARGUMENTS = 24;
 
 struct Fiber {
     ucontext_t start;
@@ -48,33 +50,17 @@ std::size_t trace_room, trace_count;
 char message[256];
 bool failed;
 
+template <std::size_t... I>
+void call_with(std::index_sequence<I...>) {
+    reinterpret_cast<void (*)(decltype((void)I, Word())...)>(kernel)(arguments[I]...);
+}
+
+template <std::size_t Count = 0>
 void call_kernel() {
-    const Word* a = arguments;
-    using W = Word;
-    switch (argument_count) {
-#define CASE(n, types, values)                          \
-    case n:                                             \
-        reinterpret_cast<void(*) types>(kernel) values; \
-        break;
-        CASE(4, (W, W, W, W), (a[0], a[1], a[2], a[3]))
-        CASE(7, (W, W, W, W, W, W, W), (a[0], a[1], a[2], a[3], a[4], a[5], a[6]))
-        CASE(8, (W, W, W, W, W, W, W, W), (a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7]))
-        CASE(9, (W, W, W, W, W, W, W, W, W), (a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8]))
-        CASE(10, (W, W, W, W, W, W, W, W, W, W),
-             (a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9]))
-        CASE(11, (W, W, W, W, W, W, W, W, W, W, W),
-             (a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10]))
-        CASE(13, (W, W, W, W, W, W, W, W, W, W, W, W, W),
-             (a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10], a[11], a[12]))
-        CASE(14, (W, W, W, W, W, W, W, W, W, W, W, W, W, W),
-             (a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10], a[11], a[12], a[13]))
-        CASE(16, (W, W, W, W, W, W, W, W, W, W, W, W, W, W, W, W),
-             (a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10], a[11], a[12], a[13], a[14], a[15]))
-#undef CASE
-        default:
-            std::snprintf(message, sizeof message, "no kernel takes %u arguments", argument_count);
-            failed = true;
-    }
+    if (argument_count == Count) return call_with(std::make_index_sequence<Count>());
+    if constexpr (Count < MOST_ARGUMENTS) return call_kernel<Count + 1>();
+    std::snprintf(message, sizeof message, "no kernel takes %u arguments", argument_count);
+    failed = true;
 }
 
 // Frames below the jump are left as they are: each side has a stack of its own.
