@@ -24,10 +24,7 @@ _kept: dict[str, ModuleType] = {}
 
 @contextmanager
 def checked_gpu() -> Iterator[ModuleType]:
-    """Have `import cupy` import the checker, which starts with no reports and counts; return it.
-
-    Afterwards CuPy is what it was before. There is one checker in a process, which is used again.
-    """
+    """Have `import cupy` import the checker, of which a process has one; return it, with no reports and counts."""
     others = _take_modules()
     sys.modules.update(_kept)
     try:

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as _numpy
 
 from cupy import _array, checker, cuda
-from cupy._array import array, asarray, asnumpy, copyto, empty, empty_like, ndarray
-from cupy._kernels import RawKernel, RawModule
+from cupy._array import RawKernel, RawModule, asarray, copyto, empty_like, ndarray
 
 __version__ = "14.2.0"
-__all__ = [
-    "RawKernel", "RawModule", "array", "asarray", "asnumpy", "checker", "copyto", "cuda", "empty", "empty_like",
-    "get_default_memory_pool", "ndarray",
-]  # fmt: skip
+__all__ = ["RawKernel", "RawModule", "asarray", "checker", "copyto", "cuda", "empty_like", "ndarray"]
+array, empty = asarray, ndarray
 
 
-class get_default_memory_pool:
-    def free_all_blocks(self) -> None:
-        """Give unused memory back: nothing to do."""
+get_default_memory_pool = partial(SimpleNamespace, free_all_blocks=int)
 
 
 def __getattr__(name: str) -> Any:

@@ -1,70 +1,69 @@
-"""`cupy.ndarray` and CuPy's functions of arrays: NumPy does the arithmetic, each call is an operation on a stream."""
+"""`cupy.ndarray` and CuPy's functions, which NumPy does, and lowshard's kernels, which are run by their host build.
+
+Each call is an operation on a stream. The loads and stores of a launch are compared with the memory that is alive, with
+each other (threads of a launch are not ordered), and with earlier operations.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 import sys
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from operator import attrgetter
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from cupy import _memory, _streams
-from cupy._memory import Access, accesses_of
+from cupy import _device
+from cupy._device import Access, Work, accesses_of, current_ptr, of_thread, put
 from cupy.checker import LOCK, OFF, count, need, report, where
 
 Host = npt.NDArray[Any]
 
 _DTYPES = "?bhilqBHILQefdFDpP"  # of NumPy, that CuPy has
 _ABOUT = ("dtype", "shape", "strides", "ndim", "size", "nbytes", "itemsize")
-_POISON = 0xA5
-"""What nobody can take for a result."""
-of_thread = threading.local()
-"""`allocator`, and `streams`, the last of which is current."""
+_OF_UNKNOWN_SIZE = ("argwhere", "flatnonzero", "nonzero", "unique")  # the host waits for these
+_POISON = 0xA5  # what nobody can take for a result
+_ROOM = 1 << 21  # accesses of a launch that are compared
+_THREADS, _LANES = 256, 32
+_FLUSHED = "quantize"  # these kernels run as CuPy compiles them: fp32 subnormals count as zero there
+_LOAD, _ADD = 0, 2
 
 
-def current_ptr() -> int:
-    return sys.modules["cupy.cuda"].get_current_stream().ptr  # type: ignore[no-any-return]
+def stream() -> _device.Stream:
+    return _device.stream_at(current_ptr())
 
 
-class MemoryPointer:
+class MemoryPointer(NamedTuple):
     """An address in memory of the device, which it keeps from being given back."""
 
-    def __init__(self, mem: Any, ptr: int) -> None:
-        self.mem, self.ptr = mem, ptr
+    mem: Any
+    ptr: int
 
-    def __add__(self, offset: int) -> MemoryPointer:
+    def __add__(self, offset: int) -> MemoryPointer:  # type: ignore[override]
         return MemoryPointer(self.mem, self.ptr + offset)
 
+    def copy_from_device_async(self, source: MemoryPointer, size: int) -> None:
+        sys.modules["cupy.cuda"].runtime.memcpyAsync(self.ptr, source.ptr, size, 3, current_ptr())
 
-class PooledMemory:
-    """Memory of the pool; goes back to it with its last owner."""
 
-    _release = staticmethod(_memory.release)
-
-    def __init__(self, size: int) -> None:
-        stream = current_ptr()
-        self._block = block = _memory.allocate(size, stream)
-        self.ptr, self.size = block.begin, size
-        if not OFF and not _streams.stream_at(stream).capture:
-            _streams.put(
-                stream, "an allocation", lambda: ctypes.memset(block.begin, _POISON, block.capacity) and ()
-            )
-
-    def __del__(self, is_at_exit: Callable[[], bool] = sys.is_finalizing) -> None:
-        if not is_at_exit():
-            self._release(self._block)
+class _Owner:
+    """Keeps memory of the pool from being given back."""
 
 
 def allocate(size: int) -> MemoryPointer:
     """Return memory of the current stream's arena."""
-    made = PooledMemory(size)
-    return MemoryPointer(made, made.ptr)
+    block, owner = _device.allocate(size, current_ptr()), _Owner()
+    weakref.finalize(owner, _device.release, block).atexit = False
+    if not OFF and stream().capture is None:
+        put("an allocation", lambda: ctypes.memset(block.begin, _POISON, block.capacity) and ())
+    return MemoryPointer(owner, block.begin)
 
 
 def _operate(name: str, out: Host | None, reads: Sequence[Host], function: Callable[[], Any]) -> None:
@@ -85,7 +84,7 @@ def _operate(name: str, out: Host | None, reads: Sequence[Host], function: Calla
         return accesses
 
     count("device_to_device_copies", name == "copy")
-    _streams.put(current_ptr(), f"cupy's {name}", run, "cupy_operations")
+    put(f"cupy's {name}", run, "cupy_operations")
 
 
 def _bare(value: Any, arrays: list[ndarray]) -> Any:
@@ -111,18 +110,15 @@ def _view(found: Any, arrays: list[ndarray]) -> Any:
 def compute(name: str, function: Callable[..., Any], args: Any, options: Any, out: Any = None) -> Any:
     """Return what NumPy's function returns: views where that has views, else an array that an operation fills."""
     arrays: list[ndarray] = []
-    args, options = _bare(tuple(args), arrays), {key: _bare(value, arrays) for key, value in options.items()}
     values: list[Any] = []
-    stream = _streams.stream_at(current_ptr())
-    with (
-        LOCK,
-        np.errstate(all="ignore"),
-    ):  # else what is ahead may be done in between, after its result was used
-        is_early = stream.queue or stream.capture or any(one.done < n for one, n in stream.clock.items())
-        if (
-            out is None
-        ):  # the shape of the result is known only from one, be it of values that are not there yet
-            values.append(function(*args, **options))
+    args, options = _bare(tuple(args), arrays), {key: _bare(value, arrays) for key, value in options.items()}
+    if name in _OF_UNKNOWN_SIZE:
+        _device.wait("streamSynchronize", current_ptr())
+    # Under the lock: else what is ahead may be done in between, after the result of too early a call was used.
+    with LOCK, np.errstate(all="ignore"):
+        is_early = any(one.done < n for one, n in stream().clock.items()) or stream().capture is not None
+        if out is None:
+            values.append(function(*args, **options))  # for its shape, be it of values that are not there yet
             if (seen := _view(values[0], arrays)) is not None:
                 return seen
             out = ndarray(np.shape(values[0]), np.asarray(values[0]).dtype)
@@ -140,6 +136,7 @@ class ndarray(np.lib.mixins.NDArrayOperatorsMixin):
     flags = property(lambda self: SimpleNamespace(c_contiguous=self._host.flags.c_contiguous))
     T = property(lambda self: self._view(self._host.T))
     device = property(lambda self: sys.modules["cupy.cuda"].Device())
+    data = property(lambda self: MemoryPointer(self._memory.mem, int(self._host.ctypes.data)))
 
     def __init__(self, shape: Any, dtype: Any = float, memptr: Any = None, strides: Any = None) -> None:
         shape = (int(shape),) if isinstance(shape, (int, np.integer)) else tuple(map(int, shape))
@@ -150,7 +147,7 @@ class ndarray(np.lib.mixins.NDArrayOperatorsMixin):
         if strides is not None:
             ends = [(extent - 1) * stride for extent, stride in zip(shape, strides, strict=True)]
             low, high = sum(min(0, end) for end in ends), sum(max(0, end) for end in ends) + kind.itemsize
-        self._memory = memptr or getattr(of_thread, "allocator", allocate)(high)
+        self._memory = memptr or (of_thread.allocator or allocate)(high)
         raw: Any = (ctypes.c_char * max(high - low, 1)).from_address(self._memory.ptr + low)
         self._host: Host = np.ndarray(shape, kind, raw, -low, strides)
 
@@ -161,22 +158,15 @@ class ndarray(np.lib.mixins.NDArrayOperatorsMixin):
 
     def __getattr__(self, name: str) -> Any:
         """Return what NumPy's array has: a property, or a method that is an operation."""
-        if name in _ABOUT:
-            return getattr(self._host, name)
+        if name in _ABOUT or name == "item":
+            return getattr(self._host if name in _ABOUT else self.get(), name)
         method = None if name.startswith("_") else getattr(np.ndarray, name, None)
         if not callable(method):
             raise AttributeError(f"the checker's arrays have no {name}")
         return lambda *args, **options: compute(name, method, (self, *args), options)
 
-    @property
-    def data(self) -> MemoryPointer:
-        return MemoryPointer(self._memory.mem, int(self._host.__array_interface__["data"][0]))
-
     def __len__(self) -> int:
         return len(self._host)
-
-    def __iter__(self) -> Iterator[ndarray]:
-        return (self[i] for i in range(len(self)))
 
     def __array__(self, *args: Any, **options: Any) -> Host:
         raise TypeError("Implicit conversion to a NumPy array is not allowed. Please use `.get()`")
@@ -185,17 +175,13 @@ class ndarray(np.lib.mixins.NDArrayOperatorsMixin):
         return compute(ufunc.__name__, ufunc, args, options, out[0])
 
     def get(self) -> Host:
-        """Return a copy on the host, once the device has made it."""
-        _streams.refuse_in_capture(_streams.stream_at(current_ptr()).capture)
+        _device.refuse_in_capture(stream().capture)
         count("device_to_host_copies")
         count("pcie_bytes", self.nbytes)
         made = np.empty(self.shape, self.dtype)
         _operate("get", None, [self._host], lambda: np.copyto(made, self._host))
-        _streams.wait_for_stream(current_ptr())
+        _device.wait("streamSynchronize", current_ptr())
         return made
-
-    def item(self) -> Any:
-        return self.get().item()
 
     def fill(self, value: Any) -> None:
         self[...] = value
@@ -205,48 +191,33 @@ class ndarray(np.lib.mixins.NDArrayOperatorsMixin):
         return compute("take", lambda host, *_: host[bare], (self, *indices), {})
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        bare, indices = _bare_key(key)
-        if isinstance(value, np.ndarray) and value.ndim:
-            raise ValueError("non-scalar numpy.ndarray cannot be used for fill")
-        reads = [one._host for one in (*indices, value) if isinstance(one, ndarray)]
-        given = value._host if isinstance(value, ndarray) else value
-        if indices:
+        (bare, reads), is_copy = _bare_key(key), isinstance(value, ndarray)
+        given = _bare(value, reads)
+        target = self._host if reads[is_copy:] else self._host[bare]
 
-            def scatter() -> Host:
-                self._host[bare] = given
-                return self._host
+        def scatter() -> Host:
+            self._host[bare] = given
+            return self._host
 
-            _operate("scatter", self._host, reads, scatter)
-            return
-        target = self._host[bare]
-        where_and_how = ("ctypes.data", "shape", "strides")
-        if not reads or any(attrgetter(name)(given) != attrgetter(name)(target) for name in where_and_how):
-            _operate("copy" if reads else "fill", target, reads, lambda: given)
+        if reads[is_copy:]:
+            _operate("scatter", target, [one._host for one in reads], scatter)
+        elif not is_copy or given.__array_interface__ != target.__array_interface__:  # as in `x[1:] += y`
+            _operate("copy" if is_copy else "fill", target, [one._host for one in reads], lambda: given)
 
 
 def _bare_key(key: Any) -> tuple[Any, list[ndarray]]:
     """Return an index as NumPy takes it, and the arrays in it: those of truth values are asked of the device."""
     parts = key if isinstance(key, tuple) else (key,)
-    bare = [
-        getattr(one, "get" if one.dtype == bool else "_host") if isinstance(one, ndarray) else one
-        for one in parts
-    ]
-    bare = [one() if callable(one) else one for one in bare]
+    indices = [one for one in parts if isinstance(one, ndarray)]
+    bare = [one.get() if isinstance(one, ndarray) and one.dtype == bool else _bare(one, []) for one in parts]
     if not any(one is Ellipsis for one in bare):
         bare.append(...)  # NumPy returns a view then, and never a number
-    return tuple(bare), [one for one in parts if isinstance(one, ndarray)]
+    return tuple(bare), indices
 
 
 for _name in ("bool", "float", "format", "index", "int", "repr"):  # the host waits for the value
-    _dunder = f"__{_name}__"
-    setattr(ndarray, _dunder, lambda self, *args, name=_dunder: getattr(self.get(), name)(*args))
-
-
-# ---- functions that are CuPy's own
-
-
-def empty(shape: Any, dtype: Any = float) -> ndarray:
-    return ndarray(shape, dtype)
+    _way = f"__{_name}__"
+    setattr(ndarray, _way, lambda self, *args, way=_way: getattr(self.get(), way)(*args))
 
 
 def empty_like(array: ndarray, dtype: Any = None) -> ndarray:
@@ -254,35 +225,126 @@ def empty_like(array: ndarray, dtype: Any = None) -> ndarray:
 
 
 def asarray(value: Any, dtype: Any = None, order: str = "C", *, blocking: bool = False) -> ndarray:
-    """Return an array of the host on the device: by way of page-locked memory, and it is not waited for."""
     if isinstance(value, ndarray):
-        return value if dtype is None else value.astype(dtype, copy=False)  # type: ignore[no-any-return]
+        return value if dtype is None else value.astype(dtype, copy=False)
     values = np.array(value, dtype, order="C")
     made = ndarray(values.shape, values.dtype)
-    if not OFF and _streams.stream_at(current_ptr()).capture is not None:
-        report(
-            f"an upload of {values.nbytes} bytes within a capture, at {where()}: its event is never done, and CuPy "
-            "gives no page-locked memory back any more"
-        )
-    for what, number in (("host_to_device_copies", 1), ("uploads", 1), ("pcie_bytes", values.nbytes)):
-        count(what, number)
+    if not OFF and stream().capture is not None:
+        what = f"an upload of {values.nbytes} bytes within a capture, at {where()}"
+        report(f"{what}: its event is never done, and CuPy gives no page-locked memory back any more")
+    for kind, number in (("host_to_device_copies", 1), ("uploads", 1), ("pcie_bytes", values.nbytes)):
+        count(kind, number)
     _operate("upload", made._host, [], lambda: values)
     if blocking:
-        _streams.wait_for_stream(current_ptr())
+        _device.wait("streamSynchronize", current_ptr())
     return made
-
-
-def array(value: Any, dtype: Any = None, copy: bool = True, *, blocking: bool = False) -> ndarray:
-    return (
-        value.astype(dtype or value.dtype)
-        if isinstance(value, ndarray)
-        else asarray(value, dtype, blocking=blocking)
-    )
-
-
-def asnumpy(value: ndarray) -> Host:
-    return value.get()
 
 
 def copyto(target: ndarray, source: Any) -> None:
     target[...] = source
+
+
+class RawModule:
+    """A .cu file of lowshard's: the host build has been made whole, whatever the module is compiled for."""
+
+    def __init__(self, *, code: str, options: tuple[str, ...] = ()) -> None:
+        need('#include "' not in code, "an include of a file of one's own is left in the source")
+
+    def compile(self) -> None:
+        pass
+
+    def get_function(self, name: str) -> Any:
+        def launch(grid: Sequence[int], block: Sequence[int], args: Sequence[Any]) -> None:
+            place = where()
+            is_right = 0 < grid[0] < 1 << 31 and len(grid) == 1 and tuple(block) == (_THREADS,)
+            need(is_right, f"kernel {name}: a grid of {grid} and blocks of {block}")
+            is_right = all(type(arg) is int and -(1 << 63) <= arg < 1 << 64 for arg in args)
+            need(is_right, f"kernel {name}: an argument that CuPy does not pass as 64 bits")
+            put(f"kernel {name}", lambda: _run(name, grid[0], args, place), "launches")
+
+        return (lambda *args: count("launches")) if OFF else launch
+
+
+class RawKernel:
+    """A kernel that keeps its stream busy for some nanoseconds: `spin` of the tests, `hold` of the benchmarks."""
+
+    def __init__(self, code: str, name: str) -> None:
+        need(name in ("spin", "hold"), f"the checker runs no kernel {name} of a test's own")
+
+    def __call__(self, grid: Sequence[int], block: Sequence[int], args: Sequence[Any]) -> None:
+        def make() -> Work:
+            ends_s: list[float] = []
+
+            def ready() -> bool:
+                ends_s.append(time.monotonic() + int(args[0]) * 1e-9)
+                return time.monotonic() >= ends_s[0]
+
+            return Work(list, ready)
+
+        put("a kernel that takes its time", list, make=make)
+
+
+@functools.cache
+def _host_build() -> tuple[ctypes.CDLL, np.ndarray[Any, Any]]:
+    sys.path.append(str(Path(__file__).resolve().parents[3]))
+    from support.cuda_host import host_library
+
+    return host_library()[0], np.empty((_ROOM, 5), np.uint64)
+
+
+def _run(name: str, ctas: int, args: Sequence[int], place: str) -> list[Access]:
+    """Run a kernel to its end and return what it has touched. The lock is held: one launch at a time."""
+    library, room = _host_build()
+    words = (ctypes.c_uint64 * len(args))(*(arg & (1 << 64) - 1 for arg in args))
+    need(hasattr(library, name), f"there is no kernel {name}", place)
+    library.lowshard_trace(ctypes.c_void_p(room.ctypes.data), ctypes.c_size_t(_ROOM))
+    error = library.lowshard_run(
+        getattr(library, name), words, len(args), ctas, _THREADS, 0, ctas, (ctypes.c_uint64 * 1)(), 0,
+        int(name.startswith(_FLUSHED)),
+    )  # fmt: skip
+    found = library.lowshard_trace(None, ctypes.c_size_t(0))
+    need(not error, f"kernel {name}: {(error or b'').decode()}", place)
+    count("launches_seen_in_part", found > _ROOM)
+    rows = room[: min(found, _ROOM)].astype(np.int64)
+    rows = rows[np.argsort(rows[:, 0], kind="stable")]
+    threads = np.where(rows[:, 4] == _ADD, -1, rows[:, 2] * _LANES + rows[:, 3])  # adds do not race with adds
+    sides = np.stack([rows[:, 0], rows[:, 0] + rows[:, 1], threads])
+    stores, loads = sides[:, rows[:, 4] != _LOAD], sides[:, rows[:, 4] == _LOAD]
+    _compare_threads(name, place, stores, loads)
+    return [*_joined(loads, False), *_joined(stores, True)]
+
+
+def _compare_threads(name: str, place: str, stores: Any, loads: Any) -> None:
+    """Report bytes that two threads of a launch touch, one of them writing: of first addresses, ends and threads."""
+    (begins, ends, threads), (load_begins, load_ends, load_threads) = stores, loads
+    if not len(begins):
+        return
+    last = np.maximum.accumulate(ends)
+    # Of each: the one before, or itself, whose end is the last so far.
+    widest = np.maximum.accumulate(np.where(ends == last, np.arange(len(ends)), 0))
+    twice = (begins[1:] < last[:-1]) & (threads[1:] != threads[widest[:-1]])
+    if twice.any():
+        report(f"race: two threads of kernel {name} write byte {begins[1:][twice][0]:#x}, at {place}")
+    behind = np.searchsorted(begins, load_begins, side="right")
+    for near in (np.maximum(behind - 1, 0), np.minimum(behind, len(begins) - 1)):
+        both = (begins[near] < load_ends) & (load_begins < ends[near]) & (load_threads != threads[near])
+        if both.any():
+            byte = load_begins[both][0]
+            report(f"race: a thread of kernel {name} reads byte {byte:#x} and another writes it, at {place}")
+
+
+def _joined(sides: Any, writes: bool) -> list[Access]:
+    """Return the accesses of a launch, an `Access` for each block."""
+    (begins, ends, _), found = sides, list[Access]()
+    if len(begins):
+        ends = np.maximum.accumulate(ends)
+        cut = np.flatnonzero(begins[1:] > ends[:-1]) + 1
+        begins, ends = begins[np.r_[0, cut]], ends[np.r_[cut - 1, len(ends) - 1]]
+    while len(begins):
+        block = _device.block_at(int(begins[0]))
+        end = ends[0] if block is None else block.begin + block.capacity
+        inside = max(1, int(np.searchsorted(begins, end)))
+        pieces = (begins[:inside], ends[:inside]) if inside > 1 else None
+        found.append(Access(int(begins[0]), int(ends[inside - 1]), writes, pieces))
+        begins, ends = begins[inside:], ends[inside:]
+    return found

@@ -10,112 +10,89 @@ import ctypes
 import mmap
 import signal
 import struct
-from typing import NamedTuple
+from types import SimpleNamespace
 
-from cupy import _memory, _streams
-from cupy._memory import Access, Block
+from cupy import _device
+from cupy._device import Access, Block
 from cupy.checker import LOCK, OFF, count, need, report, where
 
-TO_DEVICE, TO_HOST, ON_DEVICE = 1, 2, 3
-_NAMES = {TO_DEVICE: "host_to_device", TO_HOST: "device_to_host", ON_DEVICE: "device_to_device"}
+_TO_DEVICE, _TO_HOST, _ON_DEVICE = 1, 2, 3
+_NAMES = {_TO_DEVICE: "host_to_device", _TO_HOST: "device_to_host", _ON_DEVICE: "device_to_device"}
 _PAGE = mmap.PAGESIZE
 _NONE, _READ, _ALL = 0, mmap.PROT_READ, mmap.PROT_READ | mmap.PROT_WRITE
-_SIGINFO, _NODEFER = 4, 0x40000000  # of sigaction
 _libc = ctypes.CDLL(None)
 
 
-class _Copy(NamedTuple):
-    """A copy of which the host does not know that it is done."""
-
-    low: int
-    high: int
-    is_written: bool
-    clock: _streams.Clock
-    place: str
+_under_way: list[SimpleNamespace] = []  # copies of which the host does not know that they are done
 
 
-_under_way: list[_Copy] = []
+def is_locked(address: int, size: int = 1) -> bool:
+    block = _device.block_at(address)
+    return block is not None and block.arena is None and address + size <= block.begin + block.capacity
 
 
 def lock(address: int, size: int, flags: int = 0) -> None:
-    """Page-lock memory of the host."""
     with LOCK:
-        _streams.refuse_in_capture()
-        if any(is_locked(at) for at in (address, address + size - 1)):
-            raise _streams.CUDARuntimeError(712)
+        _device.refuse_in_capture()
         Block(address, size).begin_life(size)
 
 
 def unlock(address: int) -> None:
-    """Undo `lock`."""
     with LOCK:
-        if not is_locked(address) or address not in _memory.blocks:
-            raise _streams.CUDARuntimeError(713)
-        high = address + _memory.blocks[address].capacity
+        need(is_locked(address) and address in _device.blocks, f"{address:#x} is not page-locked")
+        high = address + _device.blocks[address].capacity
         for copy in [one for one in _under_way if address <= one.low < high]:
-            report(
-                f"page-locked memory is let go of while a copy may run, at {where()}; it began at {copy.place}"
-            )
+            report(f"page-locked memory is let go of, at {where()}, while a copy of {copy.place} may run")
             _under_way.remove(copy)
         _protect(address, high)
-        _memory.forget(_memory.blocks[address])
-
-
-def is_locked(address: int, size: int = 1) -> bool:
-    """Say whether memory of the host is page-locked."""
-    block = _memory.block_at(address)
-    return block is not None and block.arena is None and address + size <= block.begin + block.capacity
+        _device.begins_of_blocks.remove(address)
+        del _device.blocks[address]
 
 
 def copy_async(to: int, source: int, size: int, kind: int, ptr: int) -> None:
-    """Queue a copy of `size` bytes on a stream; `kind` is CUDA's number of the direction."""
-    count("pcie_bytes", size * (kind != ON_DEVICE))
-    has = (_memory.is_device(source), _memory.is_device(to))
-    need(OFF or has == (kind != TO_DEVICE, kind != TO_HOST), f"the memory is not where kind {kind} has it")
-    host = {TO_DEVICE: source, TO_HOST: to, ON_DEVICE: 0}[kind]
+    count("pcie_bytes", size * (kind != _ON_DEVICE))
+    has = [getattr(_device.block_at(at), "arena", None) is not None for at in (source, to)]
+    need(OFF or has == [kind != _TO_DEVICE, kind != _TO_HOST], f"the memory is not where kind {kind} has it")
+    host = {_TO_DEVICE: source, _TO_HOST: to, _ON_DEVICE: 0}[kind]
     is_pageable = bool(host) and not OFF and not is_locked(host, size)
     if is_pageable:
         report(f"an asynchronous copy of pageable memory, which CUDA makes wait, at {where()}")
 
     def run() -> list[Access]:
-        if host:
-            _protect(host, host + size, is_open=True)
+        _protect(host, host + size, is_open=True)
         ctypes.memmove(to, source, size)
-        if host:
-            _protect(host, host + size)
+        _protect(host, host + size)
         touched = Access(source, source + size, False), Access(to, to + size, True)
         return [one for one in touched if not (is_pageable and one.low == host)]
 
-    _streams.put(ptr, f"a copy ({_NAMES[kind]})", run, f"{_NAMES[kind]}_copies")
+    _device.put(f"a copy ({_NAMES[kind]})", run, f"{_NAMES[kind]}_copies", ptr)
     if is_pageable:
-        _streams.wait_for_stream(ptr)
-    elif host and not OFF:
+        _device.wait("streamSynchronize", ptr)
+    elif host and not OFF and _device.stream_at(ptr).capture is None:
         with LOCK:
-            stream = _streams.stream_at(ptr)
-            if stream.capture is None:
-                clock = {stream: stream.count}
-                _under_way.append(_Copy(host, host + size, kind == TO_HOST, clock, where()))
-                _protect(host, host + size)
+            copy = SimpleNamespace(low=host, high=host + size, is_written=kind == _TO_HOST, place=where())
+            copy.clock = {_device.stream_at(ptr): _device.stream_at(ptr).count}
+            _under_way.append(copy)
+            _protect(host, host + size)
 
 
 def _settle() -> None:
     """Open the memory of copies that the host knows to be done."""
-    for copy in [copy for copy in _under_way if _streams.is_known(copy.clock)]:
+    for copy in [copy for copy in _under_way if _device.is_known(copy.clock)]:
         _under_way.remove(copy)
         _protect(copy.low, copy.high)
 
 
-_streams.host_saw_more.append(_settle)
+_device.host_saw_more.append(_settle)
 
 
 def _protect(low: int, high: int, is_open: bool = False) -> None:
     """Set pages as the copies under way ask for, or so that all may use them."""
     first, end = low - low % _PAGE, -(-high // _PAGE) * _PAGE
     parts = [(first, end, _ALL)]
-    for copy in sorted(_under_way, key=lambda one: one.is_written):  # unreadable is stricter than read-only
-        if copy.low < end and first < copy.high and not is_open:
-            what = _NONE if copy.is_written else _READ
-            parts.append((max(copy.low, first), min(copy.high, end), what))
+    near = [copy for copy in _under_way if copy.low < end and first < copy.high and not is_open]
+    for copy in sorted(near, key=lambda one: one.is_written):  # unreadable is stricter than read-only
+        parts += [(max(copy.low, first), min(copy.high, end), _NONE if copy.is_written else _READ)]
     for begin, stop, what in parts:
         begin -= begin % _PAGE
         if is_locked(max(begin, low)):  # then its pages hold nothing else
@@ -131,15 +108,11 @@ def _on_fault(number: int, info: int, context: int) -> None:
         if not near:
             _libc.sigaction(number, _before, None)  # it is not ours, and comes again
             return
-        for copy in near:
-            if copy.low <= address < copy.high:
-                verb = "reads" if copy.is_written else "writes"
-                report(
-                    f"race: the host {verb} page-locked memory, at {where()}, before it knows that a copy is done, "
-                    f"which began at {copy.place}"
-                )
-                _under_way.remove(copy)
-                _protect(copy.low, copy.high)
+        for copy in [one for one in near if one.low <= address < one.high]:
+            what = f"the host {'reads' if copy.is_written else 'writes'} page-locked memory, at {where()}"
+            report(f"race: {what}, before it knows that a copy is done, which began at {copy.place}")
+            _under_way.remove(copy)
+            _protect(copy.low, copy.high)
         _protect(max(page, near[0].low), min(page + _PAGE, near[0].high), is_open=True)
 
 
@@ -147,5 +120,6 @@ def _on_fault(number: int, info: int, context: int) -> None:
 _before = ctypes.create_string_buffer(152)
 _handler = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)(_on_fault)
 if not OFF:
-    _action = struct.pack("P128xi4xP", ctypes.cast(_handler, ctypes.c_void_p).value, _SIGINFO | _NODEFER, 0)
+    _flags = 4 | 0x40000000  # SA_SIGINFO, SA_NODEFER
+    _action = struct.pack("P128xi4xP", ctypes.cast(_handler, ctypes.c_void_p).value, _flags, 0)
     _libc.sigaction(signal.SIGSEGV, _action, _before)

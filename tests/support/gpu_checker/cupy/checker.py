@@ -19,6 +19,8 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -38,18 +40,15 @@ class _Lock:
     """A lock under which no garbage is collected: what lowshard does in a `__del__` would find things half done."""
 
     def __init__(self) -> None:
-        self._lock, self._depth, self._collects = threading.RLock(), 0, True
+        self._lock, self._collected = threading.RLock(), list[bool]()
 
     def __enter__(self) -> None:
         self._lock.acquire()
-        if not self._depth:
-            self._collects = gc.isenabled()
-            gc.disable()
-        self._depth += 1
+        self._collected.append(gc.isenabled())
+        gc.disable()
 
     def __exit__(self, *exc: object) -> None:
-        self._depth -= 1
-        if not self._depth and self._collects:
+        if self._collected.pop():
             gc.enable()
         self._lock.release()
 
@@ -62,18 +61,11 @@ class Misuse(AssertionError):
     """A call that CUDA, CuPy or NCCL leaves undefined."""
 
 
-def reports() -> list[str]:
-    """Return what has been found so far, each once."""
-    return list(_found)
-
-
-def counts() -> Counter[str]:
-    """Return how often each kind of work was asked for so far."""
-    return Counter(_counts)
+reports: Callable[[], list[str]] = partial(list, _found)
+counts: Callable[[], Counter[str]] = partial(Counter, _counts)
 
 
 def reset() -> None:
-    """Forget all reports and counts."""
     _found.clear()
     _counts.clear()
 
@@ -96,7 +88,6 @@ def report(text: str) -> None:
 
 
 def need(is_right: bool, text: str, place: str = "") -> None:
-    """Report and raise a fault where something is not right."""
     if not is_right:
         text = f"{text}, at {place or where()}"
         report(text)
@@ -125,7 +116,8 @@ def where() -> str:
 @atexit.register
 def _write_counts() -> None:
     for look in at_exit:
-        look()
+        with suppress(Misuse):
+            look()
     if path := os.environ.get("LOWSHARD_CHECKER_COUNTS"):
         copies = sum(number for name, number in _counts.items() if name.endswith("_copies"))
         line = {**dict.fromkeys(("launches", "collectives", "allocations", "host_waits"), 0), **_counts}

@@ -2,11 +2,12 @@
 
 A call is an operation on its stream. Ranks meet in a folder of small files, so a call never blocks the host: the stream
 waits for what NCCL's kernel would wait for. Where ranks ask for different things the stream is stuck, as NCCL's kernel
-may be, until the communicator is aborted; it is reported once the host waits for it without an end, or after a minute.
+may be, until the communicator is aborted; it is reported once the host waits for it without an end.
 """
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import functools
 import hashlib
@@ -14,36 +15,26 @@ import json
 import os
 import secrets
 import shutil
-import tempfile
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partialmethod
 from itertools import combinations, product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-from cupy import _memory, _streams, checker
-from cupy._memory import Access, serials
-from cupy._streams import Work, of_thread
+from cupy import _device, checker, cuda
+from cupy._device import Access, Work, of_thread, serials
 from cupy.checker import LOCK, OFF, count, need, wait_until, where
-from cupy.cuda import runtime
 
 available = True
-_TYPES = [
-    np.dtype(kind)
-    for kind in (
-        np.int8, np.uint8, np.int32, np.uint32, np.int64, np.uint64, np.float16, np.float32, np.float64,
-        ml_dtypes.bfloat16,
-    )
-]  # fmt: skip
-"""By the numbers of ncclDataType_t."""
+_CODES = ("i1", "u1", "i4", "u4", "i8", "u8", "f2", "f4", "f8", ml_dtypes.bfloat16)
+_TYPES = [np.dtype(code) for code in _CODES]  # by the numbers of ncclDataType_t
 _OPS = (np.add, np.multiply, np.maximum, np.minimum, np.add)
 _AVERAGE = 4
-_NO_COLOR = -1
 _RULES = {
     "allReduce": (False, False, 0, "op"),
     "reduceScatter": (True, False, -1, "op"),
@@ -52,333 +43,277 @@ _RULES = {
 }
 """Whether a call reads and writes a part for each rank; of which sign what is read in place lies ahead of what is
 written, by a part for each rank before; its argument beside the count and type."""
-_ROOT = (
-    Path("/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir())
-    / f"lowshard-gpu-checker-{os.getuid()}"
-)
+_ROOT = Path(f"/dev/shm/lowshard-gpu-checker-{os.getuid()}")
 
 
 class NcclError(RuntimeError):
-    """CuPy's."""
-
-    def __init__(self, status: int) -> None:
-        super().__init__(f"NCCL_ERROR_{status}: said by the stand-in")
-        self.status = status
+    status = property(lambda self: self.args[0])
 
 
 def get_version() -> int:
     return 23203
 
 
-def get_unique_id() -> bytes:
-    return secrets.token_bytes(128)
+get_unique_id = functools.partial(secrets.token_bytes, 128)
 
 
-# ---- calls and groups
+class _Call:
+    """A call of one rank: gives its bytes to the others, awaits theirs, and writes the result of all.
 
+    `head` is what the others have to ask for too, `peer` the other one of a message, else -1.
+    """
 
-class _Call(NamedTuple):
-    """A call of one rank."""
+    def __init__(
+        self, comm: NcclCommunicator, name: str, stream: int, touched: list[Access], target: int, head: list[Any],
+        peer: int, result: Callable[[list[bytes]], bytes],
+    ) -> None:  # fmt: skip
+        self.comm, self.name, self.stream, self.touched, self.target = comm, name, stream, touched, target
+        self.head, self.peer, self.result, self.stuck, self.mine = head, peer, result, "", ""
+        self.awaited, self.given = dict[int, str](), dict[int, tuple[Any, bytes]]()
 
-    comm: NcclCommunicator
-    name: str
-    stream: int
-    touched: list[Access]
-    target: int
-    head: list[Any]
-    """What the others have to ask for too."""
-    peer: int
-    """Of a message; -1: all ranks make the call."""
-    result: Callable[[list[bytes]], bytes]
-    """Returns what is written, from what the others give."""
+    def numbered(self) -> _Call:
+        """Return it as one of those that a communicator makes, or a graph repeats: with names of what is given."""
+        made, comm, key = copy.copy(self), self.comm, (self.name if self.peer >= 0 else "", self.peer)
+        comm.numbers[key] += 1
+        if self.peer < 0:
+            made.awaited = {rank: f"call {comm.numbers[key]} of {rank}" for rank in range(comm.ranks)}
+            made.mine = made.awaited[comm.rank]
+        else:
+            ends = (comm.rank, self.peer)[:: 1 if self.name == "send" else -1]
+            names = [
+                f"message {comm.numbers[key]} {way} {ends[0]} to {ends[1]}" for way in ("from", "taken from")
+            ]
+            made.mine, made.awaited = names[self.name == "recv"], {self.peer: names[self.name == "send"]}
+        return made
 
+    def give(self) -> None:
+        sent = [ctypes.string_at(one.low, one.high - one.low) for one in self.touched if not one.writes]
+        self.comm.post(self.mine, self.head, b"".join(sent))
 
-class _Part:
-    """A call whose turn has come: gives its bytes to the others, awaits theirs, and writes the result."""
-
-    def __init__(self, call: _Call) -> None:
-        comm, self.call = call.comm, call
-        key = (call.name, call.peer) if call.peer >= 0 else ("", -1)
-        comm._numbers[key] += 1
-        number, self.stuck, self.given = comm._numbers[key], "", dict[int, Any]()
-        if call.peer < 0:
-            self.awaited = {rank: f"call {number} of {rank}" for rank in range(comm._size)}
-            self.mine = self.awaited[comm._rank]
-            return
-        ranks = (comm._rank, call.peer) if call.name == "send" else (call.peer, comm._rank)
-        names = [f"message {number} {way} {ranks[0]} to {ranks[1]}" for way in ("from", "taken from")]
-        self.mine, self.awaited = names[call.name == "recv"], {call.peer: names[call.name == "send"]}
-
-    def post(self) -> None:
-        sent = [access for access in self.call.touched if not access.writes]
-        body = b"".join(ctypes.string_at(access.low, access.high - access.low) for access in sent)
-        self.call.comm._post(self.mine, self.call.head, body)
-
-    def ready(self) -> bool:
+    def is_ready(self) -> bool:
         """Say whether the others have given theirs, and note what keeps them from it."""
-        comm, head = self.call.comm, self.call.head
-        if self.given:
-            return not self.stuck
-        left = [rank for rank in self.awaited if comm._has(f"bye.{rank}")]
-        missing = [rank for rank, name in self.awaited.items() if not comm._has(name)]
-        if gone := [rank for rank in left if rank in missing]:
-            self.stuck = f"rank {gone[0]} has left before {self.mine}, {head}"
-        if missing:
-            return False
-        self.given = {rank: comm._find(name) for rank, name in self.awaited.items()}
-        for rank, (others, _) in self.given.items():
-            if others != head:
-                self.stuck = f"{self.mine} is {head} on rank {comm._rank}, and {others} on rank {rank}"
-        return not self.stuck
+        comm = self.comm
+        left = [rank for rank in self.awaited if comm.has(f"bye.{rank}")]
+        missing = [rank for rank, name in self.awaited.items() if not self.given and not comm.has(name)]
+        if gone := set(left) & set(missing):
+            self.stuck = f"rank {min(gone)} has left before {self.mine}, {self.head}"
+        if not missing and not self.given:
+            self.given = {rank: comm.find(name) for rank, name in self.awaited.items()}
+            for rank, (head, _) in self.given.items():
+                if head != self.head:
+                    self.stuck = f"{self.mine} is {self.head} on rank {comm.rank}, and {head} on rank {rank}"
+        return not missing and not self.stuck
 
     def run(self) -> None:
-        made = self.call.result([body for _, body in self.given.values()])
-        ctypes.memmove(self.call.target, made, len(made))
-        if self.call.peer >= 0:
-            self.call.comm._take_away(*self.awaited.values())
+        made = self.result([body for _, body in self.given.values()])
+        ctypes.memmove(self.target, made, len(made))
+        if self.peer >= 0:
+            self.comm.take_away(*self.awaited.values())
 
 
 def groupStart() -> None:
-    """Collect this thread's calls."""
-    of_thread.groups = getattr(of_thread, "groups", 0) + 1
+    of_thread.groups += 1
 
 
 def groupEnd() -> None:
-    """Put the collected calls on their streams, together."""
-    need(getattr(of_thread, "groups", 0) > 0, "groupEnd without groupStart")
+    need(of_thread.groups > 0, "groupEnd without groupStart")
     of_thread.groups -= 1
     if of_thread.groups:
         return
     count("collectives", OFF)
-    calls, of_thread.calls = getattr(of_thread, "calls", []), []
-    by_comm: dict[NcclCommunicator, list[_Call]] = {}
-    for call in calls:
-        call.comm._need_life(f"the end of a group with {call.name}")
-        by_comm.setdefault(call.comm, []).append(call)
-    for some in by_comm.values():
+    calls, of_thread.calls = of_thread.calls, []
+    for comm in dict.fromkeys(call.comm for call in calls):
+        comm.need_life("the end of a group")
+        some = [call for call in calls if call.comm is comm]
         is_one = len({call.stream for call in some}) == 1
         need(is_one, "calls of a communicator in one group are on several streams")
         for one, two in combinations(some, 2):
             for a, b in product(one.touched, two.touched):
                 is_apart = not (a.writes or b.writes) or not a.crosses(b)
                 need(is_apart, f"{one.name} and {two.name} of one group use the same memory, one writes it")
-        _queue(some)
+        _queue(comm, some)
 
 
-def _queue(calls: list[_Call]) -> None:
-    """Put calls of one communicator on its stream as one operation."""
-    comm, stream = calls[0].comm, calls[0].stream
+def _queue(comm: NcclCommunicator, calls: list[_Call]) -> None:
+    """Put calls of a communicator on its stream as one operation."""
 
     def make() -> Work:
-        parts, posted = [_Part(call) for call in calls], list[str]()
+        parts, given = [call.numbered() for call in calls], list[str]()
 
         def ready() -> bool:
-            if comm._ended:
-                return True
-            for part in () if posted else parts:
-                part.post()
-            posted[:] = [part.mine for part in parts]
-            is_ready = all([part.ready() for part in parts])  # all of them say what they are stuck in
-            work.stuck = next((part.stuck for part in parts if part.stuck), "")
-            return is_ready
+            for part in () if given or comm.ended else parts:
+                part.give()
+            given[:] = [part.mine for part in parts if part.peer < 0] or ["messages"]
+            is_ready = comm.ended or all([part.is_ready() for part in parts])  # each says what it is stuck in
+            work.stuck = "" if is_ready else next((part.stuck for part in parts if part.stuck), "")
+            return bool(is_ready)
 
         def run() -> list[Access]:
-            if comm._ended:
-                return []
-            for part in parts:
+            for part in () if comm.ended else parts:
                 part.run()
-            if shared := [part.mine for part in parts if part.call.peer < 0]:
-                comm._take_away(*comm._shared)  # who has posted this operation is done with the one before
-                comm._shared = shared
-            return [access for call in calls for access in call.touched]
+            if not comm.ended and given != ["messages"]:
+                comm.take_away(*comm.shared)  # who has given for this operation is done with the one before
+                comm.shared = given
+            return [] if comm.ended else [access for call in calls for access in call.touched]
 
         work = Work(run, ready)
         return work
 
     with LOCK:
         # NCCL orders the kernels of a communicator among themselves, whichever streams they are on.
-        at = _streams.stream_at(stream)
+        at = _device.stream_at(calls[0].stream)
         if at.capture is None:
-            _streams.merge(at.clock, comm._clock)
-        _streams.put(
-            stream, f"NCCL's {'+'.join(sorted({call.name for call in calls}))}", None, "collectives", make
-        )
+            _device.merge(at.clock, comm.clock)
+        names = "+".join(sorted({call.name for call in calls}))
+        _device.put(f"NCCL's {names}", None, "collectives", at.ptr, make)
         if at.capture is None:
-            _streams.merge(comm._clock, at.clock)
-
-
-# ---- communicators
+            _device.merge(comm.clock, at.clock)
 
 
 class NcclCommunicator:
     """A rank's end of a communicator."""
 
     def __init__(self, ndev: int, commId: bytes, rank: int) -> None:
-        need(isinstance(commId, bytes) and len(commId) == 128, "a unique id has 128 bytes")
-        need(0 <= rank < ndev, f"rank {rank} of {ndev}")
-        if ndev > runtime.getDeviceCount() and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
+        need(len(commId) == 128 and 0 <= rank < ndev, f"rank {rank} of {ndev}")
+        if ndev > cuda.runtime.getDeviceCount() and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
             raise NcclError(5)  # invalid usage
-        self._rank, self._size, self._ended, self._splits = rank, ndev, "", 0
+        self.rank, self.ranks, self.ended, self.comm = rank, ndev, "", next(serials)
+        self.numbers: Counter[tuple[str, int]] = Counter()
+        self.clock: _device.Clock = {}
+        self.shared: list[str] = []  # what this rank has left for all others, and not taken away
         self._folder = _ROOT / hashlib.sha256(commId).hexdigest()[:24]
-        self._numbers: Counter[tuple[str, int]] = Counter()
-        self._shared: list[str] = []
-        """What this rank has left for all others, and not taken away."""
-        self._clock: _streams.Clock = {}
-        self.comm = next(serials)
         self._folder.mkdir(parents=True, exist_ok=True)
-        checker.at_exit.append(self._leave)
-        self._post(f"hello.{rank}", None)
-        wait_until(lambda: self._all_have("hello"), f"the connection of rank {rank} of {ndev}")
+        checker.at_exit.append(lambda: None if self.ended else self._leave("the end"))
+        self._meet("hello", None)
 
-    def _need_life(self, name: str) -> None:
-        need(not self._ended, f"{name} on a communicator after {self._ended}")
+    def need_life(self, name: str) -> None:
+        need(not self.ended, f"{name} on a communicator after {self.ended}")
 
     def _asked(self, name: str) -> int:
-        self._need_life(name)
-        return {"rank_id": self._rank, "size": self._size}.get(name, 0)
-
-    rank_id, size = partialmethod(_asked, "rank_id"), partialmethod(_asked, "size")
-    device_id, check_async_error = (
-        partialmethod(_asked, "device_id"),
-        partialmethod(_asked, "check_async_error"),
-    )
-
-    # ---- calls
+        self.need_life(name)
+        return {"rank_id": self.rank, "size": self.ranks}.get(name, 0)
 
     def _access(self, name: str, at: int, elems: int, datatype: int, writes: bool) -> list[Access]:
         """Return what a call touches of an array, with all that can be said of it checked."""
+        self.need_life(name)
         need(all(type(word) is int for word in (at, elems, datatype)), f"{name}: CuPy takes integers")
         need(0 <= datatype < len(_TYPES) and elems >= 0, f"{name}: {elems} elements of type {datatype}")
         item = _TYPES[datatype].itemsize
         need(at % item == 0 or not elems, f"{name}: {at:#x} is not aligned to an element of {item} bytes")
         found = [Access(at, at + elems * item, writes)] if elems else []
         for access in found:
-            _memory.block_of(access, f"NCCL's {name}", where(), next(serials))
+            _device.block_of(access, f"NCCL's {name}", where(), next(serials))
         return found
 
-    def _submit(self, *call: Any) -> None:
-        made = _Call(self, *call)
-        _streams.stream_at(made.stream)
-        if getattr(of_thread, "groups", 0):
-            of_thread.calls = [*getattr(of_thread, "calls", []), made]
+    def _submit(self, name: str, stream: int, *what: Any) -> None:
+        _device.stream_at(stream)
+        call = _Call(self, name, stream, *what)
+        if of_thread.groups:
+            of_thread.calls.append(call)
         else:
-            _queue([made])
+            _queue(self, [call])
 
     def _collective(self, name: str, source: int, target: int, elems: int, datatype: int, *rest: int) -> None:
         """Make a call of all ranks: its last arguments are an op or a root, if it has one, and the stream."""
         if OFF:
-            count("collectives", not getattr(of_thread, "groups", 0))
+            count("collectives", not of_thread.groups)
             return
-        self._need_life(name)
-        reads, writes, ahead, word = _RULES[name]
-        *word_given, stream = rest
-        need(len(word_given) == bool(word), f"{name}: arguments {rest}")
-        value = word_given[0] if word else 0
-        need(0 <= value < {"op": len(_OPS), "root": self._size, "": 1}[word], f"{name}: {word} {value}")
+        (reads, writes, ahead, word), (*words, stream) = _RULES[name], rest
+        value = words[0] if word else -1
+        need(-1 <= value < {"op": len(_OPS), "root": self.ranks, "": 0}[word], f"{name}: {word} {value}")
+        touched = self._access(name, target, elems * (self.ranks if writes else 1), datatype, True)
         kind, part = _TYPES[datatype], elems * _TYPES[datatype].itemsize
-        touched = self._access(name, target, elems * (self._size if writes else 1), datatype, True)
-        if word != "root" or value == self._rank:
-            touched += self._access(name, source, elems * (self._size if reads else 1), datatype, False)
-            is_in_place = source == target + ahead * self._rank * part
+        if word != "root" or value == self.rank:
+            touched += self._access(name, source, elems * (self.ranks if reads else 1), datatype, False)
             is_apart = len(touched) < 2 or not touched[0].crosses(touched[1])
-            need(
-                is_in_place or is_apart, f"{name}: its arrays overlap, and it is not in place as NCCL has it"
-            )
+            is_right = is_apart or source == target + ahead * self.rank * part
+            need(is_right, f"{name}: its arrays overlap, and it is not in place as NCCL has it")
 
         def result(given: list[bytes]) -> bytes:
-            if name == "broadcast":
-                return given[value]
-            if name == "allGather":
-                return b"".join(given)
-            first = part * self._rank if reads else 0
+            if word != "op":
+                return given[value] if word else b"".join(given)
+            first = part * self.rank if reads else 0
             return _reduced([one[first : first + part] for one in given], kind, value)
 
-        head = [name, elems, kind.name, *word_given]
-        self._submit(name, stream, touched, target, head, -1, result)
+        self._submit(name, stream, touched, target, [name, elems, kind.name, *words], -1, result)
 
     def _message(self, name: str, at: int, elems: int, datatype: int, peer: int, stream: int) -> None:
         if OFF:
             return
-        self._need_life(name)
-        need(0 <= peer < self._size, f"{name}: rank {peer} of {self._size}")
+        need(0 <= peer < self.ranks, f"{name}: rank {peer} of {self.ranks}")
         touched = self._access(name, at, elems, datatype, name == "recv")
         head = ["message", elems, _TYPES[datatype].name]
         self._submit(name, stream, touched, at, head, peer, b"".join if name == "recv" else lambda given: b"")
 
-    allReduce, reduceScatter = (
-        partialmethod(_collective, "allReduce"),
-        partialmethod(_collective, "reduceScatter"),
-    )
-    allGather, broadcast = partialmethod(_collective, "allGather"), partialmethod(_collective, "broadcast")
-    send, recv = partialmethod(_message, "send"), partialmethod(_message, "recv")
-
-    # ---- its life, and what ranks leave for each other
-
     def commSplit(self, color: int, key: int) -> NcclCommunicator | None:
-        """Return a communicator of the ranks that give the same colour."""
-        self._need_life("commSplit")
-        need(not getattr(of_thread, "groups", 0), "commSplit within a group")
-        is_known = OFF or _streams.is_known(self._clock)
-        need(is_known, "commSplit while work of the communicator may be under way: it may hang")
-        self._splits += 1
-        name = f"split {self._splits}"
-        self._post(f"{name}.{self._rank}", [color, key])
-        wait_until(lambda: self._all_have(name), "commSplit")
-        asked = [self._find(f"{name}.{rank}")[0] for rank in range(self._size)]
-        members = sorted(
-            (its_key, rank) for rank, (its_color, its_key) in enumerate(asked) if its_color == color
+        """Return a communicator of the ranks that give the same colour, which is -1 for none."""
+        self.need_life("commSplit")
+        need(not of_thread.groups, "commSplit within a group")
+        need(
+            _device.is_known(self.clock),
+            "commSplit while work of the communicator may be under way: it may hang",
         )
+        self.numbers["split", 0] += 1
+        name = f"split {self.numbers['split', 0]}"
+        asked = self._meet(name, [color, key])
+        members = sorted((other[1], rank) for rank, other in enumerate(asked) if other[0] == color)
         unique = hashlib.sha512(f"{self._folder} {name} {color}".encode()).digest() * 2
-        place = members.index((key, self._rank))
-        return None if color == _NO_COLOR else NcclCommunicator(len(members), unique, place)
+        return None if color < 0 else NcclCommunicator(len(members), unique, members.index((key, self.rank)))
 
     def destroy(self) -> None:
-        """End it, once its work is done and all ranks do so."""
-        self._need_life("destroy")
-        _streams.host_waits(dict(self._clock), "ncclCommDestroy")
-        self._ended = "destroy"
-        self._leave()
+        self.need_life("destroy")
+        _device.host_waits(dict(self.clock), "ncclCommDestroy")
+        self._leave("destroy")
         wait_until(lambda: not self._folder.exists() or self._all_have("bye"), "ncclCommDestroy")
 
     def abort(self) -> None:
-        """End it, and what it is doing."""
-        self._need_life("abort")
-        self._ended = "abort"
-        self._leave()
-        _streams.advance()
+        self._leave("abort")
+        _device.advance()
 
-    def _leave(self) -> None:
-        """Say good-bye; who is last takes the folder away."""
-        self._post(f"bye.{self._rank}", None)
+    def _leave(self, how: str) -> None:
+        self.need_life(how)
+        self.ended = how
+        self.post(f"bye.{self.rank}", None)
         if self._all_have("bye"):
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _post(self, name: str, head: Any, body: bytes = b"") -> None:
+    def post(self, name: str, head: Any, body: bytes = b"") -> None:
         made = self._folder / f".{name}"
         with suppress(FileNotFoundError):  # all ranks have left
             made.write_bytes(json.dumps(head).encode() + b"\n" + body)
             made.rename(self._folder / name)
 
-    def _find(self, name: str) -> tuple[Any, bytes]:
+    def find(self, name: str) -> tuple[Any, bytes]:
         head, _, body = (self._folder / name).read_bytes().partition(b"\n")
         return json.loads(head), body
 
-    def _has(self, name: str) -> bool:
+    def has(self, name: str) -> bool:
         return (self._folder / name).exists()
 
     def _all_have(self, name: str) -> bool:
-        return all(self._has(f"{name}.{rank}") for rank in range(self._size))
+        return all(self.has(f"{name}.{rank}") for rank in range(self.ranks))
 
-    def _take_away(self, *names: str) -> None:
+    def _meet(self, name: str, mine: Any) -> list[Any]:
+        self.post(f"{name}.{self.rank}", mine)
+        wait_until(lambda: self._all_have(name), f"{name} of rank {self.rank} of {self.ranks}")
+        return [self.find(f"{name}.{rank}")[0] for rank in range(self.ranks)]
+
+    def take_away(self, *names: str) -> None:
         for name in names:
             (self._folder / name).unlink(missing_ok=True)
 
 
+for _names, _way in (
+    (("rank_id", "size", "device_id", "check_async_error"), NcclCommunicator._asked),
+    (_RULES, NcclCommunicator._collective), (("send", "recv"), NcclCommunicator._message),
+):  # fmt: skip
+    for _name in _names:
+        setattr(NcclCommunicator, _name, partialmethod(_way, _name))
+
+
 def _reduced(given: list[bytes], kind: np.dtype[Any], op: int) -> bytes:
-    """Return arrays of all ranks combined, from the last rank to the first."""
     arrays = [np.frombuffer(one, kind) for one in reversed(given)]
     with np.errstate(all="ignore"):
         if op == _AVERAGE:
             arrays = [(array * kind.type(1 / len(given))).astype(kind) for array in arrays]
-        total = functools.reduce(_OPS[op], arrays)
-    return total.astype(kind, copy=False).tobytes()
+        return functools.reduce(_OPS[op], arrays).astype(kind, copy=False).tobytes()
