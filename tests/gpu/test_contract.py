@@ -1,4 +1,4 @@
-"""The contract of communicators, and programs over them, on GPU arrays: NCCL and staged, by threads and MPI ranks."""
+"""The contract of communicators, and programs over them, on GPU arrays, by threads and by MPI ranks."""
 
 from __future__ import annotations
 
