@@ -1,6 +1,6 @@
 """Tests of the GPU path: on a GPU where there is one, else over a CuPy that checks how it is used.
 
-What the checker reports of a test fails it; a test that asks for a report takes it away by `cupy.checker.reset()`.
+What the checker reports of a test fails it; one that asks for a report takes it away by `checker.reset()`.
 """
 
 from __future__ import annotations

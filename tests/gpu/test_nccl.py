@@ -1,4 +1,4 @@
-"""What is asked of NCCL, how its errors come to a user, who ends it; waits that end by an error and an abort."""
+"""What is asked of NCCL, how its errors come to a user, who ends it; waits that end by an abort."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def test_nccl_reduces_what_the_contract_allows_and_the_rest_is_exchanged(
             buf, part = comm.xp.ones(6000, row.numpy), comm.xp.ones(2000, row.numpy)
             wraps = op == "avg" and row.kind != "float"  # NCCL would sum in the narrow type
             its_own, exchange = row.name in native and order == "fast" and not wraps, ["send", "recv"] * 2
-            made = calls_of(comm, partial(comm.all_reduce, buf, buf, op, order))  # type: ignore[arg-type]
+            made = calls_of(comm, partial(comm.all_reduce, buf, buf, op, order))
             assert made == (["allReduce"] if its_own else [*exchange, "allGather"]), (row, op, order)
-            made = calls_of(comm, partial(comm.reduce_scatter, buf, part, op, order))  # type: ignore[arg-type]
+            made = calls_of(comm, partial(comm.reduce_scatter, buf, part, op, order))
             assert made == (["reduceScatter"] if its_own else exchange), (row, op, order)
 
     monkeypatch.setenv("LOWSHARD_NCCL_REDUCE16", reduce16)
@@ -111,7 +111,7 @@ def test_what_is_missing_is_named_with_what_installs_it(cupy: Any, monkeypatch: 
     assert Binding.load(with_nccl=False).nccl is None  # it serves staging
     monkeypatch.setitem(sys.modules, "cupy", None)
     for with_nccl in (True, False):
-        refused(lambda: Binding.load(with_nccl=with_nccl), DependencyError, r"CuPy.*lowshard\[cuda12\]")  # noqa: B023
+        refused(partial(Binding.load, with_nccl=with_nccl), DependencyError, r"CuPy.*lowshard\[cuda12\]")
     assert "CuPy" in str(why_unusable())
 
 
@@ -156,8 +156,9 @@ def test_an_error_of_the_gpu_is_not_taken_for_work_that_goes_on(answers: Answers
     slots, queue = Slots(binding, lambda n: np.empty(n, np.uint8), 60.0), StreamQueue(60.0)
     work = _StreamWork(binding, event, None, None, "gather of l0")
     for call, said in (
-        (lambda: event.done, "CUDA_LAUNCH_BLOCKING=1"), (lambda: stream.done, ""), (lambda: binding.check(stream), ""),
-        (lambda: slots._wait(event, "broadcast"), "broadcast: the copy"), (lambda: queue.idle, ""),
+        (lambda: event.done, "CUDA_LAUNCH_BLOCKING=1"), (lambda: stream.done, ""),
+        (lambda: binding.check(stream), ""), (lambda: queue.idle, ""),
+        (lambda: slots._wait(event, "broadcast"), "broadcast: the copy"),
         (queue.settle, "what a sharded model has queued: "), (work.done, "gather of l0: "),
     ):  # fmt: skip
         refused(call, CommError, "cudaError", said)
@@ -196,7 +197,7 @@ def test_a_rank_that_does_not_come_to_a_split_is_found_on_the_host(monkeypatch: 
         if comm.rank == 0:
             refused(lambda: comm.split(0), TimedOut, r"\[1\]")
             assert "commSplit" not in [name for name, *_ in recorded(comm).calls]
-        comm._transport._nccl.failed = True  # type: ignore[attr-defined]  # no destroy: they do not come together
+        comm._transport._nccl.failed = True  # no destroy beside another's end
 
     run_nccl(2, check, timeout_s=0.2)
 

@@ -78,7 +78,8 @@ def test_versions_go_from_a_gpu_to_a_gpu(tmp_path: Path, rng: Any, way: str, dty
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_versions_come_to_a_gpu_as_mxfp8(tmp_path: Path, rng: Any, way: str, dtype: str, layout: Any) -> None:
     values = rng.standard_normal((130, 192), np.float32).astype(dtypes.get(dtype).numpy)
-    wanted = lambda: quantize_mxfp8(values.astype(dtypes.get("bfloat16").numpy), scale_layout=layout)  # noqa: E731
+    bf16 = dtypes.get("bfloat16").numpy
+    wanted: Any = lambda: quantize_mxfp8(values.astype(bf16), scale_layout=layout)  # noqa: E731
     room = type(wanted())(*(put(np.zeros_like(part)) for part in (wanted().data, wanted().scale)))
     transform = MXFP8ReshardTransform(["w"], {"w": room})
     publisher, subscriber = both_sides(tmp_path, values, values, None, transform=transform)
@@ -93,7 +94,7 @@ def test_versions_come_to_a_gpu_as_mxfp8(tmp_path: Path, rng: Any, way: str, dty
 
 
 def test_what_the_gpu_has_queued_is_waited_for(tmp_path: Path, rng: np.random.Generator, cupy: Any) -> None:
-    """Copies come behind what is on the stream that the caller has made current, or names, and delay nothing there."""
+    """Copies come behind what is on the stream that is current, or named, and delay nothing there."""
     values = rng.standard_normal((64, 64), np.float32)
     mine, out = put(values * 0), put(values * 0)
     cupy.cuda.Device().synchronize()

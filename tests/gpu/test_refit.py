@@ -1,4 +1,4 @@
-"""What a version of an MXFP8 refit asks of a GPU once tables and buckets are made. A program of ranks, too."""
+"""What a version of an MXFP8 refit asks of a GPU once tables and buckets are made. A program, too."""
 
 from __future__ import annotations
 

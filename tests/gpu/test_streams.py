@@ -113,7 +113,7 @@ def test_streams_of_cupy_and_torch_addresses_and_the_protocol_are_taken(cupy: An
 @pytest.mark.parametrize("name", ["all_gather", "all_to_all", "reduce_scatter", "send_recv", "grouped"])
 @pytest.mark.parametrize("run", [run_nccl, run_staged])
 def test_the_next_call_follows_what_was_started_without_a_wait(run: Any, name: str) -> None:
-    """Over NCCL the last of a fold in tree order is a kernel of ours, which NCCL's next one does not wait for."""
+    """Over NCCL the last of a fold in tree order is our kernel, which NCCL's next one does not wait for."""
 
     def check(comm: Communicator) -> None:
         peer, send = 1 - comm.rank, on_gpu(comm, np.full(100, 1.0))
@@ -152,7 +152,7 @@ def test_a_thread_on_another_device_launches_on_the_communicators(
     buf, found, used = on_gpu(comm, np.full(3, 2.0)), list[int](), set[int]()
     for kind in (cupy.cuda.Stream, cupy.cuda.Event):
         made = kind.__init__
-        noting = lambda *args, made=made, **k: (used.add(runtime.getDevice()), made(*args, **k))[1]  # noqa: E731
+        noting = lambda *args, do=made, **how: used.add(runtime.getDevice()) or do(*args, **how)  # noqa: E731
         monkeypatch.setattr(kind, "__init__", noting)
 
     def work() -> None:

@@ -34,7 +34,7 @@ class HostFault(RuntimeError):
 
 @cache
 def host_library() -> tuple[ctypes.CDLL, str]:
-    """Return all kernels as one library, compiled once for its sources and kept, and what the compiler said."""
+    """Return all kernels as one library, compiled once and kept, and what the compiler said."""
     command = [
         "g++", "-O2", "-std=c++17", "-fPIC", "-shared", "-Wall", "-Wextra", "-Wno-unknown-pragmas",
         "-U_FORTIFY_SOURCE",  # it takes a jump between fibers for a damaged stack
@@ -110,7 +110,7 @@ class HostLauncher:
             raise HostFault(f"{kernel}: {error.decode()}")
 
     def traced(self, call: Callable[[], object]) -> npt.NDArray[np.int64]:
-        """Return the loads and stores of a call in order: address, bytes, warp of the grid, lane, 0 for a load."""
+        """Return loads and stores of a call in order: address, bytes, warp of the grid, lane, 0 at loads."""
         library, words = host_library()[0], np.zeros((1 << 20, 5), np.int64)
         with self.lock:
             library.lowshard_trace(ctypes.c_void_p(words.ctypes.data), ctypes.c_size_t(len(words)))

@@ -1,6 +1,6 @@
-"""What tests of the GPU path share: whether there is a GPU, ranks that are threads on one, what they ask of it.
+"""What tests of the GPU path share: whether there is a GPU, ranks that are threads, what they ask of it.
 
-A test asks for CuPy by the fixture `cupy` of tests/gpu: the real one where it sees a GPU, else one that checks.
+A test asks for CuPy by the fixture `cupy` of tests/gpu: the real one where there is a GPU, else a checker.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ MOVES = ("allReduce", "reduceScatter", "allGather", "broadcast", "send", "recv")
 
 
 class Recorded:
-    """An NCCL communicator that notes each call, a name and arguments, in `calls`; it raises what `errors` has of a
-    name. One that is `still` does nothing, as where other ranks never come."""
+    """An NCCL communicator that notes each call, a name and arguments, in `calls`; it raises what `errors`
+    has of a name. One that is `still` does nothing, as where other ranks never come."""
 
     def __init__(self, raw: Any, still: bool = False) -> None:
         self.raw, self.still, self.errors = raw, still, dict[str, BaseException]()
@@ -115,9 +115,9 @@ def run_nccl(
 ) -> list[T]:  # fmt: skip
     """Run a function in threads, each a rank over NCCL; options are those of `nccl_communicator`.
 
-    With loopback communicators beside them unless `control` is off. On a real GPU several ranks are left out: one
-    that allocates, or loads a kernel, waits for the other's kernel, which waits for it. There MPI ranks do the same,
-    and the selftest's step `threads`, which loads all that it needs.
+    With loopback communicators beside them unless `control` is off. On a real GPU several ranks are left out:
+    one that loads a kernel waits for the other's, which waits for it. There MPI ranks do the same, and the
+    step `threads` of the selftest, which loads all that it needs.
     """
     if size > 1 and has_gpu():
         pytest.skip("ranks of one process that share a real GPU may wait for each other; MPI ranks do it")
@@ -161,7 +161,7 @@ def on_gpu(comm: Communicator, *values: Any) -> Any:
 
 
 class Answers:
-    """What CUDA answers where it is asked whether something is done: `status`, or the truth where that is None."""
+    """What CUDA answers where it is asked whether something is done: `status`; None: the truth."""
 
     NEVER, ILLEGAL_ADDRESS = 600, 700
 
