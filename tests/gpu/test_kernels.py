@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -16,6 +18,9 @@ from support.gpu import alone_staged, busy, host_waits, on_gpu, run_nccl, run_st
 
 from lowshard import kernels as lk
 from lowshard.comm import Communicator
+from lowshard.comm.nccl_bindings import Binding
+from lowshard.comm.nccl_over_mpi import _find_device
+from lowshard.comm.pinned import Round, Slots
 from lowshard.errors import CaptureError, StreamError
 from lowshard.foreign_array import host_of
 from lowshard.kernels import BoxTable, MXFP8Tensor, pack
@@ -221,3 +226,37 @@ def test_a_slot_that_another_stream_still_reads_is_waited_for() -> None:
                 same(buf, np.full(300, float(i + i % 2 if i % 3 else 2 * i + 1)))
 
     run_staged(2, check, slot_bytes=512)
+
+
+def test_slots_that_nobody_closed_ask_no_event_that_is_gone(cupy: Any) -> None:
+    binding, locked, told = Binding.load(with_nccl=False), list[int](), list[Any]()
+
+    def lock(memory: np.ndarray) -> Callable[[], None]:
+        undo, at = binding.lock(memory), memory.ctypes.data
+        locked.append(at)
+        return lambda: (undo(), locked.remove(at))[0]  # type: ignore[func-returns-value]
+
+    events = [
+        binding.new_event() for _ in range(4)
+    ]  # before the slots: so the collector finalizes them first
+    watch = SimpleNamespace(flag=np.zeros(1, np.int64), tell=lambda *words: told.append(words))
+    made = replace(binding, new_event=events.pop, lock=lock)
+    slots: Any = Slots(made, lambda n: np.empty(n, np.uint8), 5.0, watch)
+    device = cupy.ones(40, np.uint8)
+    part = ((binding.pointer(device), 0, 40),)
+    slots.run([Round(40, part, lambda slot: None, part)] * 2, "test")
+    cupy.cuda.get_current_stream().synchronize()
+    assert len(locked) == 2
+    slots.itself = slots
+    del slots
+    gc.collect()
+    assert not locked
+    assert not told
+
+
+def test_a_slice_of_a_gpu_is_known_by_its_own_name(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = set()
+    for shown in ("MIG-5fd9b8c4-0001", "MIG-5fd9b8c4-0002", "0"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
+        names.add(_find_device(0, False).identity)
+    assert len(names) == 3
