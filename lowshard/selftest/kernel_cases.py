@@ -5,6 +5,7 @@ The tests run the same cases through the compiled kernels, through the CUDA sour
 
 from __future__ import annotations
 
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -77,15 +78,19 @@ class KernelCase:
             tally.same(f"{self.what}{name}", found, wanted, any_nan=self.any_nan)
 
 
+_ONE_AT_A_TIME = threading.RLock()
+
+
 @contextmanager
 def through(chosen: engine.HostEngine | engine.Engine) -> Iterator[None]:
-    """Run the public calls on NumPy arrays through an engine."""
-    usual = engine.host_engine
-    engine.host_engine = lambda: chosen  # type: ignore[assignment]  # engine_for looks it up
-    try:
-        yield
-    finally:
-        engine.host_engine = usual
+    """Run the public calls on NumPy arrays through an engine; ranks that are threads one after the other."""
+    with _ONE_AT_A_TIME:
+        usual = engine.host_engine
+        engine.host_engine = lambda: chosen  # type: ignore[assignment]  # engine_for looks it up
+        try:
+            yield
+        finally:
+            engine.host_engine = usual
 
 
 def _placed(value: Any, to_device: Put) -> Any:

@@ -52,11 +52,11 @@ PRODUCT = {
     "weights, checkpoint": Budget(8_687, 36, ("lowshard/weights", "lowshard/checkpoint")),
     "fsdp": Budget(3_795, 16, ("lowshard/fsdp",)),
     "launch": Budget(3_555, 23, ("launch",)),
-    "demo, selftest, interop, cli": Budget(3_684, 30, (
+    "demo, selftest, interop, cli": Budget(3_689, 30, (
         "lowshard/demo", "lowshard/selftest", "lowshard/interop", "lowshard/cli.py",
     )),
 }  # fmt: skip
-PRODUCT_LINES, PRODUCT_BYTES, PRODUCT_FUNCTIONS = 74_235, 3_206_000, 4_680
+PRODUCT_LINES, PRODUCT_BYTES, PRODUCT_FUNCTIONS = 74_240, 3_207_000, 4_680
 BENCH = Budget(5_800, 26, ("bench",))
 TESTS = Budget(57_132, 311, ("tests",))
 TEST_DATA_LINES = 3_400
