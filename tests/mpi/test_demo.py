@@ -185,14 +185,14 @@ def test_ctrl_c_ends_the_ranks_and_leaves_nothing(tmp_path: Path) -> None:
     scratch.mkdir()
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     started = subprocess.Popen(
-        [sys.executable, "-m", "lowshard", "demo", "--synthetic", "-o", str(tmp_path / "out")],
+        [sys.executable, "-m", "lowshard", "demo", "--synthetic", "-n", "12", "-o", str(tmp_path / "out")],
         cwd=tmp_path, env={**os.environ, "PYTHONPATH": path, "TMPDIR": str(scratch)},
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     try:
         assert started.stderr is not None
         for line in started.stderr:  # wait until the ranks work
-            if "running on 4 ranks" in line:
+            if "running on 12 ranks" in line:
                 break
         started.send_signal(signal.SIGINT)
         begun = time.monotonic()
