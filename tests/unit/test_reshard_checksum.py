@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from support.cuda_host import host_cuda_engine
@@ -49,12 +51,14 @@ def test_it_is_the_same_without_numba_and_wherever_bytes_lie(rng: np.random.Gene
 @needs_compiler
 @pytest.mark.parametrize("most_ctas", [0, 1])
 def test_a_gpu_has_the_same_and_tells_what_differs(rng: np.random.Generator, most_ctas: int) -> None:
-    engine = host_cuda_engine(most_ctas=most_ctas)
+    engine = host_cuda_engine()
+    launcher: Any = engine._launcher
+    launcher.most_ctas = most_ctas
     sizes = [*range(1, 34), 4088, 4095, 4096, 4097, 8192, 12_345, 3]
     offsets = np.cumsum([0, *(-(-size // 16) * 16 for size in sizes)]).tolist()
     pieces = [Piece(None, -1, (), *place) for place in zip(offsets, sizes, strict=False)]
     bucket = Bucket(tuple(pieces), offsets[-1])
-    raw = engine.launcher.to_device(rng.integers(0, 1 << 62, offsets[-1] // 8)).view(np.uint8)
+    raw = launcher.to_device(rng.integers(0, 1 << 62, offsets[-1] // 8)).view(np.uint8)
     sums, wanted, differences = np.zeros((3, 1 + len(sizes)), np.uint64)
     seal(raw, bucket, (1 << 63) - 1, wanted)
     engine.checksum(raw, sums, None, bucket.runs, (1 << 63) - 1)

@@ -43,8 +43,6 @@ unsigned slots[2][LANES];  // in turns: a lane may give its next value before th
 void (*kernel)();
 const Word* arguments;
 unsigned argument_count;
-const Word* ranges;
-unsigned range_count;
 cuda_host::Access* trace;  // null: accesses are not written down
 std::size_t trace_room, trace_count;
 char message[256];
@@ -168,24 +166,15 @@ void check_access(const volatile void* address, std::size_t size, const char* wh
                       what, size);
         fail();
     }
-    for (unsigned i = 0; i < range_count; ++i) {
-        if (ranges[2 * i] <= at && at + size <= ranges[2 * i + 1]) return;
-    }
-    if (range_count) {
-        std::snprintf(message, sizeof message, "%s of %zu bytes at %#llx, outside all arrays of the call",
-                      what, size, at);
-        fail();
-    }
 }
 
 }  // namespace cuda_host
 
-// Runs CTAs first to last - 1 of a grid; returns null, or what went wrong. `bounds` are pairs of addresses
-// that the kernel may touch (none: anything). `flush`: fp32 subnormals count as zero, as under -ftz=true.
+// Runs CTAs first to last - 1 of a grid; returns null, or what went wrong. `flush`: fp32 subnormals count as
+// zero, as under -ftz=true.
 extern "C" const char* lowshard_run(void (*function)(), const Word* words, unsigned count, unsigned grid,
-                                    unsigned threads, unsigned first, unsigned last, const Word* bounds,
-                                    unsigned bound_count, int flush) {
-    kernel = function, arguments = words, argument_count = count, ranges = bounds, range_count = bound_count;
+                                    unsigned threads, unsigned first, unsigned last, int flush) {
+    kernel = function, arguments = words, argument_count = count;
     failed = false;
     gridDim = {grid, 1, 1}, blockDim = {threads, 1, 1};
 #if defined(__SSE__)

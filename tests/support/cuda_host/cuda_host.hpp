@@ -44,8 +44,7 @@ struct Access {
     unsigned long long address, size, warp, lane, is_store;
 };
 
-// Ends the launch with an error unless the address is a multiple of the size and lies in memory of the
-// launch.
+// Ends the launch with an error unless the address is a multiple of the size.
 void check_access(const volatile void* address, std::size_t size, const char* what);
 
 template <class T>

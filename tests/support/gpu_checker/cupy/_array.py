@@ -285,25 +285,22 @@ class RawKernel:
 
 
 @functools.cache
-def _host_build() -> tuple[ctypes.CDLL, np.ndarray[Any, Any]]:
+def _host_build() -> tuple[Any, npt.NDArray[np.uint64]]:
     sys.path.append(str(Path(__file__).resolve().parents[3]))
-    from support.cuda_host import host_library
+    from support import cuda_host
 
-    return host_library()[0], np.empty((_ROOM, 5), np.uint64)
+    return cuda_host, np.empty((_ROOM, 5), np.uint64)
 
 
 def _run(name: str, ctas: int, args: Sequence[int], place: str) -> list[Access]:
     """Run a kernel to its end and return what it has touched. The lock is held: one launch at a time."""
-    library, room = _host_build()
-    words = (ctypes.c_uint64 * len(args))(*(arg & (1 << 64) - 1 for arg in args))
+    host, room = _host_build()
+    library = host.host_library()[0]
     need(hasattr(library, name), f"there is no kernel {name}", place)
     library.lowshard_trace(ctypes.c_void_p(room.ctypes.data), ctypes.c_size_t(_ROOM))
-    error = library.lowshard_run(
-        getattr(library, name), words, len(args), ctas, _THREADS, 0, ctas, (ctypes.c_uint64 * 1)(), 0,
-        int(name.startswith(_FLUSHED)),
-    )  # fmt: skip
+    error = host.run_on_host(name, ctas, _THREADS, args, (0, ctas), name.startswith(_FLUSHED))
     found = library.lowshard_trace(None, ctypes.c_size_t(0))
-    need(not error, f"kernel {name}: {(error or b'').decode()}", place)
+    need(not error, f"kernel {name}: {error}", place)
     count("launches_seen_in_part", found > _ROOM)
     rows = room[: min(found, _ROOM)].astype(np.int64)
     rows = rows[np.argsort(rows[:, 0], kind="stable")]
