@@ -188,18 +188,11 @@ def test_what_searches_share_is_there_on_every_stream(cupy: Any) -> None:
         assert found.changed_elems == 4999
 
 
-@pytest.mark.parametrize("can_lock", [True, False])
-def test_page_locked_memory_is_made_at_first_and_bounded(can_lock: Any, cupy: Any, monkeypatch: Any) -> None:
+def test_page_locked_memory_is_made_at_first_and_bounded(cupy: Any, monkeypatch: Any) -> None:
     locked, runtime = dict[int, int](), cupy.cuda.runtime
     lock, unlock = runtime.hostRegister, runtime.hostUnregister
-
-    def register(at: int, size: int, flags: int) -> None:
-        if not can_lock:
-            raise runtime.CUDARuntimeError(801)
-        lock(at, size, flags)
-        locked[at] = size
-
-    monkeypatch.setattr(runtime, "hostRegister", register)
+    noting = lambda at, size, flags: (lock(at, size, flags), locked.update({at: size}))  # noqa: E731
+    monkeypatch.setattr(runtime, "hostRegister", noting)
     monkeypatch.setattr(runtime, "hostUnregister", lambda at: (unlock(at), locked.pop(at)))
     with alone_staged(slot_bytes=1 << 16) as comm:
         for elems, size in ((10, 4096), (100_000, 1 << 16)):
@@ -207,11 +200,8 @@ def test_page_locked_memory_is_made_at_first_and_bounded(can_lock: Any, cupy: An
             for _ in range(2):
                 comm.all_reduce(buf, buf)
             same(buf, np.ones(elems))
-            assert list(locked.values()) == [size] * 2 * can_lock
+            assert list(locked.values()) == [size] * 2
     assert not locked
-    if hasattr(cupy, "checker") and not can_lock:  # it is used as it is
-        assert all("pageable" in report for report in cupy.checker.reports())
-        cupy.checker.reset()
 
 
 def test_a_slot_that_another_stream_still_reads_is_waited_for() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.comm_kit import outcome, refused, same
-from support.gpu import Answers, Recorded, alone, host_waits, on_gpu, recorded, run_nccl
+from support.gpu import Answers, Recorded, alone, on_gpu, recorded, run_nccl
 
 from lowshard import DeviceMesh, Layout, dtypes, execute, plan_redistribute
 from lowshard import comm as lc
@@ -55,18 +55,6 @@ def test_nccl_reduces_what_the_contract_allows_and_the_rest_is_exchanged(
 
     monkeypatch.setenv("LOWSHARD_NCCL_REDUCE16", reduce16)
     run_nccl(3, check)
-
-
-def test_only_split_and_a_barrier_without_control_wait(cupy: Any) -> None:
-    with host_waits(cupy) as waits, alone() as comm, alone(host=lc.loopback(1)[0]) as with_control:
-        board = comm.xp.zeros(4)
-        comm.all_reduce(board, board)
-        comm.reduce_scatter(board, board, order="tree")
-        with_control.barrier()
-        assert (waits, recorded(with_control).moved()) == ([], [])
-        assert calls_of(comm, comm.barrier) == ["allReduce"]
-        assert comm.split(None) is None
-        assert waits == ["deviceSynchronize"]
 
 
 def test_errors_of_nccl_become_ours_and_what_is_not_well_is_aborted() -> None:
@@ -188,18 +176,6 @@ def test_a_started_call_that_is_not_done_in_a_given_time_goes_on_until_the_deadl
     answers.status = Answers.NEVER
     refused(lambda: work.wait(timeout_s=30.0), TimedOut, r"broadcast on rank 0 was not done after 0\.2")
     assert recorded(comm).ended == "abort"
-
-
-def test_a_rank_that_does_not_come_to_a_split_is_found_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOWSHARD_CHECK", "off")  # else the check of the call finds it
-
-    def check(comm: Communicator) -> None:
-        if comm.rank == 0:
-            refused(lambda: comm.split(0), TimedOut, r"\[1\]")
-            assert "commSplit" not in [name for name, *_ in recorded(comm).calls]
-        comm._transport._nccl.failed = True  # no destroy beside another's end
-
-    run_nccl(2, check, timeout_s=0.2)
 
 
 @pytest.mark.parametrize(("kind", "how"), [("nccl", "call"), ("cuda", "wait")])
