@@ -1,19 +1,17 @@
 """The CUDA sources compile for every GPU named here, spill no register, and become the right instructions.
 
-Needs no GPU: NVRTC from its wheel, and nvdisasm for the instructions. What is compiled is the text that CuPy is given,
-under the options that CuPy adds.
+Needs no GPU: NVRTC and nvdisasm come in wheels. What is compiled is what CuPy is given, with CuPy's options.
 """
 
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import re
 import shutil
 import subprocess
-import tempfile
-from collections.abc import Sequence
-from functools import cache, partial
+import sys
+from ctypes.util import find_library
+from functools import cache
 from itertools import product
 from pathlib import Path
 
@@ -22,55 +20,78 @@ from support import mode
 
 from lowshard.kernels.cuda.cuda_module import COMPILER_OPTIONS, SOURCES, program_of, source
 
-ARCHES, MAIN_ARCH = (80, 86, 89, 90, 100, 103, 120), 90
-FLOATS, ELEMS, FORMS = ("bf16", "f16", "f32"), ("e4m3", "e5m2"), ("linear", "table", "any")
-INTEGERS = [f"{sign}{bits}" for sign in "iu" for bits in (8, 16, 32, 64)]
+ARCHES = (80, 86, 89, 90, 100, 103, 120)
+
+
+def words(text: str) -> set[str]:
+    """Return what a shell makes of words with braces."""
+    split = [[part.split(",") for part in re.split("[{}]", word)] for word in text.split()]
+    return {"".join(parts) for word in split for parts in product(*word)}
+
+
 KERNELS = {
-    "quantize": {f"quantize_{x}_{e}_{form}" for x, e, form in product(FLOATS, ELEMS, FORMS)},
-    "dequantize": {f"dequantize_{e}_{x}_{form}" for x, e, form in product(FLOATS, ELEMS, FORMS)},
-    "copy": {f"copy_{size}" for size in (1, 2, 4, 8, 16)},
-    "convert": {
-        *(f"cast_{a}_{b}_{n}" for a, b in product(FLOATS, FLOATS) for n in (1, 4 if "f32" in (a, b) else 8)),
-        *(f"sum_{a}_{b}_{4 if 'f32' in (a, b) else 8}" for a, b in product(FLOATS, FLOATS)),
-        *(f"sum_mixed_{b}_{n}" for b, n in product(FLOATS, (1, 4))),
-    },
-    "swizzle": {"swizzle_scales", "unswizzle_scales"},
-    "changes": {f"{name}_{size}" for name in ("differ", "gather", "scatter") for size in (1, 2, 4, 8, 16)},
-    "checksum": {"checksum_start", "checksum_add"},
-    "step": {"adamw_1", "adamw_4", "sgd_1", "sgd_4"},
-    "fold": {f"fold_{kind}_{count}" for kind in ("f64", *FLOATS, *ELEMS, *INTEGERS)
-             for count in (1, 2 if "64" in kind else 4)},
-}  # fmt: skip
+    "quantize": words("quantize_{bf16,f16,f32}_{e4m3,e5m2}_{linear,table,any}"),
+    "dequantize": words("dequantize_{e4m3,e5m2}_{bf16,f16,f32}_{linear,table,any}"),
+    "copy": words("copy_{1,2,4,8,16}"),
+    "convert": words("cast_{bf16,f16,f32}_{bf16,f16,f32}_1 sum_mixed_{bf16,f16,f32}_{1,4}")
+    | words("{cast,sum}_{bf16,f16}_{bf16,f16}_8 {cast,sum}_{f32_bf16,f32_f16,f32_f32,bf16_f32,f16_f32}_4"),
+    "swizzle": words("{swizzle,unswizzle}_scales"),
+    "changes": words("{differ,gather,scatter}_{1,2,4,8,16}"),
+    "checksum": words("checksum_{start,add}"),
+    "step": words("{adamw,sgd}_{1,4}"),
+    "fold": words("fold_{bf16,f16,f32,e4m3,e5m2,i8,i16,i32,u8,u16,u32}_{1,4} fold_{f64,i64,u64}_{1,2}"),
+}
+
+# Kernels, the most registers of a thread, and the last GPU for which that holds. With 48, five CTAs of 256
+# threads fit, by which the engine sizes its grids; with 64, four do.
+REGISTERS = [
+    (r"quantize_b?f16_\w+_(linear|table)|dequantize_\w+f16_\w+|copy_\d+|(adamw|sgd)_\d", 48, 90),
+    (r"(sum|cast|dequantize)_\w+", 64, ARCHES[-1]),
+]
+# Kernels, the first GPU for which they have some instructions, and those. Loads from tables end in .CONSTANT.
+ALWAYS, NEVER = 0, ARCHES[-1] + 1
+LDG32, LDG64, LDG128 = (rf"LDG\.E(\.EF)?{width}" for width in ("", r"\.64", r"\.128"))
+STG64, STG128 = r"STG\.E\.64", r"STG\.E\.128"
+INSTRUCTIONS = [
+    (r"\w+", NEVER, [r"(LDL|STL|LD|ST)(\.\S+)?"]),  # local memory and generic addresses are slow
+    (r"copy_16|(adamw|sgd|fold_f32)_4|fold_.64_2|(cast|sum)_(f32_f32_4|\w+_8)", ALWAYS, [LDG128, STG128]),
+    (r"quantize_\w+_(linear|table)|(cast|sum)_f32_b?f16_4", ALWAYS, [LDG128, STG64]),
+    (r"quantize_\w+_(linear|table)", NEVER, [r"LDG\.E(\.EF)?\.[US]?(8|16)"]),
+    (r"dequantize_\w+f16_(linear|table)|(cast|sum)_b?f16_f32_4", ALWAYS, [LDG64, STG128]),
+    (r"dequantize_\w+_f32_(linear|table)", ALWAYS, [LDG32, STG128]),
+    (r"quantize_\w+_e4m3_\w+", 89, [r"F2FP\.SATFINITE\.E4M3\.\S+"]),
+    (r"quantize_\w+_e5m2_\w+", 89, [r"F2FP\.SATFINITE\.E5M2\.\S+"]),
+    (r"quantize_b?f16_\w+", 90, [r"VIMNMX3?\.U16x2\S*"]),
+    (r"dequantize_e4m3_\w+", 89, [r"F2FP\.F16\.E4M3\.UNPACK_B\S*"]),
+    (r"checksum_add", ALWAYS, [LDG128, r"REDG?\.E\.ADD\.64\S*"]),
+    (r"(un)?swizzle_scales", NEVER, [r"I2F\.U64\S*"]),  # of a division of 64 bits
+    # Subnormals count, though CuPy has the compiler flush them: a fold does so twice, in its exact division.
+    (r"sum_\w+", ALWAYS, [r"FADD"]),
+    (r"sum_\w+", NEVER, [r"FADD\.FTZ\S*"]),
+    (r"fold_(f32|b?f16|e4m3|e5m2)_\d", ALWAYS, [r"FADD", r"FMUL"]),
+    (r"fold_(f32|b?f16|e4m3|e5m2)_\d", NEVER, [r"FMUL\.FTZ\S*", r"FADD\.FTZ(.* FADD\.FTZ\S*){2}"]),
+]
 
 
-@cache
-def in_wheels(pattern: str) -> list[str]:
-    """Return files of NVIDIA's wheels, whose folders are nvidia/cu13 say."""
-    spec = importlib.util.find_spec("nvidia")
-    places = list(spec.submodule_search_locations or []) if spec else []
-    return [str(path) for place in places for path in sorted(Path(place).glob(f"*/{pattern}"))]
+def in_wheel(pattern: str) -> str | None:
+    """Return a file of NVIDIA's wheels, whose folders are nvidia/cu13 say."""
+    return next((str(path) for place in sys.path for path in Path(place).glob(f"nvidia/*/{pattern}")), None)
 
 
-DISASSEMBLER = shutil.which("nvdisasm") or next(iter(in_wheels("bin/nvdisasm")), None)
-
-
-@cache
-def nvrtc() -> ctypes.CDLL | None:
-    """Return NVRTC from a wheel, or from where the system keeps libraries."""
-    for name in (*in_wheels("lib/libnvrtc.so.*"), "libnvrtc.so.13", "libnvrtc.so.12"):
-        try:
-            return ctypes.CDLL(name)
-        except OSError:
-            continue
-    return None
+NVRTC = in_wheel("lib/libnvrtc.so.*") or find_library("nvrtc")
+DISASSEMBLER = shutil.which("nvdisasm") or in_wheel("bin/nvdisasm")
+needs_nvrtc = pytest.mark.skipif(NVRTC is None, reason="NVRTC is not there (nvidia-cuda-nvrtc)")
+# A default run has one GPU and one source; fold takes as long as all others together.
+NAMES = [name for name in SOURCES if mode.full() or name != "fold"]
+CASES = list(product(mode.sample(ARCHES, 1, "arch"), mode.sample(NAMES, 1, "sources")))
+every_case = pytest.mark.parametrize(("arch", "name"), CASES)
 
 
 @cache
 def compiled(arch: int, name: str) -> tuple[str, bytes]:
     """Return what NVRTC and ptxas said, and the cubin."""
     options = [*COMPILER_OPTIONS, "-ftz=true", f"-arch=sm_{arch}", "--ptxas-options=-v"]
-    library, program, text = nvrtc(), ctypes.c_void_p(), source(name).encode()
-    assert library is not None
+    library, program, text = ctypes.CDLL(NVRTC), ctypes.c_void_p(), source(name).encode()
     assert library.nvrtcCreateProgram(ctypes.byref(program), text, f"{name}.cu".encode(), 0, None, None) == 0
 
     def made(what: str) -> bytes:
@@ -80,54 +101,18 @@ def compiled(arch: int, name: str) -> tuple[str, bytes]:
         assert getattr(library, f"nvrtcGet{what}")(program, buffer) == 0
         return buffer.raw
 
-    try:
-        words = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
-        status = library.nvrtcCompileProgram(program, len(options), words)
-        log = made("ProgramLog").rstrip(b"\0").decode()
-        assert status == 0, log
-        return log, made("CUBIN")
-    finally:
-        library.nvrtcDestroyProgram(ctypes.byref(program))
+    array = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+    status = library.nvrtcCompileProgram(program, len(options), array)
+    log = made("ProgramLog").rstrip(b"\0").decode()
+    assert status == 0, log
+    cubin = made("CUBIN")
+    library.nvrtcDestroyProgram(ctypes.byref(program))
+    return log, cubin
 
 
-def registers(log: str) -> dict[str, int]:
-    """Return registers a thread of each kernel in a ptxas log; assert that none is spilled."""
-    found = {}
-    spills = r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes"
-    pattern = rf"Compiling entry function '(\w+)'.*?{spills}.*?Used (\d+) reg"
-    for name, *memory, used in re.findall(pattern, log, re.DOTALL):
-        assert memory == ["0", "0", "0"], f"{name}: stack frame, spill stores and loads of {memory} bytes"
-        found[name] = int(used)
-    return found
-
-
-@cache
-def instructions(arch: int, name: str) -> dict[str, list[str]]:
-    """Return the instructions of each kernel in order, operands left out."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled(arch, name)[1])
-        file.flush()
-        command = [str(DISASSEMBLER), "-c", file.name]
-        text = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True).stdout
-    found: dict[str, list[str]] = {}
-    here: list[str] = []
-    for line in text.splitlines():
-        if start := re.match(r"\s*\.text\.(\w+):", line):
-            here = found.setdefault(start[1], [])
-        elif word := re.search(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z]\w*(?:\.\w+)*)", line):
-            here.append(word[1].replace(".STRONG.SM", ""))  # how a load through L1 (ld.ca) is written
-    return found
-
-
-# A default run has one of the GPUs and one source; fold takes as long as all others together.
-CASES = [
-    (arch, name)
-    for arch in mode.sample(ARCHES, 1, "arch")
-    for name in mode.sample([name for name in SOURCES if mode.full() or name != "fold"], 1, f"sources {arch}")
-]
-every_case = pytest.mark.parametrize(("arch", "name"), CASES)
-needs_nvrtc = pytest.mark.skipif(nvrtc() is None, reason="NVRTC is not there (nvidia-cuda-nvrtc)")
-needs_nvdisasm = pytest.mark.skipif(DISASSEMBLER is None, reason="no nvdisasm (nvidia-cuda-nvdisasm)")
+def test_each_row_of_a_table_is_about_a_kernel() -> None:
+    for which, *_ in (*REGISTERS, *INSTRUCTIONS):
+        assert any(re.fullmatch(which, kernel) for kernel in set().union(*KERNELS.values())), which
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not on PATH")
@@ -145,101 +130,30 @@ def test_a_kernel_of_a_long_file_is_compiled_alone(name: str) -> None:
 @needs_nvrtc
 @every_case
 def test_a_source_compiles_without_warnings_and_spills_nothing(arch: int, name: str) -> None:
-    log, cubin = compiled(arch, name)
+    log, _ = compiled(arch, name)
     assert "warning" not in log.lower()
-    assert cubin[:4] == b"\x7fELF"
-    used = registers(log)
-    assert set(used) == KERNELS[name]
-    # Five CTAs of 256 threads fit: the engine sizes its grids by it, and so many loads keep memory busy.
-    of_five = r"quantize_b?f16_\w+_(linear|table)|dequantize_\w+f16|copy|adamw|sgd"
-    for kernel, count in used.items():
-        assert count <= 48 or arch > MAIN_ARCH or not re.search(of_five, kernel), kernel
-        assert count <= 64 or not kernel.startswith(("sum", "cast", "dequantize")), kernel  # four CTAs
-
-
-def has_word(words: Sequence[str], *patterns: str) -> bool:
-    return all(any(re.fullmatch(pattern, word) for word in words) for pattern in patterns)
+    sizes = r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes"
+    found = re.findall(rf"Compiling entry function '(\w+)'.*?{sizes}.*?Used (\d+) reg", log, re.DOTALL)
+    assert {kernel for kernel, *_ in found} == KERNELS[name]
+    for kernel, *memory, used in found:
+        assert memory == ["0", "0", "0"], f"{kernel}: stack frame, spill stores and loads of {memory} bytes"
+        for which, most, last in REGISTERS:
+            assert arch > last or int(used) <= most or not re.fullmatch(which, kernel), kernel
 
 
 @needs_nvrtc
-@needs_nvdisasm
+@pytest.mark.skipif(DISASSEMBLER is None, reason="no nvdisasm (nvidia-cuda-nvdisasm)")
 @every_case
-def test_kernels_become_the_instructions_they_are_for(arch: int, name: str) -> None:
-    found = instructions(arch, name)
-    assert set(found) == KERNELS[name]
-    for kernel, words in found.items():
-        has = partial(has_word, words)
-        loads = [i for i, word in enumerate(words) if word.startswith("LDG")]
-        stores = [i for i, word in enumerate(words) if word.startswith("STG")]
-        # Local memory and generic addresses would be slow.
-        assert not has(r"(LDL|STL|LD|ST)(\.\S+)?"), kernel
-        wide = r"LDG\.E(\.\w+)*\.128"
-        if kernel.startswith("quantize"):
-            elem = kernel.split("_")[2].upper()
-            assert has(rf"F2FP\.SATFINITE\.{elem}\.\S+") == (arch >= 89), kernel
-            if "f32" not in kernel:
-                assert has(r"VIMNMX3?\.U16x2(\.\S+)?") == (arch >= 90), kernel
-            if not kernel.endswith("any"):
-                assert has(wide, r"STG\.E\.64"), kernel
-                assert not has(r"LDG\.E(\.EF)?\.[US]?(8|16)"), kernel
-                first = next(i for i, word in enumerate(words) if word.startswith("SHFL.BFLY"))
-                early = [words[i] for i in loads if i < first and "CONSTANT" not in words[i]]
-                assert sum(bool(re.fullmatch(wide, word)) for word in early) >= (
-                    8 if "f32" in kernel else 4
-                ), kernel
-        elif kernel.startswith("dequantize"):
-            if "e4m3" in kernel:
-                assert has(r"F2FP\.F16\.E4M3\.UNPACK_B\S*") == (arch >= 89), kernel
-            if not kernel.endswith("any"):
-                # A lane's share of a block: 4 codes that become 16 bytes, or 8; all of its shares are under way.
-                codes, shares = (r"LDG\.E(\.EF)?", 8) if "f32" in kernel else (r"LDG\.E(\.EF)?\.64", 4)
-                before = words[: words.index("STG.E.128")]
-                assert sum(bool(re.fullmatch(codes, word)) for word in before) >= shares, kernel
-        elif re.fullmatch(r"fold_(f32|b?f16|e4m3|e5m2)_\d", kernel):
-            assert has("FADD", "FMUL"), kernel
-            # What is flushed is within the exact division, which takes numbers apart before.
-            assert not has(r"FMUL\.FTZ\S*"), kernel
-            assert sum(word.startswith("FADD.FTZ") for word in words) <= 2, kernel
-        elif kernel.startswith("sum"):  # subnormals count, though CuPy has the compiler flush them
-            assert has("FADD"), kernel
-            assert not has(r"FADD\.FTZ\S*"), kernel
-            # What out holds and eight sources are under way before the first is needed; mixed ones have a load for each
-            # width. Single bytes are what lies on no boundary.
-            before = " ".join(words[: words.index("FADD")])
-            wanted = 17 if "mixed" in kernel else 9
-            assert len(re.findall(r"LDG\.E(?!\S*(CONSTANT|U8))", before)) >= wanted, kernel
-            assert not has_word(before.split(), r"LDG\.E(\.EF)?(\.U(8|16))?") or kernel.endswith("_1"), kernel
-        elif kernel.startswith("cast") and not kernel.endswith("_1"):
-            # Somewhere the loads of a turn follow each other, with no conversion, store or branch between them.
-            _, src, dst, unit = kernel.split("_")
-            width, turn = (".64" if src != "f32" and dst == "f32" else ".128"), (2 if unit == "8" else 4)
-            places = [i for i in loads if "CONSTANT" not in words[i]]
-            between = r"\b(STG|BRA|BSSY|HADD2|F2F\w*|PRMT|SHFL)\b"
-            groups = [places[k : k + turn] for k in range(len(places) - turn + 1)]
-            whole = [group for group in groups if all(words[i].endswith(width) for i in group)]
-            assert not all(re.search(between, " ".join(words[group[0] : group[-1]])) for group in whole), (
-                kernel
-            )
-            assert has(r"STG\.E\.64" if src == "f32" and dst != "f32" else r"STG\.E\.128"), kernel
-        elif name == "step":
-            # All arrays are read before the first operation; the buffer of sgd is read on a way of its own.
-            first = next(i for i, word in enumerate(words) if re.match(r"F(ADD|MUL|FMA)|MUFU", word))
-            vectors = ".128" if kernel.endswith("_4") else ""
-            early = [word for word in words[:first] if re.fullmatch(rf"LDG\.E(\.EF)?{vectors}", word)]
-            assert len(early) >= (4 if "adamw" in kernel else 2), kernel
-            assert has(rf"STG\.E{vectors}"), kernel
-        if kernel == "checksum_add":
-            assert sum(bool(re.fullmatch(wide, word)) for word in words) >= 8, kernel
-            assert has(r"REDG?\.E\.ADD\.64\S*"), kernel
-        if "swizzle" in kernel:
-            assert len(loads) >= 4, kernel
-            assert max(loads) < min(stores), f"{kernel}: a turn reads all before it writes"
-            assert not has(r"I2F\.U64\S*"), f"{kernel}: 64-bit division"
-        if kernel.startswith(("copy", "cast")):
-            # The search for the box of a unit takes a step for two units at once: each reads 64 bits, of which some
-            # compilers make two loads. So does the look-up before it, of two numbers of 32 bits each.
-            blocks = [block for block in " ".join(words).split(" BRA ") if ".128.CONSTANT" not in block]
-            halves = [2 * part.count("LDG.E.64.CONSTANT") + part.count("LDG.E.CONSTANT") for part in blocks]
-            assert sum(count >= 4 for count in halves) >= 2, kernel
-        if kernel in ("copy_16", "sum_f32_f32_4", "fold_f32_4", "fold_f64_2", "fold_i64_2", "fold_u64_2"):
-            assert has(wide, r"STG\.E\.128"), kernel
+def test_kernels_become_the_instructions_they_are_for(arch: int, name: str, tmp_path: Path) -> None:
+    (tmp_path / "cubin").write_bytes(compiled(arch, name)[1])
+    command = [str(DISASSEMBLER), "-c", str(tmp_path / "cubin")]
+    text = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True).stdout
+    # A load through L1 is written with .STRONG.SM; operands are left out.
+    _, *parts = re.split(r"^\s*\.text\.(\w+):", text.replace(".STRONG.SM", ""), flags=re.MULTILINE)
+    assert set(parts[::2]) == KERNELS[name]
+    for kernel, part in zip(parts[::2], parts[1::2], strict=True):
+        line = " ".join(re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z]\w*(?:\.\w+)*)", part))
+        for which, first, patterns in INSTRUCTIONS:
+            for pattern in patterns if re.fullmatch(which, kernel) else ():
+                has = re.search(rf"(?<!\S)({pattern})(?!\S)", line) is not None
+                assert has == (arch >= first), f"{kernel}: {pattern}"
