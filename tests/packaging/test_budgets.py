@@ -43,7 +43,7 @@ PRODUCT = {
     )),
     "comm": Budget(16_883, 68, ("lowshard/comm",)),
     "cost, rules": Budget(3_571, 19, ("lowshard/cost.py", "lowshard/rules")),
-    "redistribute plans, solver, op": Budget(8_486, 35, (
+    "redistribute plans, solver, op": Budget(8_581, 35, (
         *(f"lowshard/{name}.py" for name in ("redistribute_plan", "step_search", "step_cost", "exchange")),
         "lowshard/solver", "lowshard/op",
     )),
@@ -56,7 +56,7 @@ PRODUCT = {
         "lowshard/demo", "lowshard/selftest", "lowshard/interop", "lowshard/cli.py",
     )),
 }  # fmt: skip
-PRODUCT_LINES, PRODUCT_BYTES, PRODUCT_FUNCTIONS = 74_318, 3_211_000, 4_684
+PRODUCT_LINES, PRODUCT_BYTES, PRODUCT_FUNCTIONS = 74_413, 3_216_000, 4_689
 BENCH = Budget(5_800, 26, ("bench",))
 TESTS = Budget(57_132, 311, ("tests",))
 TEST_DATA_LINES = 3_400

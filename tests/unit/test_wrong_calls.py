@@ -198,7 +198,9 @@ CALLS: dict[str, Prepare] = {
     "pick with an axis": lambda: call(pick, op="softmax", layouts=[A], axis=1),
     "pick with a shape": lambda: call(pick, op="reshape", layouts=[A], shape=(4, 8)),
     "pick with sizes": lambda: call(pick, op="split", layouts=[A], sizes=(2, 2), axis=1),
-    "GreedyReshard": lambda: call(GreedyReshard, on_reshard="warn", allow_partial_to_sharded=True),
+    "GreedyReshard": lambda: call(
+        GreedyReshard, on_reshard="warn", allow_partial_to_sharded=True, allowed_transitions=[("P", "R")]
+    ),
     "GreedyReshard()": lambda: call(
         lambda offer, layouts: GreedyReshard()(offer, layouts), offer=OFFERED, layouts=[A, B]
     ),
