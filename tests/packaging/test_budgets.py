@@ -42,7 +42,7 @@ PRODUCT = {
         f"lowshard/{name}.py" for name in ("mesh", "placement", "layout", "tiling")
     )),
     "comm": Budget(16_883, 68, ("lowshard/comm",)),
-    "cost, rules": Budget(3_571, 19, ("lowshard/cost.py", "lowshard/rules")),
+    "cost, rules": Budget(3_594, 19, ("lowshard/cost.py", "lowshard/rules")),
     "redistribute plans, solver, op": Budget(8_486, 35, (
         *(f"lowshard/{name}.py" for name in ("redistribute_plan", "step_search", "step_cost", "exchange")),
         "lowshard/solver", "lowshard/op",
@@ -56,10 +56,10 @@ PRODUCT = {
         "lowshard/demo", "lowshard/selftest", "lowshard/interop", "lowshard/cli.py",
     )),
 }  # fmt: skip
-PRODUCT_LINES, PRODUCT_BYTES, PRODUCT_FUNCTIONS = 74_240, 3_207_000, 4_680
+PRODUCT_LINES, PRODUCT_BYTES, PRODUCT_FUNCTIONS = 74_263, 3_208_000, 4_680
 BENCH = Budget(5_800, 26, ("bench",))
 TESTS = Budget(57_132, 311, ("tests",))
-TEST_DATA_LINES = 3_400
+TEST_DATA_LINES = 3_460
 EXAMPLES = Budget(1_403, 18, ("examples", "docs"))
 EXAMPLES_AND_BLOCKS_LINES = 1_900
 """With the blocks of Python in the pages."""
