@@ -293,7 +293,7 @@ def test_rule_cuts_that_cannot_be_are_refused(plain: Path, tmp_path: Path) -> No
     for settings, error, match in (
         (Settings(str(plain), str(out), None, "fsdp=2", to_rules="nonesuch.yml"), RulesError, "nonesuch.yml"),
         (Settings(str(plain), str(out), None, "fsdp=0", to_rules="pure-fsdp"), RulesError, "fsdp=0"),
-        (Settings(str(plain), str(out), None, "tp=2"), ShardingError, "neither was given"),
+        (Settings(str(plain), str(out), None, "tp=2"), ShardingError, "model_type None: give --strategies"),
         (Settings(str(ranks), str(out), None, "fsdp=2", to_rules="pure-fsdp", from_rules="pure-fsdp"),
          ShardingError, "--from"),
         (Settings(str(ranks), str(out), None, "fsdp=2", "fsdp=3", to_rules="pure-fsdp", from_rules="pure-fsdp"),
