@@ -198,8 +198,8 @@ class GraphSolver:
         return BudgetError(
             f"{said} {need:,} bytes at {where} (step {step}), for {len(held)} tensors at once ({together}). The "
             f"tightest tensor is {info.kind} {info.name!r}, {bytes_:,} bytes a device even as "
-            f"{space.family[tensor].layouts[layout]}, the largest of them. The smallest budget{proved} that would do is "
-            f"{need} bytes: give budget_bytes={need}, or a mesh of more ranks"
+            f"{space.family[tensor].layouts[layout]}, the largest of them. The smallest budget{proved} that would do "
+            f"is {need} bytes: give budget_bytes={need}, or a mesh of more ranks"
         )
 
     def _greedy(self, space: Space) -> Schedule | None:
