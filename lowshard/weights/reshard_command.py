@@ -290,9 +290,7 @@ def _show(report: ConvertReport, settings: Settings, target: str | None) -> int:
             f"checksums of {settings.source}, all equal"
         )
     else:
-        print(
-            f"  input: {settings.source} has no checksums, so damage done to it before this run cannot be seen"
-        )
+        print(f"  input: {settings.source} has no checksums: not verified")
     again = "read again and compared with the input, read a second time: all equal"
     compared = f"{report.verified_bytes / 1e6:.1f} MB {again}"
     print(f"  output: {compared if settings.verify else 'not compared (--no-verify)'}")
