@@ -1,7 +1,8 @@
 """Catalog: which boxes of which tensors lie where in a checkpoint's files, whatever its form.
 
 One plain safetensors file, a Hugging Face folder (model.safetensors, or several with
-model.safetensors.index.json), a sharded checkpoint of lowshard, or one file a rank from elsewhere, of
+model.safetensors.index.json), a sharded checkpoint of lowshard, what torch's ranks saved (safetensors that say
+which part they hold, or a folder of torch.distributed.checkpoint), or one file a rank from elsewhere, of
 which tilings say what each holds.
 """
 
@@ -10,19 +11,21 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from lowshard.argument import brief, instance, items, mapping
+from lowshard.argument import brief, in_words, instance, items, mapping
 from lowshard.argument import path as check_path
-from lowshard.box import Box, full_box, shape_of, volume
+from lowshard.box import Box, box_text, full_box, shape_of, subtract, volume
 from lowshard.checkpoint.checkpoint_index import INDEX_NAME, Index, Part, read_index
 from lowshard.checkpoint.crc import Key, crc32
 from lowshard.checkpoint.header import FilePath, Header, Stamp, TensorEntry, read_header
 from lowshard.checkpoint.hf_index import DATA_NAME, HF_INDEX, files_of_set, is_sparse_delta, lies_beside
 from lowshard.checkpoint.read_shares import disjoint
+from lowshard.checkpoint.torch_files import METADATA, OFFSETS, OWN_KEYS, Placed, read_folder, saved_offsets
 from lowshard.errors import CheckpointError
 from lowshard.nearest import nearest
 from lowshard.reading import parse_json, read_text, reader
@@ -103,6 +106,9 @@ class Catalog:
     """Of each plain file, by path; data files of a sharded checkpoint are never replaced under their name."""
     copies: tuple[tuple[StoredTensor, StoredPart], ...] = field(default=(), compare=False, repr=False)
     """Of files of ranks: where else a part of a tensor lies, on ranks that hold the same. Nothing is read there."""
+    form: str = field(default="plain checkpoint", compare=False)
+    notes: tuple[str, ...] = field(default=(), compare=False)
+    """What its reader is to know: what is left out, and what cannot be seen."""
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -151,7 +157,7 @@ class Catalog:
         if not isinstance(files, (str, bytes)) and isinstance(files, Sequence):
             return _of_plain([check_path(f, _FILES, CheckpointError) for f in files], f"{len(files)} files")
         path = check_path(files, _FILES, CheckpointError)
-        if path.name == INDEX_NAME:
+        if path.name in (INDEX_NAME, METADATA):
             path = path.parent
         if path.name == HF_INDEX:
             return _of_hugging_face(path)
@@ -163,6 +169,13 @@ class Catalog:
             return _of_hugging_face(path / HF_INDEX)
         if os.path.exists(path / "model.safetensors"):
             return _of_plain([path / "model.safetensors"], str(path))
+        if os.path.exists(path / METADATA):
+            return _of_torch_folder(path)
+        if any(path.glob("*.distcp")):
+            raise CheckpointError(
+                f"{path}: files in it are of torch.distributed.checkpoint, and {METADATA}, which says of what, is "
+                "missing: put it back, or save anew where the save that wrote them did not end"
+            )
         found = sorted(p for p in path.glob("*.safetensors") if not p.name.startswith("."))
         # Before its index is in place a save has files of full size that do not hold their data yet.
         if any(DATA_NAME.fullmatch(p.name) for p in found):
@@ -176,6 +189,8 @@ class Catalog:
                     f"{path}: {found[0].name} is one of {count} files, and neither the others nor {HF_INDEX} are here: "
                     "fetch the rest"
                 )
+            return _of_plain(found, str(path))
+        if found and all(OFFSETS in read_header(p).metadata for p in found):
             return _of_plain(found, str(path))
         ranks = (
             ""
@@ -203,6 +218,7 @@ class Catalog:
         ]
         if not headers:
             raise CheckpointError("a checkpoint has at least one file, got none")
+        said = [saved_offsets(header) or {} for header in headers]
         tensors = {}
         copies: list[tuple[StoredTensor, StoredPart]] = []
         rule = "tilings is a mapping of names to tilings"
@@ -226,6 +242,12 @@ class Catalog:
                     )
                 for tile in tiling.tiles(rank):
                     origin = tuple(g - lo for (g, _), (lo, _) in zip(tile.box, tile.local, strict=True))
+                    if said[rank].get(name, origin) != origin:
+                        raise CheckpointError(
+                            f"{headers[rank].path}: tensor {name!r}: the file says that its part begins at "
+                            f"{list(said[rank][name])}, rank {rank} holds {box_text(tile.box)}: another strategy? The "
+                            "files say themselves what they hold: Catalog.open of all of them"
+                        )
                     for box, first in owner.items():
                         if all(a <= c and d <= b for (a, b), (c, d) in zip(tile.box, box, strict=True)):
                             held = StoredPart(headers[rank].path, entry, box, origin, None)
@@ -248,24 +270,117 @@ def _of_plain(paths: Sequence[Path], where: str) -> Catalog:
                 f"{header.path}: is a delta, which says what one version changes of another, and no checkpoint: "
                 f"`lowshard reshard BASE --apply {header.path} -o OUT` makes one"
             )
+    if any(OFFSETS in header.metadata for header in headers):
+        _check_is_all(headers)
     return plain_catalog(headers, where)
 
 
 def plain_catalog(headers: Sequence[Header], where: str) -> Catalog:
-    """Return the catalog of files that hold whole tensors, each name once."""
-    tensors: dict[str, StoredTensor] = {}
+    """Return the catalog of files that hold whole tensors, each name once, or parts and say of what."""
+    placed: list[Placed] = []
+    found: dict[str, str] = {}
     metadata: dict[str, str] = {}
     for header in headers:
-        metadata |= header.metadata
-        for entry in header.tensors.values():
-            if entry.name in tensors:
-                other = next(h.path for h in headers if entry.name in h.tensors)
-                raise CheckpointError(f"{header.path}: tensor {entry.name!r} is in {other} too")
-            part = StoredPart(header.path, entry, full_box(entry.shape), (0,) * len(entry.shape), None)
-            tensors[entry.name] = StoredTensor(
-                entry.name, entry.dtype, entry.shape, (part,) if entry.size_elems else ()
+        metadata |= {key: text for key, text in header.metadata.items() if key not in OWN_KEYS}
+        starts = saved_offsets(header)
+        for name, entry in header.tensors.items():
+            if starts is None and name in found:
+                raise CheckpointError(f"{header.path}: tensor {name!r} is in {found[name]} too")
+            found[name] = header.path
+            start = (0,) * len(entry.shape) if starts is None else starts[name]
+            placed.append(Placed(header.path, entry, start))
+    tensors, copies = _assembled(where, placed)
+    parts = any(len(t.parts) > 1 for t in tensors.values()) or any(map(_shard_of, headers))
+    return Catalog(
+        where, tensors, metadata, None, _digest(tensors), _stamps(headers), copies,
+        *(("torch's sharded safetensors", (_UNSEEN,)) if parts else ()),
+    )  # fmt: skip
+
+
+_SHARD = re.compile(r"shard-\d{5}-model-(\d{5})-of-(\d{5})\.safetensors")
+_UNSEEN = "these files do not say how many they are: a last one that is missing cannot be seen"
+
+
+def _shard_of(header: Header) -> re.Match[str] | None:
+    return _SHARD.fullmatch(Path(header.path).name) if OFFSETS in header.metadata else None
+
+
+def _check_is_all(headers: Sequence[Header]) -> None:
+    """Raise CheckpointError where files beside some of torch's hold the rest, or are known to be missing."""
+    own = {(name, start) for header in headers for name, start in (saved_offsets(header) or {}).items()}
+    names, paths = {name for name, _ in own}, {os.path.realpath(header.path) for header in headers}
+    shards = [found for found in map(_shard_of, headers) if found]
+    beside = {path for header in headers for path in Path(header.path).parent.glob("*.safetensors")}
+    for path in sorted(path for path in beside if os.path.realpath(path) not in paths):
+        other = read_header(path)
+        rest = {
+            name: box_text(_placed_box(start, other.tensors[name].shape))
+            for name, start in (saved_offsets(other) or {}).items()
+            if (name, start) not in own and (name in names or (shards and _shard_of(other)))
+        }
+        if rest:
+            raise CheckpointError(
+                f"{headers[0].path}: is a part of a checkpoint, whose rest is missing: {path.name} holds "
+                f"{in_words(rest)}. Give their folder, or all of them"
             )
-    return Catalog(where, tensors, metadata, None, _digest(tensors), _stamps(headers))
+    numbers = {int(found[1]) for found in shards}
+    if len(numbers) < max((int(found[2]) for found in shards), default=0):
+        raise CheckpointError(
+            f"{headers[0].path}: files of {shards[0][2]} numbers hold the checkpoint, only {brief(numbers)} are here"
+        )
+
+
+def _placed_box(start: Sequence[int], shape: Sequence[int]) -> Box:
+    return tuple((a, a + n) for a, n in zip(start, shape, strict=True))
+
+
+def _assembled(
+    where: str, placed: Iterable[Placed], shapes: Mapping[str, tuple[str, tuple[int, ...]]] | None = None
+) -> tuple[dict[str, StoredTensor], tuple[tuple[StoredTensor, StoredPart], ...]]:
+    """Return tensors (without shapes: as far as their parts reach), and the parts that are held once more."""
+    parts: dict[str, list[Placed]] = {name: [] for name in shapes or ()}
+    for p in placed:
+        parts.setdefault(p.entry.name, []).append(p)
+    tensors: dict[str, StoredTensor] = {}
+    copies: list[tuple[StoredTensor, StoredPart]] = []
+    for name, own in parts.items():
+        if len({(p.entry.dtype, len(p.start)) for p in own}) > 1:
+            raise CheckpointError(f"{where}: tensor {name!r}: its parts differ in dtype or number of dims")
+        boxes = [_placed_box(p.start, p.entry.shape) for p in own]
+        reach = tuple(max(stop for _, stop in dim) for dim in zip(*boxes, strict=True))
+        dtype, shape = (own[0].entry.dtype, reach) if shapes is None else shapes[name]
+        held: dict[Box, StoredPart] = {}
+        others = []
+        for p, box in sorted(zip(own, boxes, strict=True), key=lambda one: one[1]):
+            part = StoredPart(p.file, p.entry, box, p.start, p.crc32)
+            if volume(box) and held.setdefault(box, part) is not part:
+                others.append(part)
+        left = [full_box(shape)] if volume(full_box(shape)) else []
+        for box in held:
+            left = [rest for one in left for rest in subtract(one, box)]
+        if left:
+            raise CheckpointError(
+                f"{where}: tensor {name!r} {list(shape)}: {box_text(left[0])} of it lies in none of the files "
+                f"{brief(sorted({Path(p.file).name for p in own}))}: fetch the rest"
+            )
+        if sum(map(volume, held)) != volume(full_box(shape)):
+            raise CheckpointError(
+                f"{where}: tensor {name!r} {list(shape)}: parts of it overlap or lie outside of it, "
+                f"{brief(list(map(box_text, held)))}: files of two checkpoints?"
+            )
+        tensors[name] = StoredTensor(name, dtype, shape, tuple(held.values()))
+        copies += [(tensors[name], part) for part in others]
+    return tensors, tuple(copies)
+
+
+def _of_torch_folder(path: Path) -> Catalog:
+    placed, shapes, left_out, stamps = read_folder(path)
+    tensors, copies = _assembled(str(path), placed, shapes)
+    note = f"{len(left_out)} entries are no tensors, and left out: {brief(left_out)}"
+    return Catalog(
+        str(path), tensors, {}, None, _digest(tensors), stamps, copies, "torch's distributed checkpoint",
+        (note,) if left_out else (),
+    )  # fmt: skip
 
 
 def _stamps(headers: Iterable[Header]) -> dict[str, Stamp | None]:
@@ -339,7 +454,8 @@ def index_catalog(folder: Path, index: Index, entry_of: Callable[[str, Part], Te
             for p in t.parts
         )
         tensors[name] = StoredTensor(name, t.dtype, t.shape, parts, t.strategy, t.tiling, t.digest)
-    return Catalog(str(folder), tensors, index.metadata, index.num_ranks, _digest(tensors))
+    digest = _digest(tensors)
+    return Catalog(str(folder), tensors, index.metadata, index.num_ranks, digest, form="sharded checkpoint")
 
 
 def part_entry(name: str, part: Part, index: Index, header: Header) -> TensorEntry:

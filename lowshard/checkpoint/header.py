@@ -150,13 +150,13 @@ def header_from_fd(fd: int, path: FilePath) -> Header:
             f"{where}: a safetensors file starts with 8 bytes that give its header's length, "
             f"this one has {file_bytes} bytes"
         )
-    length = int.from_bytes(_pread(fd, _PREFIX_BYTES, 0, where), "little")
+    length = int.from_bytes(read_exactly(fd, _PREFIX_BYTES, 0, where), "little")
     if length > min(MAX_HEADER_BYTES, file_bytes - _PREFIX_BYTES):
         raise CheckpointError(
             f"{where}: the header's length is {length} bytes, the format allows {MAX_HEADER_BYTES} and only "
             f"{file_bytes - _PREFIX_BYTES} follow: this is not a safetensors file, or it is truncated or damaged"
         )
-    raw = _pread(fd, length, _PREFIX_BYTES, where)
+    raw = read_exactly(fd, length, _PREFIX_BYTES, where)
     if not raw.startswith(b"{"):
         raise CheckpointError(
             f"{where}: a header is a JSON object and starts with '{{', this one starts with {raw[:8]!r}"
@@ -210,15 +210,18 @@ def encode_header(
     return len(text).to_bytes(_PREFIX_BYTES, "little") + text, entries
 
 
-def _pread(fd: int, size_bytes: int, offset: int, where: str) -> bytes:
+def read_exactly(fd: int, size_bytes: int, offset: int, where: str) -> bytes:
+    """Return bytes of an open file, or raise CheckpointError; `where` is for messages."""
     parts = []
     while size_bytes:
         try:
             part = os.pread(fd, size_bytes, offset)
         except OSError as error:
-            raise CheckpointError(f"{where}: reading its header failed: {error.strerror}") from error
+            raise CheckpointError(f"{where}: reading at byte {offset} failed: {error.strerror}") from error
         if not part:
-            raise CheckpointError(f"{where}: ends at byte {offset}, within its header: the file is truncated")
+            raise CheckpointError(
+                f"{where}: ends at byte {offset}, {size_bytes} bytes are missing: the file is truncated"
+            )
         parts.append(part)
         size_bytes -= len(part)
         offset += len(part)

@@ -21,9 +21,10 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """\
 Shows what is in a checkpoint: its tensors, how each is sharded, which file and which rank holds what, its checksums.
-PATH is a sharded checkpoint of lowshard, a safetensors file, or a Hugging Face folder. Headers and indexes are read;
-with --verify all data is, too, and compared with the checksums and digests of the index (plain files have none: their
-digest is worked out). Two checkpoints with one digest hold the same tensors, however each is cut.
+PATH is a sharded checkpoint of lowshard, a safetensors file, a Hugging Face folder, or what torch's distributed
+checkpoint saved (a folder with .metadata, or shards in safetensors). Headers and indexes are read; with --verify all
+data is, too, and compared with the checksums and digests of the index (plain files have none: their digest is worked
+out). Two checkpoints with one digest hold the same tensors, however each is cut.
 """
 EPILOG = """\
 examples:
@@ -99,6 +100,7 @@ def _table(overview: Overview, each: bool) -> Iterator[str]:
     yield f"{tensors} tensor{'s' * (tensors != 1)}, {_mb(catalog.size_bytes)} MB in {files} file{'s' * (files != 1)}"
     for key, value in catalog.metadata.items():
         yield _short(f"metadata {key}: {value}", _WIDTH)
+    yield from (f"note: {note}" for note in catalog.notes)
     yield ""
     yield f"{'rank':>5} {'MB':>12}  file"
     for number, (path, size_bytes) in enumerate(overview.files.items()):

@@ -48,8 +48,8 @@ class Overview:
 
     @property
     def form(self) -> str:
-        """Whether ranks saved it, each a part."""
-        return "plain checkpoint" if self.catalog.num_ranks is None else "sharded checkpoint"
+        """Whose it is, and whether ranks saved it, each a part."""
+        return self.catalog.form
 
     @property
     def checksummed_bytes(self) -> int:
@@ -79,6 +79,7 @@ class Overview:
             "digest": self.digest,
             "problems": list(self.problems.values()),
             "metadata": dict(self.catalog.metadata),
+            "notes": list(self.catalog.notes),
             "files": [
                 {"name": Path(path).name, "bytes": size, "problem": self.problems.get((path, ""))}
                 for path, size in self.files.items()

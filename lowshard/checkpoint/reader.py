@@ -18,7 +18,9 @@ import numpy as np
 from lowshard import dtypes
 from lowshard.argument import as_shape, brief, instance, items, kind_of, wholes
 from lowshard.box import Box, contiguous_runs, full_box, shape_of
+from lowshard.checkpoint.catalog import Catalog
 from lowshard.checkpoint.header import FilePath, Header, TensorEntry, header_from_fd, open_for_reading
+from lowshard.checkpoint.torch_files import OFFSETS
 from lowshard.errors import BufferMismatchError, CheckpointError, LayoutError
 from lowshard.foreign_array import view_in_call
 from lowshard.layout import Layout
@@ -110,7 +112,7 @@ class CheckpointReader:
         path: the file.
 
     Raises:
-        CheckpointError: as `read_header`.
+        CheckpointError: as `read_header`; or it is a file of torch's with parts of tensors: `Catalog.open` takes them.
     """
 
     header: Header
@@ -124,6 +126,8 @@ class CheckpointReader:
         self.bytes_read = 0
         try:
             self.header = header_from_fd(self._file.fileno(), path)
+            if OFFSETS in self.header.metadata:  # of torch: it may hold parts of tensors
+                Catalog.open([path])
         except BaseException:
             self._file.close()
             raise

@@ -68,6 +68,8 @@ class ConvertReport:
     """Deltas."""
     version: int | None = None
     """Of the last of them."""
+    notes: tuple[str, ...] = ()
+    """What is to be known of the input, such as what is left out."""
 
 
 def apply_deltas(
@@ -206,6 +208,7 @@ class _Worker:
         return ConvertReport(
             len(plan.saved), len(plan.quantised), files, plan.catalog.size_bytes, checksummed, read_bytes, written,
             verified, model_digest(digests), compared, len(chain), chain[-1].version if chain else None,
+            plan.catalog.notes,
         )  # fmt: skip
 
     def _advance(self, done_bytes: int) -> None:
@@ -226,8 +229,8 @@ class _Worker:
                 if first.tobytes() != other.tobytes():
                     taken = next(p.file for p in tensor.parts if p.box == part.box)
                     raise CheckpointError(
-                        f"{part.file}: tensor {tensor.name!r}: {box_text(box)} is not what {taken} has, and --from and "
-                        "the strategy say that both hold it: give others, or --no-verify to take it from the latter"
+                        f"{part.file}: tensor {tensor.name!r}: {box_text(box)} is not what {taken} has, and both are "
+                        "said to hold it: give another --from or strategy, or --no-verify to take it from the latter"
                     )
                 self._advance(2 * first.nbytes)
 

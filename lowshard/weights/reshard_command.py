@@ -241,7 +241,7 @@ def _converted(settings: Settings, comm: Communicator) -> ConvertReport:
     if comm.rank:
         return convert(settings, comm)
     source = Path(settings.source)
-    files = source.glob("*.safetensors") if os.path.isdir(source) else [source]
+    files = [*source.glob("*.safetensors"), *source.glob("*.distcp")] if os.path.isdir(source) else [source]
     # Roughly what is read: a share of it is shown.
     all_bytes = sum(f.stat().st_size for f in files if os.path.exists(f)) * (2 if settings.verify else 1)
     aim = settings.to or ("a new version" if settings.keeps_layout else "whole tensors")
@@ -280,6 +280,8 @@ def _show(report: ConvertReport, settings: Settings, target: str | None) -> int:
         f"{settings.target}: {report.tensors} tensors ({report.quantised} as MXFP8) in {report.files} files, "
         f"{report.written_bytes / 1e6:.1f} MB written"
     )
+    for note in report.notes:
+        print(one_line(f"  note: {note}"))
     if settings.to and not settings.to_rules and settings.strategies is None:
         print(f"  sharded by the name patterns {patterns_of(settings).where}")
     if report.applied:

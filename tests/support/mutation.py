@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import pickletools
 import random
 from typing import Any
 
@@ -90,3 +91,13 @@ def as_text(data: Any) -> bytes:
         return json.dumps(data).encode("utf-8", "surrogatepass")
     except ValueError:  # an integer of too many digits
         return b"1" * 5000
+
+
+def planted(raw: bytes, rng: random.Random) -> bytes:
+    """Return a pickle, or a file with one, with a call that ends the process: exit code 77 says that it was made."""
+    call, known = b"cposix\n_exit\n(KMtR", b"ctorch._utils\n_rebuild_tensor_v2\n"
+    if known in raw:
+        return raw.replace(known, call.ljust(len(known), b"N"), 1)
+    opcodes = [at for op, _, at in pickletools.genops(raw) if op.name not in ("PROTO", "FRAME")]
+    at = rng.choice(opcodes)
+    return raw[:at] + call + raw[at:]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import shutil
 import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save, save_file
 from support.checkpoints import save_over
+from support.recorded import DATA
 
 import lowshard
 from lowshard import DeviceMesh, Layout, Partial, Replicated, Sharded, plan_redistribute
@@ -220,6 +222,7 @@ def _user_model(path: Path) -> Any:
     return user_checkpoint(model)
 
 
+SHARD = "shard-00002-model-00001-of-00001.safetensors"
 _VALUES = {
     "a": np.arange(12, dtype=np.float32).reshape(4, 3),
     "b": np.arange(5),
@@ -260,6 +263,15 @@ def _hugging_face(path: Path) -> None:
     save_file({"b": _VALUES["b"]}, path.with_name("2.safetensors"))
     path.rename(path.with_name(HF_INDEX))
     use_checkpoint(path.parent)
+
+
+def _torch(path: Path) -> None:
+    """Use one of torch's folders with a file of it replaced."""
+    kind = "shards" if path.suffix == ".safetensors" else "dcp"
+    data = path.read_bytes()
+    shutil.copytree(DATA / "torch" / kind, path.parent / kind, dirs_exist_ok=True)
+    (path.parent / kind / path.name).write_bytes(data)
+    use_checkpoint(path.parent / kind)
 
 
 def use_checkpoint(path: Path) -> None:
@@ -316,6 +328,10 @@ def texts() -> Mapping[str, tuple[Callable[[], bytes], Callable[[Path], Any]]]:
             ).encode(),
             _hugging_face,
         ),
+        **{
+            name: ((DATA / "torch" / kind / name).read_bytes, _torch)
+            for kind, name in (("dcp", ".metadata"), ("dcp", "__0_0.distcp"), ("shards", SHARD))
+        },
         "plain.safetensors": (lambda: save(_VALUES, {"format": "np"}), use_checkpoint),
     }
 

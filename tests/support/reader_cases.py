@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from support import outside_data
-from support.mutation import as_text, mutated, spoilt
+from support.mutation import as_text, mutated, planted, spoilt
 
 from lowshard.errors import LowshardError
 from lowshard.reading import READERS
@@ -78,6 +78,8 @@ def _damaged(name: str, text: bytes, rng: random.Random) -> bytes:
         name.endswith(".json") and rng.random() < 0.7
     ):  # few of the texts are JSON when bytes of them have changed
         return as_text(mutated(json.loads(text), rng))
+    if name in (".metadata", "__0_0.distcp") and rng.random() < 0.1:
+        return planted(text, rng)
     return spoilt(text, rng)
 
 

@@ -1,0 +1,157 @@
+"""Torch's checkpoints read without torch: whole, or refused by name. The files in tests/data/torch are torch's own."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+from support.recorded import DATA
+
+from lowshard import dtypes
+from lowshard.checkpoint import Catalog, CheckpointReader
+from lowshard.checkpoint.overview import look_at, verified
+from lowshard.checkpoint.torch_files import _STORAGES, CLASSES
+from lowshard.cli import main
+from lowshard.errors import CheckpointError
+from lowshard.weights import ShardingStrategy, load_sharded
+
+TORCH = DATA / "torch"
+SHARD = "shard-0000{}-model-00001-of-00001.safetensors"
+
+
+def counted(shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    return np.arange(np.prod(shape, dtype=int)).reshape(shape).astype(dtypes.get(dtype).numpy)
+
+
+@pytest.mark.parametrize(("form", "tensors"), [("dcp", 6), ("shards", 4)])
+def test_every_command_reads_what_torch_has_written(
+    form: str, tensors: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "rules.yaml").write_text("rules:\n  - {pattern: '**t', strategy: replicate}\n"
+                                         "  - {pattern: '**.bias', strategy: rowwise}\n")  # fmt: skip
+    catalog = Catalog.open(TORCH / form)
+    assert (catalog.tensors["model.embed.weight"].shape, len(catalog.tensors)) == ((11, 4), tensors)
+    whole = {n: counted(t.shape, t.dtype) for n, t in catalog.tensors.items()}
+    assert main(["inspect", str(TORCH / form), "--verify"]) == 0
+    told = capsys.readouterr().out
+    assert ("no tensors" in told, "last one that is missing" in told) == (form == "dcp", form != "dcp")
+    patterns = ["--strategies", str(tmp_path / "rules.yaml")]
+    for name, aim in (("cut", ["--to", "tp=2", *patterns]), ("one.safetensors", ["--merged"])):
+        out = str(tmp_path / name)
+        assert main(["reshard", str(TORCH / form), out, *aim]) == 0
+        assert Catalog.open(out).metadata == ({} if form == "dcp" else {"format": "pt"})
+        for place in (out, catalog):
+            found = load_sharded(place)
+            assert {n: a.tobytes() for n, a in found.items()} == {n: a.tobytes() for n, a in whole.items()}
+
+
+def test_damage_to_an_archive_is_seen(tmp_path: Path) -> None:
+    shutil.copytree(TORCH / "dcp", tmp_path / "dcp")
+    part = Catalog.open(tmp_path / "dcp").tensor("model.up.weight").parts[1]
+    raw = bytearray(Path(part.file).read_bytes())
+    raw[part.entry.start] ^= 1
+    Path(part.file).write_bytes(raw)
+    problems = verified(look_at(tmp_path / "dcp"), ["model.up.weight"], lambda done: None).problems
+    assert list(problems) == [(part.file, "model.up.weight")]
+    with pytest.raises(CheckpointError, match=r"up\.weight.*damaged"):
+        load_sharded(tmp_path / "dcp")
+
+
+@pytest.mark.parametrize(
+    ("form", "gone", "said"),
+    [
+        ("dcp", "__2_0.distcp", r"__2_0\.distcp: the file is missing.*embed\.weight"),
+        ("dcp", ".metadata", r"\.metadata, which says of what, is missing"),
+        ("shards", SHARD.format(1), r"'model\.embed\.weight' \[11, 4\]: \[0:3, 0:4\] of it"),
+        ("shards", SHARD.format(3), r"\[6:9, 0:4\] of it lies in none of the files"),
+        ("shards", SHARD.format(4), r"up\.weight' \[7, 9\]: \[4:7, 5:9\] of it"),
+    ],
+)
+def test_a_part_that_is_missing_is_named(form: str, gone: str, said: str, tmp_path: Path) -> None:
+    shutil.copytree(TORCH / form, tmp_path / form)
+    (tmp_path / form / gone).unlink()
+    with pytest.raises(CheckpointError, match=said):
+        Catalog.open(tmp_path / form)
+
+
+def put(path: Path, parts: dict[str, tuple[np.ndarray, Sequence[int] | None]]) -> str:
+    """Write a file as torch does, with the place of each part (None: left out)."""
+    said = {name: {"saved_offsets": start} for name, (_, start) in parts.items() if start is not None}
+    save_file({name: a for name, (a, _) in parts.items()}, path, {"DCP_SHARDING_INFO": json.dumps(said)})
+    return str(path)
+
+
+W = counted((5, 4), "float32")
+FIRST, REST = {"w": (W[:3], [0, 0])}, {"w": (W[3:], [3, 0])}
+
+
+@pytest.mark.parametrize("read", [Catalog.open, CheckpointReader, load_sharded, look_at])
+@pytest.mark.parametrize("name", ["a", "b"])
+def test_one_file_of_several_is_refused_with_what_it_lacks(
+    read: Callable[[str], object], name: str, tmp_path: Path
+) -> None:
+    for file, parts in (("a", FIRST), ("b", REST)):
+        put(tmp_path / f"{file}.safetensors", parts)
+    rest = {"a": r"b\.safetensors holds 'w': \[3:5, 0:4\]", "b": r"a\.safetensors holds 'w': \[0:3, 0:4\]"}
+    with pytest.raises(CheckpointError, match=rest[name]):
+        read(str(tmp_path / f"{name}.safetensors"))
+    assert np.array_equal(load_sharded(tmp_path)["w"], W)
+    assert np.array_equal(load_sharded(sorted(tmp_path.glob("*.safetensors"), reverse=True))["w"], W)
+
+
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [
+        ({"w": (W[2:], [2, 0])}, "overlap"),
+        ({"w": (W[3:], [3])}, "saved_offsets of tensor 'w' are 2 integers"),
+        ({"w": (W[3:], [3, -1])}, "saved_offsets"),
+        ({"w": (W[3:], None)}, "saved_offsets"),
+        ({"w": (W[3:].astype("int32"), [3, 0])}, "differ in dtype"),
+        ({"w": (W[4:], [4, 0])}, r"\[3:4, 0:4\] of it lies in none"),
+        (FIRST | {"v": (W, [0, 0])}, "nothing"),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused(
+    parts: dict[str, tuple[np.ndarray, Sequence[int] | None]], said: str, tmp_path: Path
+) -> None:
+    files = [put(tmp_path / "a.safetensors", FIRST), put(tmp_path / "b.safetensors", parts)]
+    if said == "nothing":  # the same part twice: whole but for its rest
+        said = r"\[3:5, 0:4\]"
+        put(tmp_path / "c.safetensors", REST)
+        assert len(Catalog.open(tmp_path).copies) == 1
+    with pytest.raises(CheckpointError, match=said):
+        Catalog.open(files)
+
+
+def test_shards_of_files_that_are_all_missing_are_known_by_the_number(tmp_path: Path) -> None:
+    for number, parts in enumerate((FIRST, REST), 1):
+        put(tmp_path / f"shard-0000{number}-model-00001-of-00002.safetensors", parts)
+    with pytest.raises(CheckpointError, match="files of 00002 numbers"):
+        Catalog.open(tmp_path)
+
+
+def test_tilings_that_contradict_the_files_are_refused(tmp_path: Path) -> None:
+    files = [
+        put(tmp_path / "a.safetensors", {"w": (W[:2], [2, 0])}),
+        put(tmp_path / "b.safetensors", {"w": (W[:2], [0, 0])}),
+    ]
+    rows = ShardingStrategy.rowwise(2).layout((4, 4), "float32")
+    with pytest.raises(CheckpointError, match=r"begins at \[2, 0\], rank 0 holds \[0:2, 0:4\]"):
+        Catalog.of_rank_files(files, {"w": rows})
+    both = Catalog.of_rank_files(files[::-1], {"w": rows})
+    assert both.tensors["w"].parts == Catalog.open(files).tensors["w"].parts
+
+
+def test_the_page_names_every_class_that_a_pickle_may_have() -> None:
+    page = (DATA.parents[1] / "docs/tasks/cutting-checkpoints.md").read_text(encoding="utf-8")
+    dtypes_and_storages = {f"torch.{row.name}" for row in dtypes.all_dtypes()} | set(
+        map("torch.{}Storage".format, _STORAGES.values())
+    )
+    for module, _, name in (known.rpartition(".") for known in CLASSES - dtypes_and_storages):
+        assert f"`{name}`" in page
+        assert f"`{module.replace('._local', '')}`" in page
