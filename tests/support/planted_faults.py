@@ -63,7 +63,7 @@ FAULTS = {
         runtime.memcpyAsync(x.data.ptr, slot.ctypes.data, 6000, TO_DEVICE, one.ptr)
         right: one.synchronize()
         slot[:1500] += 1"""),
-    "destroyed event is queried": ("eventQuery of event .* destroyed", """
+    "destroyed event is queried": ("event .* was destroyed", """
         with one: ones(10)
         event = one.record()
         at = event.ptr

@@ -11,59 +11,37 @@ import functools
 import math
 import sys
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from cupy import _device
-from cupy._device import Access, Work, accesses_of, current_ptr, of_thread, put
+from cupy import cuda
 from cupy.checker import LOCK, OFF, count, need, report, where
+from cupy.cuda import (
+    Access,
+    MemoryPointer,
+    accesses_of,
+    blocks,
+    get_current_stream,
+    has_run,
+    put,
+    refuse_in_capture,
+    wait,
+)
 
 Host = npt.NDArray[Any]
 
 _DTYPES = "?bhilqBHILQefdFDpP"  # of NumPy, that CuPy has
 _ABOUT = ("dtype", "shape", "strides", "ndim", "size", "nbytes", "itemsize")
 _OF_UNKNOWN_SIZE = ("argwhere", "flatnonzero", "nonzero", "unique")  # the host waits for these
-_POISON = 0xA5  # what nobody can take for a result
 _ROOM = 1 << 21  # accesses of a launch that are compared
 _THREADS, _LANES = 256, 32
 _FLUSHED = "quantize"  # these kernels run as CuPy compiles them: fp32 subnormals count as zero there
 _LOAD, _ADD = 0, 2
-
-
-def stream() -> _device.Stream:
-    return _device.stream_at(current_ptr())
-
-
-class MemoryPointer(NamedTuple):
-    """An address in memory of the device, which it keeps from being given back."""
-
-    mem: Any
-    ptr: int
-
-    def __add__(self, offset: int) -> MemoryPointer:  # type: ignore[override]
-        return MemoryPointer(self.mem, self.ptr + offset)
-
-    def copy_from_device_async(self, source: MemoryPointer, size: int) -> None:
-        sys.modules["cupy.cuda"].runtime.memcpyAsync(self.ptr, source.ptr, size, 3, current_ptr())
-
-
-class _Owner:
-    """Keeps memory of the pool from being given back."""
-
-
-def allocate(size: int) -> MemoryPointer:
-    """Return memory of the current stream's arena."""
-    block, owner = _device.allocate(size, current_ptr()), _Owner()
-    weakref.finalize(owner, _device.release, block).atexit = False
-    if not OFF and stream().capture is None:
-        put("an allocation", lambda: ctypes.memset(block.begin, _POISON, block.capacity) and ())
-    return MemoryPointer(owner, block.begin)
 
 
 def _operate(name: str, out: Host | None, reads: Sequence[Host], function: Callable[[], Any]) -> None:
@@ -71,10 +49,8 @@ def _operate(name: str, out: Host | None, reads: Sequence[Host], function: Calla
     accesses: list[Access] = []
     for array in () if OFF else (*reads, *([] if out is None else [out])):
         accesses += accesses_of(array, array is out)
-        words = [stride for stride, extent in zip(array.strides, array.shape, strict=True) if extent > 1]
-        words += [array.ctypes.data] * bool(array.size)
-        is_aligned = all(word % array.dtype.alignment == 0 for word in words)
-        need(is_aligned or name in ("get", "copy"), f"{name} of an array that is not aligned to its elements")
+        is_right = array.flags.aligned or name in ("get", "copy")
+        need(is_right, f"{name} of an array that is not aligned to its elements")
 
     def run() -> list[Access]:
         with np.errstate(all="ignore"):
@@ -83,8 +59,7 @@ def _operate(name: str, out: Host | None, reads: Sequence[Host], function: Calla
             np.copyto(out, value, casting="unsafe")
         return accesses
 
-    count("device_to_device_copies", name == "copy")
-    put(f"cupy's {name}", run, "cupy_operations")
+    put(f"cupy's {name}", run, "device_to_device_copies" if name == "copy" else "")
 
 
 def _bare(value: Any, arrays: list[ndarray]) -> Any:
@@ -113,10 +88,11 @@ def compute(name: str, function: Callable[..., Any], args: Any, options: Any, ou
     values: list[Any] = []
     args, options = _bare(tuple(args), arrays), {key: _bare(value, arrays) for key, value in options.items()}
     if name in _OF_UNKNOWN_SIZE:
-        _device.wait("streamSynchronize", current_ptr())
+        wait(get_current_stream)
     # Under the lock: else what is ahead may be done in between, after the result of too early a call was used.
     with LOCK, np.errstate(all="ignore"):
-        is_early = any(one.done < n for one, n in stream().clock.items()) or stream().capture is not None
+        stream = get_current_stream()
+        is_early = stream.capture is not None or not has_run(stream.comes_after())
         if out is None:
             values.append(function(*args, **options))  # for its shape, be it of values that are not there yet
             if (seen := _view(values[0], arrays)) is not None:
@@ -135,21 +111,19 @@ class ndarray(np.lib.mixins.NDArrayOperatorsMixin):
     __cuda_array_interface__: Any = None
     flags = property(lambda self: SimpleNamespace(c_contiguous=self._host.flags.c_contiguous))
     T = property(lambda self: self._view(self._host.T))
-    device = property(lambda self: sys.modules["cupy.cuda"].Device())
+    device = property(lambda self: cuda.Device())
     data = property(lambda self: MemoryPointer(self._memory.mem, int(self._host.ctypes.data)))
 
-    def __init__(self, shape: Any, dtype: Any = float, memptr: Any = None, strides: Any = None) -> None:
+    def __init__(self, shape: Any, dtype: Any = float, memptr: Any = None) -> None:
         shape = (int(shape),) if isinstance(shape, (int, np.integer)) else tuple(map(int, shape))
         kind = np.dtype(dtype)
         if memptr is None and kind.name != "bfloat16" and kind.char not in _DTYPES:
             raise ValueError(f"Unsupported dtype {kind}")
-        low, high = 0, math.prod(shape) * kind.itemsize
-        if strides is not None:
-            ends = [(extent - 1) * stride for extent, stride in zip(shape, strides, strict=True)]
-            low, high = sum(min(0, end) for end in ends), sum(max(0, end) for end in ends) + kind.itemsize
-        self._memory = memptr or (of_thread.allocator or allocate)(high)
-        raw: Any = (ctypes.c_char * max(high - low, 1)).from_address(self._memory.ptr + low)
-        self._host: Host = np.ndarray(shape, kind, raw, -low, strides)
+        size = math.prod(shape) * kind.itemsize
+        self._memory = memptr or cuda.get_allocator()(size)
+        self._host: Host = np.ndarray(
+            shape, kind, (ctypes.c_char * max(size, 1)).from_address(self._memory.ptr)
+        )
 
     def _view(self, host: Host) -> ndarray:
         made = ndarray.__new__(ndarray)
@@ -175,12 +149,12 @@ class ndarray(np.lib.mixins.NDArrayOperatorsMixin):
         return compute(ufunc.__name__, ufunc, args, options, out[0])
 
     def get(self) -> Host:
-        _device.refuse_in_capture(stream().capture)
+        made = np.empty(self.shape, self.dtype)
+        refuse_in_capture(get_current_stream().capture)
         count("device_to_host_copies")
         count("pcie_bytes", self.nbytes)
-        made = np.empty(self.shape, self.dtype)
         _operate("get", None, [self._host], lambda: np.copyto(made, self._host))
-        _device.wait("streamSynchronize", current_ptr())
+        wait(get_current_stream)
         return made
 
     def fill(self, value: Any) -> None:
@@ -229,14 +203,14 @@ def asarray(value: Any, dtype: Any = None, order: str = "C", *, blocking: bool =
         return value if dtype is None else value.astype(dtype, copy=False)
     values = np.array(value, dtype, order="C")
     made = ndarray(values.shape, values.dtype)
-    if not OFF and stream().capture is not None:
+    if not OFF and get_current_stream().capture is not None:
         what = f"an upload of {values.nbytes} bytes within a capture, at {where()}"
         report(f"{what}: its event is never done, and CuPy gives no page-locked memory back any more")
     for kind, number in (("host_to_device_copies", 1), ("uploads", 1), ("pcie_bytes", values.nbytes)):
         count(kind, number)
     _operate("upload", made._host, [], lambda: values)
     if blocking:
-        _device.wait("streamSynchronize", current_ptr())
+        wait(get_current_stream)
     return made
 
 
@@ -250,17 +224,13 @@ class RawModule:
     def __init__(self, *, code: str, options: tuple[str, ...] = ()) -> None:
         need('#include "' not in code, "an include of a file of one's own is left in the source")
 
-    def compile(self) -> None:
-        pass
-
     def get_function(self, name: str) -> Any:
         def launch(grid: Sequence[int], block: Sequence[int], args: Sequence[Any]) -> None:
-            place = where()
             is_right = 0 < grid[0] < 1 << 31 and len(grid) == 1 and tuple(block) == (_THREADS,)
             need(is_right, f"kernel {name}: a grid of {grid} and blocks of {block}")
             is_right = all(type(arg) is int and -(1 << 63) <= arg < 1 << 64 for arg in args)
             need(is_right, f"kernel {name}: an argument that CuPy does not pass as 64 bits")
-            put(f"kernel {name}", lambda: _run(name, grid[0], args, place), "launches")
+            put(f"kernel {name}", functools.partial(_run, name, grid[0], args, where()), "launches")
 
         return (lambda *args: count("launches")) if OFF else launch
 
@@ -272,16 +242,13 @@ class RawKernel:
         need(name in ("spin", "hold"), f"the checker runs no kernel {name} of a test's own")
 
     def __call__(self, grid: Sequence[int], block: Sequence[int], args: Sequence[Any]) -> None:
-        def make() -> Work:
-            ends_s: list[float] = []
+        ends_s: list[float] = []
 
-            def ready() -> bool:
-                ends_s.append(time.monotonic() + int(args[0]) * 1e-9)
-                return time.monotonic() >= ends_s[0]
+        def ready() -> str | None:
+            ends_s.append(time.monotonic() + int(args[0]) * 1e-9)
+            return None if time.monotonic() >= ends_s[0] else ""
 
-            return Work(list, ready)
-
-        put("a kernel that takes its time", list, make=make)
+        put("a kernel that takes its time", list, ready=ready)
 
 
 @functools.cache
@@ -311,7 +278,7 @@ def _run(name: str, ctas: int, args: Sequence[int], place: str) -> list[Access]:
     sides = np.stack([rows[:, 0], rows[:, 0] + rows[:, 1], threads])
     stores, loads = sides[:, rows[:, 4] != _LOAD], sides[:, rows[:, 4] == _LOAD]
     _compare_threads(name, place, stores, loads)
-    return [*_joined(loads, False), *_joined(stores, True)]
+    return [*_by_block(loads, False), *_by_block(stores, True)]
 
 
 def _compare_threads(name: str, place: str, stores: Any, loads: Any) -> None:
@@ -333,18 +300,9 @@ def _compare_threads(name: str, place: str, stores: Any, loads: Any) -> None:
             report(f"race: a thread of kernel {name} reads byte {byte:#x} and another writes it, at {place}")
 
 
-def _joined(sides: Any, writes: bool) -> list[Access]:
-    """Return the accesses of a launch, an `Access` for each block."""
-    (begins, ends, _), found = sides, list[Access]()
-    if len(begins):
-        ends = np.maximum.accumulate(ends)
-        cut = np.flatnonzero(begins[1:] > ends[:-1]) + 1
-        begins, ends = begins[np.r_[0, cut]], ends[np.r_[cut - 1, len(ends) - 1]]
-    while len(begins):
-        block = _device.block_at(int(begins[0]))
-        end = ends[0] if block is None else block.begin + block.capacity
-        inside = max(1, int(np.searchsorted(begins, end)))
-        pieces = (begins[:inside], ends[:inside]) if inside > 1 else None
-        found.append(Access(int(begins[0]), int(ends[inside - 1]), writes, pieces))
-        begins, ends = begins[inside:], ends[inside:]
-    return found
+def _by_block(side: Any, writes: bool) -> list[Access]:
+    """Return loads or stores of a launch, together for each block of memory."""
+    begins, ends, _ = side
+    block = np.searchsorted([block.begin for block in blocks], begins, side="right")
+    some = [block == one for one in np.unique(block)]
+    return [Access(int(begins[one].min()), int(ends[one].max()), writes) for one in some]

@@ -4,8 +4,6 @@ Environment:
     LOWSHARD_CHECKER: "off" for a stand-in that checks nothing and runs no kernel, to time the host.
     LOWSHARD_CHECKER_REPORT: a file that gets a line for each report.
     LOWSHARD_CHECKER_COUNTS: a file that gets a line of JSON when the process ends.
-    LOWSHARD_CHECKER_LAG: how often an event or stream that is done answers "not ready" before it says so.
-    LOWSHARD_CHECKER_LIMIT_S: seconds after which a wait that has no deadline of its own is called a hang.
 """
 
 from __future__ import annotations
@@ -25,9 +23,8 @@ from pathlib import Path
 from types import FrameType
 
 OFF = os.environ.get("LOWSHARD_CHECKER") == "off"
-LAG = 0 if OFF else int(os.environ.get("LOWSHARD_CHECKER_LAG", "2"))
-LIMIT_S = float(os.environ.get("LOWSHARD_CHECKER_LIMIT_S", "60"))
-PAUSE_S = 0.0002
+LAG = 0 if OFF else 2  # how often an event or stream that is done answers "not ready" before it says so
+LIMIT_S, PAUSE_S = 60.0, 0.0002  # a wait of the host that takes so long hangs
 _FOLDER = str(Path(__file__).parent)
 _FRAMES = 4  # of the program, in the name of a place
 _found: dict[str, None] = {}
