@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as _numpy
 
-from cupy import _array, _pinned, checker, cuda
+from cupy import _array, checker, cuda
 from cupy._array import RawKernel, RawModule, asarray, copyto, empty_like, ndarray
 from cupy.cuda import nccl  # noqa: F401
 

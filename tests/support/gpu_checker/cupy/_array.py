@@ -20,18 +20,9 @@ import numpy as np
 import numpy.typing as npt
 
 from cupy import cuda
+from cupy._memory import Access, accesses_of, blocks
 from cupy.checker import LOCK, OFF, count, need, report, where
-from cupy.cuda import (
-    Access,
-    MemoryPointer,
-    accesses_of,
-    blocks,
-    get_current_stream,
-    has_run,
-    put,
-    refuse_in_capture,
-    wait,
-)
+from cupy.cuda import get_current_stream, put
 
 Host = npt.NDArray[Any]
 
@@ -88,11 +79,11 @@ def compute(name: str, function: Callable[..., Any], args: Any, options: Any, ou
     values: list[Any] = []
     args, options = _bare(tuple(args), arrays), {key: _bare(value, arrays) for key, value in options.items()}
     if name in _OF_UNKNOWN_SIZE:
-        wait(get_current_stream)
+        cuda.wait(get_current_stream)
     # Under the lock: else what is ahead may be done in between, after the result of too early a call was used.
     with LOCK, np.errstate(all="ignore"):
         stream = get_current_stream()
-        is_early = stream.capture is not None or not has_run(stream.comes_after())
+        is_early = stream.capture is not None or not cuda.has_run(stream.comes_after())
         if out is None:
             values.append(function(*args, **options))  # for its shape, be it of values that are not there yet
             if (seen := _view(values[0], arrays)) is not None:
@@ -112,7 +103,7 @@ class ndarray(np.lib.mixins.NDArrayOperatorsMixin):
     flags = property(lambda self: SimpleNamespace(c_contiguous=self._host.flags.c_contiguous))
     T = property(lambda self: self._view(self._host.T))
     device = property(lambda self: cuda.Device())
-    data = property(lambda self: MemoryPointer(self._memory.mem, int(self._host.ctypes.data)))
+    data = property(lambda self: cuda.MemoryPointer(self._memory.mem, int(self._host.ctypes.data)))
 
     def __init__(self, shape: Any, dtype: Any = float, memptr: Any = None) -> None:
         shape = (int(shape),) if isinstance(shape, (int, np.integer)) else tuple(map(int, shape))
@@ -150,11 +141,11 @@ class ndarray(np.lib.mixins.NDArrayOperatorsMixin):
 
     def get(self) -> Host:
         made = np.empty(self.shape, self.dtype)
-        refuse_in_capture(get_current_stream().capture)
+        cuda.refuse_in_capture(get_current_stream().capture)
         count("device_to_host_copies")
         count("pcie_bytes", self.nbytes)
         _operate("get", None, [self._host], lambda: np.copyto(made, self._host))
-        wait(get_current_stream)
+        cuda.wait(get_current_stream)
         return made
 
     def fill(self, value: Any) -> None:
@@ -210,7 +201,7 @@ def asarray(value: Any, dtype: Any = None, order: str = "C", *, blocking: bool =
         count(kind, number)
     _operate("upload", made._host, [], lambda: values)
     if blocking:
-        wait(get_current_stream)
+        cuda.wait(get_current_stream)
     return made
 
 

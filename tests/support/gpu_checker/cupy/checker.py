@@ -117,6 +117,5 @@ def _write_counts() -> None:
             look()
     if path := os.environ.get("LOWSHARD_CHECKER_COUNTS"):
         copies = sum(number for name, number in _counts.items() if name.endswith("_copies"))
-        line = {**dict.fromkeys(("launches", "collectives", "allocations", "host_waits"), 0), **_counts}
         with open(path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(line | {"copies": copies}) + "\n")
+            file.write(json.dumps(_counts | Counter(copies=copies)) + "\n")

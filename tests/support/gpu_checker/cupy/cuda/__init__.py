@@ -1,8 +1,7 @@
 """`cupy.cuda`: whose memory is whose, what streams do with it, what is ordered with what, and when it is done.
 
 Blocks of memory come from a pool that has an arena for each stream, as CuPy's: what is freed goes to the next that
-takes as much on that stream, at once, whatever other streams still do with it. A page-locked part of the host is a
-block too, for as long as it is locked.
+takes as much on that stream, at once, whatever other streams still do with it.
 
 Each operation has a vector clock: of every stream, how many of its operations come before. It runs at once where all of
 these have run, which is nearly always so; else when they have, in the thread that waits or in one of this module. What
@@ -12,7 +11,6 @@ for, all threads know: they tell each other in ways that are not seen here.
 
 from __future__ import annotations
 
-import bisect
 import ctypes
 import itertools
 import math
@@ -21,63 +19,26 @@ import time
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
-from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.lib.array_utils import byte_bounds
 
-from cupy import checker
+from cupy import _memory, checker
+from cupy._memory import Access, Block, block_of, serials
 from cupy.checker import LAG, LOCK, OFF, Misuse, count, need, report, where
 
+_TO_DEVICE, _TO_HOST, _ON_DEVICE = 1, 2, 3
+_KINDS = {_TO_DEVICE: "host_to_device", _TO_HOST: "device_to_host", _ON_DEVICE: "device_to_device"}
 _MOST_RECORDS = 256  # of a block
 _GRAIN_BYTES = 512
-_LIVES = 8  # of a block that are remembered
 _POISON = 0xA5  # what nobody can take for a result
-_UUID = b"gpu checker 0001"
-_ABOUT = {"name": b"GPU checker", "totalGlobalMem": 80 << 30, "major": 9, "minor": 0, "uuid": _UUID}
+_ABOUT = {"name": b"GPU checker", "totalGlobalMem": 80 << 30, "major": 9, "minor": 0}
 _handles = itertools.chain([0], itertools.count(0x5000, 16))  # the first is the default stream's
-serials = itertools.count(1)
-"""Numbers everything that happens in the process: an operation may touch what lived when it was asked for."""
 
 
-# ---- memory
-
-
-class Access(NamedTuple):
-    """Bytes that an operation reads or writes, from `low` to `high`: gaps count as touched."""
-
-    low: int
-    high: int
-    writes: bool
-
-    def crosses(self, other: Access) -> bool:
-        return self.low < other.high and other.low < self.high
-
-
-def accesses_of(array: np.ndarray[Any, Any], writes: bool) -> list[Access]:
-    return [Access(*byte_bounds(array), writes)] if array.size else []
-
-
-class Block:
-    """Memory that is handed out whole."""
-
-    def __init__(self, begin: int, capacity: int, arena: Any = None, raw: Any = None) -> None:
-        self.begin, self.capacity, self.arena, self._raw = begin, capacity, arena, raw
-        self.lives: deque[list[float]] = deque(maxlen=_LIVES)  # when they began and ended, and their bytes
-        self.records: list[tuple[Access, Operation]] = []  # what touched it; see `_run`
-        bisect.insort(blocks, self, key=_begin)
-
-    def begin_life(self, size: int) -> Block:
-        self.lives.append([next(serials), math.inf, size])
-        return self
-
-
-blocks: list[Block] = []  # by their addresses
-_begin = attrgetter("begin")
 _unused: defaultdict[tuple[int, int], list[Block]] = defaultdict(list)
 
 
@@ -91,35 +52,28 @@ class MemoryPointer(NamedTuple):
         runtime.memcpyAsync(self.ptr, source.ptr, size, 3, get_current_stream().ptr)
 
 
-class _Owner:
-    """Keeps memory of the pool from being given back."""
-
-
 def allocate(size: int) -> MemoryPointer:
     """Return memory of the current stream's arena."""
-    stream, owner = get_current_stream(), _Owner()
+    stream, owner = get_current_stream(), set[int]()
     capacity = max(1, -(-size // _GRAIN_BYTES)) * _GRAIN_BYTES
     with LOCK:
         count("allocations")
-        if unused := _unused[stream.ptr, capacity]:
-            block = unused.pop()
-        else:
-            raw = np.empty(
-                capacity + 2 * _GRAIN_BYTES, np.uint8
-            )  # there is room behind it: no two blocks touch
+        if not (unused := _unused[stream.ptr, capacity]):
+            raw = np.empty(capacity + 2 * _GRAIN_BYTES, np.uint8)  # with room behind: no two blocks touch
             begin = int(raw.ctypes.data) + -int(raw.ctypes.data) % _GRAIN_BYTES
-            block = Block(begin, capacity, stream.ptr, raw)
-        block.begin_life(size)
+            unused.append(Block(begin, capacity, stream.ptr, raw))
+        block = unused.pop()
+        block.lives.append([next(serials), math.inf, size])
     weakref.finalize(owner, _release, block).atexit = False
     if not OFF and stream.capture is None:
-        put("an allocation", lambda: ctypes.memset(block.begin, _POISON, block.capacity) and ())
+        put("an allocation", lambda: ctypes.memset(block.begin, _POISON, capacity) and ())
     return MemoryPointer(owner, block.begin)
 
 
 def _release(block: Block) -> None:
     with LOCK:
         block.lives[-1][1] = next(serials)
-        _unused[block.arena, block.capacity].append(block)
+        _unused[block.arena, block.end - block.begin].append(block)
 
 
 def get_allocator() -> Any:
@@ -133,28 +87,6 @@ def using_allocator(allocator: Any) -> Iterator[None]:
         yield
     finally:
         of_thread.allocator = before
-
-
-def block_at(address: int) -> Block | None:
-    with LOCK:
-        before = blocks[: bisect.bisect_right(blocks, address, key=_begin)][-1:]
-    return next((one for one in before if address < one.begin + one.capacity + _GRAIN_BYTES // 2), None)
-
-
-def block_of(access: Access, name: str, place: str, serial: int, made: float = math.inf) -> Block:
-    """Return the block of an access that was asked for at some time, by a CUDA graph that was made at another."""
-    block: Any = block_at(access.low)
-    verb = "writes" if access.writes else "reads"
-    what = f"{name} {verb} {access.high - access.low} bytes at {access.low:#x}"
-    need(block is not None, f"{what}, which is no memory of the device", place)
-    sizes = [size for born, died, size in block.lives if born < min(serial, made) and serial < died]
-    is_long_ago = len(block.lives) == _LIVES and serial < block.lives[0][0]
-    graph = " of a graph that is replayed" if made < math.inf else ""
-    need(bool(sizes) or is_long_ago, f"{what}{graph}, which was freed before", place)
-    size, offset = (sizes or [block.capacity])[0], access.low - block.begin
-    is_inside = access.high <= block.begin + size
-    need(is_inside, f"{what}, out of bounds: at offset {offset} of {size} bytes", place)
-    return block  # type: ignore[no-any-return]
 
 
 # ---- streams, events, graphs
@@ -171,7 +103,6 @@ Clock = dict[int, int]
 _ran: Clock = {}  # of each stream
 _known: Clock = {}  # to the host to be done
 _over: set[int] = set()  # streams that nobody has any more, and the host knows that all of theirs is done
-host_saw_more: list[Callable[[], None]] = []
 
 
 def _covers(clock: Clock, asked: Clock) -> bool:
@@ -190,6 +121,7 @@ def merge(clock: Clock, *others: Clock) -> None:
 
 _Run = Callable[[], Sequence[Access]]
 _Ready = Callable[[], str | None]
+_What = tuple[str, _Run, _Ready, str]
 
 
 class Operation:
@@ -200,16 +132,10 @@ class Operation:
 
     stuck: str | None = ""
 
-    def __init__(self, name: str, at: Stream, run: _Run, ready: _Ready, place: str, made: float) -> None:
-        self.name, self.at, self.run, self.ready, self.place, self.made = (
-            name,
-            at.ptr,
-            run,
-            ready,
-            place,
-            made,
-        )
-        self.index, self.clock, self.serial = at.count, dict(at.clock), next(serials)
+    def __init__(self, what: _What, at: Stream, made: float) -> None:
+        self.name, self.run, self.ready, self.place = what
+        self.at, self.index, self.clock = at.ptr, at.count, dict(at.clock)
+        self.serial, self.made = next(serials), made
 
     def precedes(self, other: Operation) -> bool:
         return self.at == other.at or self.at in _over or self.index <= other.clock.get(self.at, 0)
@@ -226,12 +152,12 @@ class Graph:
 
     def __init__(self) -> None:
         self.is_broken, self.made = False, math.inf
-        self.operations: list[tuple[str, _Run, _Ready, str]] = []
+        self.operations: list[_What] = []
 
     def launch(self, stream: Stream | None = None) -> None:
         with LOCK:
-            for operation in self.operations:
-                _put(stream or get_current_stream(), *operation, self.made)
+            for what in self.operations:
+                _put(stream or get_current_stream(), what, self.made)
 
 
 def refuse_in_capture(*those: Graph | None) -> None:
@@ -361,51 +287,46 @@ def put(name: str, run: Any, kind: str = "", ptr: int | None = None, ready: _Rea
         run()
         return
     with LOCK:
-        _put(get_current_stream() if ptr is None else stream_at(ptr), name, run, ready, where())
+        _put(get_current_stream() if ptr is None else stream_at(ptr), (name, run, ready, where()))
 
 
-def _put(stream: Stream, name: str, run: _Run, ready: _Ready, place: str, made: float = math.inf) -> None:
+def _put(stream: Stream, what: _What, made: float = math.inf) -> None:
     if stream.capture is not None:
-        stream.capture.operations.append((name, run, ready, place))
+        stream.capture.operations.append(what)
         return
     stream.count, stream.asked = stream.count + 1, 0
     merge(stream.clock, _known, stream.comes_after())
     for ptr in _over & stream.clock.keys():
         del stream.clock[ptr]
-    operation = Operation(name, stream, run, ready, place, made)
+    stream.queue.append(Operation(what, stream, made))
     stream.clock[stream.ptr] = stream.count
-    stream.queue.append(operation)
     _waiting[stream] = None
-    advance(operation)
+    advance()
 
 
 _pump: list[threading.Thread] = []
 _advancing: list[bool] = []
 
 
-def advance(mine: Operation | None = None) -> None:
-    error = None
+def advance() -> None:
+    """Run what can be run."""
     with LOCK:
         if _advancing:  # by what runs: this goes on behind it
             return
         _advancing.append(True)
         try:
             while stream := next((one for one in _waiting if one.queue[0].can_run()), None):
-                try:
-                    _run(stream)
-                except Misuse as misuse:
-                    error = misuse if stream.queue[0] is mine else error
-                finally:
-                    _ran[stream.ptr] = stream.queue.popleft().index
-                    if not stream.queue:
-                        del _waiting[stream]
+                operation = stream.queue.popleft()
+                _ran[operation.at] = operation.index
+                if not stream.queue:
+                    del _waiting[stream]
+                with suppress(Misuse):  # which was reported
+                    _run(operation)
         finally:
             _advancing.clear()
         if _waiting and not _pump:
             _pump.append(threading.Thread(target=_keep_running, name="gpu checker", daemon=True))
             _pump[0].start()
-    if error is not None:
-        raise error
 
 
 def _keep_running() -> None:
@@ -417,23 +338,22 @@ def _keep_running() -> None:
                 _pump.clear()
 
 
-def _run(stream: Stream) -> None:
-    """Run the next operation, and compare what it touches with what others have touched before."""
-    operation = stream.queue[0]
+def _run(operation: Operation) -> None:
+    """Run an operation, and compare what it touches with what others have touched before."""
     name, place = operation.name, operation.place
-    # Where nothing else waits for its turn, all that follows comes after what the host knows.
-    is_alone = len(_waiting) == 1 and len(stream.queue) == 1
     for access in operation.run():
         block, kept = block_of(access, name, place, operation.serial, operation.made), []
         for old, by in block.records[-_MOST_RECORDS:]:
             is_ordered = by.precedes(operation)
             if not is_ordered and (old.writes or access.writes) and access.crosses(old):
                 report(
-                    f"race: {name} on stream {stream.ptr:#x}, at {place}, and {by.name} on {by.at:#x}, at "
+                    f"race: {name} on stream {operation.at:#x}, at {place}, and {by.name} on {by.at:#x}, at "
                     f"{by.place}, touch the same bytes, one writes them, and nothing orders the two"
                 )
             is_covered = access.low <= old.low and old.high <= access.high and access.writes >= old.writes
-            if not (is_ordered and is_covered) and not (is_alone and is_known({by.at: by.index})):
+            # Where nothing else waits for its turn, all that follows comes after what the host knows.
+            is_past = not _waiting and is_known({by.at: by.index})
+            if not (is_ordered and is_covered) and not is_past:
                 kept.append((old, by))
         block.records = [*kept, (access, operation)]
 
@@ -441,10 +361,11 @@ def _run(stream: Stream) -> None:
 # ---- waits of the host and of streams
 
 
-def _stuck() -> None:
-    """Report and raise what keeps work from ever being ready."""
+def _stuck() -> bool:
+    """Report and raise what keeps work from ever being ready; return False where nothing is known to."""
     for operation in (stream.queue[0] for stream in _waiting):
         need(not operation.stuck, operation.stuck or "", operation.place)
+    return False
 
 
 checker.at_exit += [advance, _stuck]
@@ -457,8 +378,7 @@ def _host_sees(clock: Clock) -> bool:
         if not is_known(clock):
             count("host_waits")
             merge(_known, clock)
-            for look in host_saw_more:
-                look()
+            _memory.settle()
         for ptr in [one for one in _known if one not in streams and _known[one] >= _ran[one]]:
             _over.add(ptr)
             del _known[ptr], _ran[ptr]
@@ -470,10 +390,7 @@ def host_waits(clock: Clock, what: str = "a wait of the host") -> None:
 
     def is_over() -> bool:
         with LOCK:
-            is_done = _host_sees(clock)
-            if not is_done:
-                _stuck()
-            return is_done
+            return _host_sees(clock) or _stuck()
 
     checker.wait_until(is_over, what)
 
@@ -497,10 +414,9 @@ def _query(find: Callable[[int], Event | Stream], ptr: int) -> int:
     """Return CUDA's status: the first answers are "not ready", of what the host does not know to be done."""
     with LOCK:
         asked = find(ptr)
-        try:
-            refuse_in_capture(asked.capture)
-        except CUDARuntimeError as error:
-            return error.status
+        if asked.capture is not None:
+            asked.capture.is_broken = True
+            return 900
         clock = asked.comes_after()
         asked.asked += not is_known(clock)
         return 0 if is_known(clock) or (asked.asked > LAG and _host_sees(clock)) else 600
@@ -514,8 +430,29 @@ def _order_after_event(ptr: int, event_ptr: int, flags: int = 0) -> None:
         merge(stream.clock, event.clock)
 
 
+def _copy_async(to: int, source: int, size: int, kind: int, ptr: int) -> None:
+    count("pcie_bytes", size * (kind != _ON_DEVICE))
+    has = [getattr(_memory.block_at(at), "arena", None) is not None for at in (source, to)]
+    need(has == [kind != _TO_DEVICE, kind != _TO_HOST], f"the memory is not where kind {kind} has it")
+    host = {_TO_DEVICE: source, _TO_HOST: to, _ON_DEVICE: 0}[kind]
+    locked = _memory.locked_at(host, size)
+    is_pageable = bool(host) and locked is None
+    if is_pageable:
+        report(f"an asynchronous copy of pageable memory, which CUDA makes wait, at {where()}")
+
+    def run() -> list[Access]:
+        _memory.copy_bytes(to, source, size, locked)
+        touched = Access(source, source + size, False), Access(to, to + size, True)
+        return [one for one in touched if not (is_pageable and one.low == host)]
+
+    put(f"a copy ({_KINDS[kind]})", run, f"{_KINDS[kind]}_copies", ptr)
+    if is_pageable:
+        wait(stream_at, ptr)
+    elif locked is not None and not OFF and stream_at(ptr).capture is None:
+        _memory.close(locked, host, size, kind == _TO_HOST, partial(is_known, {ptr: stream_at(ptr).count}))
+
+
 class Device(nullcontext[None]):
-    compute_capability = "90"
     attributes = {"MultiProcessorCount": 2}  # noqa: RUF012  # as CuPy has it
 
     def __init__(self, device: int = 0) -> None:
@@ -533,9 +470,9 @@ def get_elapsed_time(begin: Event, end: Event) -> float:
 runtime: Any = SimpleNamespace(
     CUDARuntimeError=CUDARuntimeError, eventQuery=partial(_query, _event_at), streamQuery=partial(_query, stream_at),
     eventSynchronize=partial(wait, _event_at), streamSynchronize=partial(wait, stream_at),
-    deviceSynchronize=_wait_for_all, streamWaitEvent=_order_after_event, setDevice=int, getDevice=lambda: 0,
-    deviceGetPCIBusId="0000:01:00.{}".format, deviceGetUuid=lambda device: _UUID, getDeviceCount=lambda: 1,
-    getDeviceProperties=lambda device: _ABOUT, memGetInfo=lambda: (40 << 30, 80 << 30),
-    driverGetVersion=lambda: 13000, runtimeGetVersion=lambda: 13000,
+    deviceSynchronize=_wait_for_all, streamWaitEvent=_order_after_event, memcpyAsync=_copy_async,
+    hostRegister=_memory.lock, hostUnregister=_memory.unlock, setDevice=int, getDevice=lambda: 0,
+    deviceGetPCIBusId="0000:01:00.{}".format, getDeviceCount=lambda: 1, getDeviceProperties=lambda device: _ABOUT,
+    memGetInfo=lambda: (40 << 30, 80 << 30), driverGetVersion=lambda: 13000, runtimeGetVersion=lambda: 13000,
     streamIsCapturing=lambda ptr: stream_at(ptr).capture is not None,
 )  # fmt: skip

@@ -26,8 +26,9 @@ import ml_dtypes
 import numpy as np
 
 from cupy import checker, cuda
+from cupy._memory import Access, block_of, serials
 from cupy.checker import LOCK, OFF, count, need, wait_until, where
-from cupy.cuda import Access, of_thread, serials
+from cupy.cuda import of_thread
 
 available = True
 _CODES = ("i1", "u1", "i4", "u4", "i8", "u8", "f2", "f4", "f8", ml_dtypes.bfloat16)
@@ -190,7 +191,7 @@ class NcclCommunicator:
         need(at % item == 0 or not elems, f"{name}: {at:#x} is not aligned to an element of {item} bytes")
         found = [Access(at, at + elems * item, writes)] if elems else []
         for access in found:
-            cuda.block_of(access, f"NCCL's {name}", where(), next(serials))
+            block_of(access, f"NCCL's {name}", where(), next(serials))
         return found
 
     def _submit(self, name: str, stream: int, *what: Any) -> None:
