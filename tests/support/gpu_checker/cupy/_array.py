@@ -9,11 +9,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -30,6 +27,7 @@ _DTYPES = "?bhilqBHILQefdFDpP"  # of NumPy, that CuPy has
 _ABOUT = ("dtype", "shape", "strides", "ndim", "size", "nbytes", "itemsize")
 _OF_UNKNOWN_SIZE = ("argwhere", "flatnonzero", "nonzero", "unique")  # the host waits for these
 _ROOM = 1 << 21  # accesses of a launch that are compared
+_seen = np.empty((_ROOM, 5), np.uint64)
 _THREADS, _LANES = 256, 32
 _FLUSHED = "quantize"  # these kernels run as CuPy compiles them: fp32 subnormals count as zero there
 _LOAD, _ADD = 0, 2
@@ -100,7 +98,7 @@ class ndarray(np.lib.mixins.NDArrayOperatorsMixin):
     """An array on the device; NumPy sees its memory as `_host`."""
 
     __cuda_array_interface__: Any = None
-    flags = property(lambda self: SimpleNamespace(c_contiguous=self._host.flags.c_contiguous))
+    flags = property(lambda self: self._host.flags)
     T = property(lambda self: self._view(self._host.T))
     device = property(lambda self: cuda.Device())
     data = property(lambda self: cuda.MemoryPointer(self._memory.mem, int(self._host.ctypes.data)))
@@ -160,14 +158,13 @@ class ndarray(np.lib.mixins.NDArrayOperatorsMixin):
         given = _bare(value, reads)
         target = self._host if reads[is_copy:] else self._host[bare]
 
-        def scatter() -> Host:
+        def run() -> Host:
             self._host[bare] = given
-            return self._host
+            return target
 
-        if reads[is_copy:]:
-            _operate("scatter", target, [one._host for one in reads], scatter)
-        elif not is_copy or given.__array_interface__ != target.__array_interface__:  # as in `x[1:] += y`
-            _operate("copy" if is_copy else "fill", target, [one._host for one in reads], lambda: given)
+        if not is_copy or given.__array_interface__ != target.__array_interface__:  # as in `x[1:] += y`
+            name = "scatter" if reads[is_copy:] else "copy" if is_copy else "fill"
+            _operate(name, target, [one._host for one in reads], run)
 
 
 def _bare_key(key: Any) -> tuple[Any, list[ndarray]]:
@@ -226,13 +223,11 @@ class RawModule:
         return (lambda *args: count("launches")) if OFF else launch
 
 
-class RawKernel:
-    """A kernel that keeps its stream busy for some nanoseconds: `spin` of the tests, `hold` of the benchmarks."""
+def RawKernel(code: str, name: str) -> Any:
+    """Return a kernel that keeps its stream busy for some nanoseconds: `spin` of tests, `hold` of benchmarks."""
+    need(name in ("spin", "hold"), f"the checker runs no kernel {name} of a test's own")
 
-    def __init__(self, code: str, name: str) -> None:
-        need(name in ("spin", "hold"), f"the checker runs no kernel {name} of a test's own")
-
-    def __call__(self, grid: Sequence[int], block: Sequence[int], args: Sequence[Any]) -> None:
+    def launch(grid: Sequence[int], block: Sequence[int], args: Sequence[Any]) -> None:
         ends_s: list[float] = []
 
         def ready() -> str | None:
@@ -241,18 +236,14 @@ class RawKernel:
 
         put("a kernel that takes its time", list, ready=ready)
 
-
-@functools.cache
-def _host_build() -> tuple[ctypes.CDLL, np.ndarray[Any, Any]]:
-    sys.path.append(str(Path(__file__).resolve().parents[3]))
-    from support.cuda_host import host_library
-
-    return host_library()[0], np.empty((_ROOM, 5), np.uint64)
+    return launch
 
 
 def _run(name: str, ctas: int, args: Sequence[int], place: str) -> list[Access]:
     """Run a kernel to its end and return what it has touched. The lock is held: one launch at a time."""
-    library, room = _host_build()
+    from support.cuda_host import host_library  # this needs lowshard, which imports cupy
+
+    library, room = host_library()[0], _seen
     words = (ctypes.c_uint64 * len(args))(*(arg & (1 << 64) - 1 for arg in args))
     need(hasattr(library, name), f"there is no kernel {name}", place)
     library.lowshard_trace(ctypes.c_void_p(room.ctypes.data), ctypes.c_size_t(_ROOM))

@@ -29,7 +29,7 @@ _FOLDER = str(Path(__file__).parent)
 _FRAMES = 4  # of the program, in the name of a place
 _found: dict[str, None] = {}
 _counts: Counter[str] = Counter()
-at_exit: list[Callable[[], None]] = []
+at_exit: list[Callable[[], object]] = []
 """What looks for more faults when the process ends, before the counts are written."""
 
 

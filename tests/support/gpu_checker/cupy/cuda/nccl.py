@@ -8,16 +8,15 @@ may be, until the communicator is aborted; it is reported once the host waits fo
 from __future__ import annotations
 
 import ctypes
-import functools
 import hashlib
-import json
 import os
+import pickle
 import secrets
 import shutil
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partialmethod
+from functools import partial, partialmethod, reduce
 from itertools import combinations, product
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ import numpy as np
 
 from cupy import checker, cuda
 from cupy._memory import Access, block_of, serials
-from cupy.checker import LOCK, OFF, count, need, wait_until, where
+from cupy.checker import LOCK, OFF, need, wait_until, where
 from cupy.cuda import of_thread
 
 available = True
@@ -54,7 +53,7 @@ def get_version() -> int:
     return 23203
 
 
-get_unique_id = functools.partial(secrets.token_bytes, 128)
+get_unique_id = partial(secrets.token_bytes, 128)
 
 
 class _Call:
@@ -65,38 +64,37 @@ class _Call:
     """
 
     def __init__(
-        self, comm: NcclCommunicator, name: str, stream: int, touched: list[Access], target: int, head: list[Any],
+        self, comm: NcclCommunicator, name: str, stream: int, touched: list[Access], head: list[Any],
         channel: str, ends: dict[str, int], end: str, result: Callable[[list[bytes]], bytes],
     ) -> None:  # fmt: skip
-        self.comm, self.name, self.stream, self.touched, self.target = comm, name, stream, touched, target
-        self.head, self.channel, self.ends, self.end, self.result = head, channel, ends, end, result
-        self.names, self.given = dict[str, str](), list[tuple[Any, bytes]]()
+        self.comm, self.name, self.stream, self.touched, self.head = comm, name, stream, touched, head
+        self.channel, self.ends, self.end, self.result = channel, ends, end, result
 
     def give(self) -> None:
         self.comm.numbers[self.channel, self.end] += 1
         number = self.comm.numbers[self.channel, self.end]
-        self.names, self.given = {end: f"{self.channel} {number} of {end}" for end in self.ends}, []
+        self.names, self.given = {end: f"{self.channel} {number} of {end}" for end in self.ends}, list[Any]()
         sent = [ctypes.string_at(one.low, one.high - one.low) for one in self.touched if not one.writes]
         self.comm.post(self.names[self.end], self.head, b"".join(sent))
 
     def is_missing(self) -> str | None:
         """Return None where the others have given theirs, else "", or what keeps them from it."""
         comm, mine = self.comm, self.names[self.end]
-        left = {rank for rank in self.ends.values() if comm.has(f"bye.{rank}")}
-        missing = {
-            self.ends[end] for end, name in self.names.items() if not self.given and not comm.has(name)
-        }
-        if missing:
-            return f"rank {min(left & missing)} has left before {mine}, {self.head}" if left & missing else ""
-        self.given = self.given or [comm.find(name) for name in self.names.values()]
+        if not self.given:
+            left = {rank for rank in self.ends.values() if comm.has(f"bye.{rank}")}
+            missing = {self.ends[end] for end, name in self.names.items() if not comm.has(name)}
+            if missing:
+                gone = min(left & missing, default=None)
+                return "" if gone is None else f"rank {gone} has left before {mine}, {self.head}"
+            self.given = [comm.find(name) for name in self.names.values()]
         for (head, _), rank in zip(self.given, self.ends.values(), strict=True):
             if head != self.head:
                 return f"{mine} is {self.head} on rank {comm.rank}, and {head} on rank {rank}"
         return None
 
     def run(self) -> None:
-        made = self.result([body for _, body in self.given])
-        ctypes.memmove(self.target, made, len(made))
+        if made := self.result([body for _, body in self.given]):
+            ctypes.memmove(self.touched[0].low, made, len(made))
 
 
 def groupStart() -> None:
@@ -118,45 +116,7 @@ def groupEnd() -> None:
             for a, b in product(one.touched, two.touched):
                 is_apart = not (a.writes or b.writes) or not a.crosses(b)
                 need(is_apart, f"{one.name} and {two.name} of one group use the same memory, one writes it")
-        _queue(comm, some)
-
-
-def _queue(comm: NcclCommunicator, calls: list[_Call]) -> None:
-    """Put calls of a communicator on its stream as one operation."""
-    given: list[bool] = []
-
-    def ready() -> str | None:
-        if comm.ended:
-            return None
-        if not given:
-            given.append(True)
-            for call in calls:
-                call.give()
-        found = [call.is_missing() for call in calls]  # each says what it is stuck in
-        return max((why for why in found if why is not None), default=None)
-
-    def run() -> list[Access]:
-        given.clear()
-        if comm.ended:
-            return []
-        for call in calls:
-            call.run()
-        # Who has given in a channel is done with what was given there before.
-        for call in calls:
-            comm.take_away(*comm.given.pop((call.channel, call.end), []))
-        for call in calls:
-            comm.given[call.channel, call.end].append(call.names[call.end])
-        return [access for call in calls for access in call.touched]
-
-    with LOCK:
-        # NCCL orders the kernels of a communicator among themselves, whichever streams they are on.
-        at = cuda.stream_at(calls[0].stream)
-        if at.capture is None:
-            cuda.merge(at.clock, comm.clock)
-        names = "+".join(sorted({call.name for call in calls}))
-        cuda.put(f"NCCL's {names}", run, "collectives", at.ptr, ready)
-        if at.capture is None:
-            cuda.merge(comm.clock, at.clock)
+        comm.queue(some)
 
 
 class NcclCommunicator:
@@ -196,14 +156,43 @@ class NcclCommunicator:
 
     def _submit(self, name: str, stream: int, *what: Any) -> None:
         cuda.stream_at(stream)
-        if OFF:
-            count("collectives")
-            return
-        call = _Call(self, name, stream, *what)
-        if of_thread.groups:
-            of_thread.calls.append(call)
-        else:
-            _queue(self, [call])
+        groupStart()
+        of_thread.calls.append(_Call(self, name, stream, *what))
+        groupEnd()
+
+    def queue(self, calls: list[_Call]) -> None:
+        """Put calls on their stream as one operation."""
+        is_given: list[bool] = []
+
+        def ready() -> str | None:
+            if self.ended:
+                return None
+            for call in () if is_given else calls:
+                call.give()
+            is_given[:] = [True]
+            found = [call.is_missing() for call in calls]  # each says what it is stuck in
+            return max((why for why in found if why is not None), default=None)
+
+        def run() -> list[Access]:
+            is_given.clear()
+            if self.ended or OFF:
+                return []
+            for call in calls:
+                call.run()
+            # Who has given in a channel is done with what was given there before.
+            for call in calls:
+                self._take_away(*self.given.pop((call.channel, call.end), []))
+            for call in calls:
+                self.given[call.channel, call.end].append(call.names[call.end])
+            return [access for call in calls for access in call.touched]
+
+        with LOCK:
+            # NCCL orders the kernels of a communicator among themselves, whichever streams they are on.
+            at = cuda.stream_at(calls[0].stream)
+            cuda.merge(at.clock, {} if at.capture else self.clock)
+            names = "+".join(sorted({call.name for call in calls}))
+            cuda.put(f"NCCL's {names}", run, "collectives", at.ptr, ready)
+            cuda.merge(self.clock, {} if at.capture else at.clock)
 
     def _collective(self, name: str, source: int, target: int, elems: int, datatype: int, *rest: int) -> None:
         """Make a call of all ranks: its last arguments are an op or a root, if it has one, and the stream."""
@@ -225,15 +214,15 @@ class NcclCommunicator:
             return _reduced([one[first : first + part] for one in given], kind, value)
 
         head, ends = [name, elems, kind.name, *words], {str(rank): rank for rank in range(self.ranks)}
-        self._submit(name, stream, touched, target, head, "call", ends, str(self.rank), result)
+        self._submit(name, stream, touched, head, "call", ends, str(self.rank), result)
 
     def _message(self, name: str, at: int, elems: int, datatype: int, peer: int, stream: int) -> None:
         need(0 <= peer < self.ranks, f"{name}: rank {peer} of {self.ranks}")
         touched = self._access(name, at, elems, datatype, name == "recv")
-        ends = dict(zip(("send", "recv"), (self.rank, peer)[:: 1 if name == "send" else -1], strict=True))
-        head, channel = ["message", elems, _TYPES[datatype].name], "message {send} to {recv}".format(**ends)
+        sender, receiver = (self.rank, peer) if name == "send" else (peer, self.rank)
+        head, channel = ["message", elems, _TYPES[datatype].name], f"message {sender} to {receiver}"
         result = b"".join if name == "recv" else lambda given: b""
-        self._submit(name, stream, touched, at, head, channel, ends, name, result)
+        self._submit(name, stream, touched, head, channel, {"send": sender, "recv": receiver}, name, result)
 
     def commSplit(self, color: int, key: int) -> NcclCommunicator | None:
         """Return a communicator of the ranks that give the same colour, which is -1 for none."""
@@ -268,12 +257,11 @@ class NcclCommunicator:
     def post(self, name: str, head: Any, body: bytes = b"") -> None:
         made = self._folder / f".{name}"
         with suppress(FileNotFoundError):  # all ranks have left
-            made.write_bytes(json.dumps(head).encode() + b"\n" + body)
+            made.write_bytes(pickle.dumps((head, body)))
             made.rename(self._folder / name)
 
-    def find(self, name: str) -> tuple[Any, bytes]:
-        head, _, body = (self._folder / name).read_bytes().partition(b"\n")
-        return json.loads(head), body
+    def find(self, name: str) -> Any:
+        return pickle.loads((self._folder / name).read_bytes())
 
     def has(self, name: str) -> bool:
         return (self._folder / name).exists()
@@ -286,17 +274,15 @@ class NcclCommunicator:
         wait_until(lambda: self._all_have(name), f"{name} of rank {self.rank} of {self.ranks}")
         return [self.find(f"{name}.{rank}")[0] for rank in range(self.ranks)]
 
-    def take_away(self, *names: str) -> None:
+    def _take_away(self, *names: str) -> None:
         for name in names:
             (self._folder / name).unlink(missing_ok=True)
 
-
-for _names, _way in (
-    (("rank_id", "size", "device_id", "check_async_error"), NcclCommunicator._asked),
-    (_RULES, NcclCommunicator._collective), (("send", "recv"), NcclCommunicator._message),
-):  # fmt: skip
-    for _name in _names:
-        setattr(NcclCommunicator, _name, partialmethod(_way, _name))
+    allReduce, reduceScatter, allGather, broadcast = map(partial(partialmethod, _collective), _RULES)
+    send, recv = map(partial(partialmethod, _message), ("send", "recv"))
+    rank_id, size, device_id, check_async_error = map(
+        partial(partialmethod, _asked), ("rank_id", "size", "device_id", "check_async_error")
+    )
 
 
 def _reduced(given: list[bytes], kind: np.dtype[Any], op: int) -> bytes:
@@ -304,4 +290,4 @@ def _reduced(given: list[bytes], kind: np.dtype[Any], op: int) -> bytes:
     with np.errstate(all="ignore"):
         if op == _AVERAGE:
             arrays = [(array * kind.type(1 / len(given))).astype(kind) for array in arrays]
-        return functools.reduce(_OPS[op], arrays).astype(kind, copy=False).tobytes()
+        return reduce(_OPS[op], arrays).astype(kind, copy=False).tobytes()
