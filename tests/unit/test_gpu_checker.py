@@ -8,7 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -185,49 +185,28 @@ def run(begin: str, text: str, end: str, wrong: int, **names: Any) -> None:
     exec(end, names | {"is_wrong": wrong >= 0})
 
 
-def expect(cupy: Any, name: str, pattern: str, run: Callable[[int], None]) -> None:
-    run(-1)
-    assert cupy.checker.reports() == []
-    assert {"allocations", "host_waits"} <= set(cupy.checker.counts())
-    run(int(mode.rng(f"gpu checker {name}").integers(PLACES)))
-    found = cupy.checker.reports()
-    assert any(re.search(pattern, text) for text in found), found
-
-
 @needs_compiler
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", [*FAULTS, *RANK_FAULTS])
 def test_a_planted_fault_is_found(name: str, cupy: Any) -> None:
-    pattern, text = FAULTS[name]
-    expect(cupy, name, pattern, partial(run, BEGIN, text, END))
-
-
-@pytest.mark.parametrize("name", RANK_FAULTS)
-def test_a_fault_planted_in_calls_of_nccl_is_found(name: str, cupy: Any) -> None:
-    pattern, text = RANK_FAULTS[name]
-
-    def run_both(wrong: int) -> None:
+    pattern, text = (FAULTS | RANK_FAULTS)[name]
+    for wrong in (-1, int(mode.rng(f"gpu checker {name}").integers(PLACES))):
+        assert cupy.checker.reports() == []
+        if name in FAULTS:
+            run(BEGIN, text, END, wrong)
+            continue
         unique = cupy.cuda.nccl.get_unique_id()
         with ThreadPoolExecutor(2) as pool:
-            ranks = [
-                pool.submit(run, RANK_BEGIN, text, RANK_END, wrong, unique=unique, rank=rank)
-                for rank in range(2)
-            ]
-        for rank in ranks:
-            rank.result()
-
-    expect(cupy, name, pattern, run_both)
+            of_rank = partial(pool.submit, run, RANK_BEGIN, text, RANK_END, wrong, unique=unique)
+            for rank in [of_rank(rank=0), of_rank(rank=1)]:
+                rank.result()
+    assert any(re.search(pattern, found) for found in cupy.checker.reports()), cupy.checker.reports()
+    assert {"allocations", "host_waits"} <= set(cupy.checker.counts())
 
 
 PROGRAM = """
-import cupy, numpy as np
-from lowshard.kernels import BoxTable, pack
-one, other = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
-with one:
-    x = cupy.asarray(np.ones((64, 128), np.float32))
-    packed = pack(x, BoxTable((64, 128), (((0, 64), (0, 64)),)))
-with other:
-    packed += 1
-cupy.cuda.Device().synchronize()
+with one: packed = pack(ones((64, 128), F), BoxTable((64, 128), (((0, 64), (0, 64)),)))
+with other: packed += 1
+settle()
 print(float(packed.sum()))
 """
 
@@ -237,14 +216,14 @@ print(float(packed.sum()))
 def test_a_process_writes_its_reports_and_counts(way: str, tmp_path: Path) -> None:
     report, counts = tmp_path / "report", tmp_path / "counts"
     env = {**os.environ, **checker_env(report, counts, LOWSHARD_CHECKER=way)}
-    command = [sys.executable, "-c", PROGRAM]
+    command = [sys.executable, "-c", BEGIN + PROGRAM + END]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     found = json.loads(counts.read_text())
-    assert (found["launches"], found["uploads"]) == (1, 2)  # the second: the table of the kernel
+    assert (found["launches"], found["uploads"]) == (1, 1)  # of the kernel's table
     assert report.exists() == ("host_waits" in found) == (way == "on")
     if way == "on":
         (line,) = report.read_text().splitlines()
-        assert re.match(r"gpu checker: race: cupy's add on .*<string>:9.*kernel copy_16", line)
+        assert re.match(r"gpu checker: race: cupy's add on .*<string>:15.*kernel copy_16", line)
         assert line in done.stderr
         assert float(done.stdout) == 2 * 64 * 64

@@ -243,10 +243,10 @@ def _run(name: str, ctas: int, args: Sequence[int], place: str) -> list[Access]:
     """Run a kernel to its end and return what it has touched. The lock is held: one launch at a time."""
     from support.cuda_host import host_library  # this needs lowshard, which imports cupy
 
-    library, room = host_library()[0], _seen
+    library = host_library()[0]
     words = (ctypes.c_uint64 * len(args))(*(arg & (1 << 64) - 1 for arg in args))
     need(hasattr(library, name), f"there is no kernel {name}", place)
-    library.lowshard_trace(ctypes.c_void_p(room.ctypes.data), ctypes.c_size_t(_ROOM))
+    library.lowshard_trace(ctypes.c_void_p(_seen.ctypes.data), ctypes.c_size_t(_ROOM))
     error = library.lowshard_run(
         getattr(library, name), words, len(args), ctas, _THREADS, 0, ctas, (ctypes.c_uint64 * 1)(), 0,
         int(name.startswith(_FLUSHED)),
@@ -254,7 +254,7 @@ def _run(name: str, ctas: int, args: Sequence[int], place: str) -> list[Access]:
     found = library.lowshard_trace(None, ctypes.c_size_t(0))
     need(not error, f"kernel {name}: {(error or b'').decode()}", place)
     count("launches_seen_in_part", found > _ROOM)
-    rows = room[: min(found, _ROOM)].astype(np.int64)
+    rows = _seen[: min(found, _ROOM)].astype(np.int64)
     rows = rows[np.argsort(rows[:, 0], kind="stable")]
     threads = np.where(rows[:, 4] == _ADD, -1, rows[:, 2] * _LANES + rows[:, 3])  # adds do not race with adds
     sides = np.stack([rows[:, 0], rows[:, 0] + rows[:, 1], threads])

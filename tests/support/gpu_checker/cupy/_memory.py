@@ -39,8 +39,8 @@ class Access(NamedTuple):
     high: int
     writes: bool
 
-    def crosses(self, other: Access) -> bool:
-        return self.low < other.high and other.low < self.high
+    def conflicts_with(self, other: Access) -> bool:
+        return self.low < other.high and other.low < self.high and (self.writes or other.writes)
 
 
 def accesses_of(array: np.ndarray[Any, Any], writes: bool) -> list[Access]:

@@ -18,11 +18,12 @@ import threading
 import time
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import numpy as np
 
@@ -80,13 +81,8 @@ def get_allocator() -> Any:
     return of_thread.allocator
 
 
-@contextmanager
-def using_allocator(allocator: Any) -> Iterator[None]:
-    before, of_thread.allocator = of_thread.allocator, allocator
-    try:
-        yield
-    finally:
-        of_thread.allocator = before
+def using_allocator(allocator: Any) -> AbstractContextManager[Any]:
+    return patch.object(of_thread, "allocator", allocator)
 
 
 # ---- streams, events, graphs
@@ -99,7 +95,7 @@ class CUDARuntimeError(RuntimeError):
 
 
 Clock = dict[int, int]
-"""Of streams by their addresses, how many operations."""
+"""Of streams by their addresses, how many operations. It is replaced, not changed, but for these two."""
 _ran: Clock = {}  # of each stream
 _known: Clock = {}  # to the host to be done
 _over: set[int] = set()  # streams that nobody has any more, and the host knows that all of theirs is done
@@ -112,11 +108,13 @@ def _covers(clock: Clock, asked: Clock) -> bool:
 has_run, is_known = partial(_covers, _ran), partial(_covers, _known)
 
 
-def merge(clock: Clock, *others: Clock) -> None:
-    for other in others:
-        for ptr, index in other.items():
-            if index > clock.get(ptr, 0) and ptr not in _over:
-                clock[ptr] = index
+def merged(*clocks: Clock) -> Clock:
+    found = Clock()
+    for clock in clocks:
+        for ptr, index in clock.items():
+            if index > found.get(ptr, 0) and ptr not in _over:
+                found[ptr] = index
+    return found
 
 
 _Run = Callable[[], Sequence[Access]]
@@ -134,16 +132,14 @@ class Operation:
 
     def __init__(self, what: _What, at: Stream, made: float) -> None:
         self.name, self.run, self.ready, self.place = what
-        self.at, self.index, self.clock = at.ptr, at.count, dict(at.clock)
+        self.at, self.index, self.clock = at.ptr, at.count, at.clock
         self.serial, self.made = next(serials), made
 
     def precedes(self, other: Operation) -> bool:
         return self.at == other.at or self.at in _over or self.index <= other.clock.get(self.at, 0)
 
     def can_run(self) -> bool:
-        if not has_run(self.clock):
-            return False
-        self.stuck = self.ready()
+        self.stuck = self.ready() if has_run(self.clock) else ""
         return self.stuck is None
 
 
@@ -180,11 +176,12 @@ class Event:
         self.ptr, self.clock = next(_handles), Clock()
         events[self.ptr] = self
 
-    def record(self, stream: Any = None) -> None:
+    def record(self, stream: Any = None) -> Event:
         with LOCK:
             of = stream or get_current_stream()
             self.capture, self.clock, self.asked = of.capture, of.comes_after(), 0
             self.recorded_s = time.perf_counter()
+        return self
 
     def synchronize(self) -> None:
         runtime.eventSynchronize(self.ptr)
@@ -222,9 +219,7 @@ class Stream:
         runtime.streamSynchronize(self.ptr)
 
     def record(self) -> Event:
-        event = Event()
-        event.record(self)
-        return event
+        return Event().record(self)
 
     def wait_event(self, event: Event) -> None:
         runtime.streamWaitEvent(self.ptr, event.ptr)
@@ -243,8 +238,9 @@ class Stream:
     def comes_after(self) -> Clock:
         """Return what comes before anything that it is given now: CUDA orders blocking ones with the default one."""
         others = streams.values() if self is Stream.null else [Stream.null]
-        merge(self.clock, *(other.clock for other in others if other.is_blocking and self.is_blocking))
-        return dict(self.clock)
+        both = [other.clock for other in others if other.is_blocking and self.is_blocking]
+        self.clock = merged(self.clock, *both)
+        return self.clock
 
 
 events: weakref.WeakValueDictionary[int, Event] = weakref.WeakValueDictionary()
@@ -295,11 +291,9 @@ def _put(stream: Stream, what: _What, made: float = math.inf) -> None:
         stream.capture.operations.append(what)
         return
     stream.count, stream.asked = stream.count + 1, 0
-    merge(stream.clock, _known, stream.comes_after())
-    for ptr in _over & stream.clock.keys():
-        del stream.clock[ptr]
+    stream.clock = merged(_known, stream.comes_after())
     stream.queue.append(Operation(what, stream, made))
-    stream.clock[stream.ptr] = stream.count
+    stream.clock = stream.clock | {stream.ptr: stream.count}
     _waiting[stream] = None
     advance()
 
@@ -345,7 +339,7 @@ def _run(operation: Operation) -> None:
         block, kept = block_of(access, name, place, operation.serial, operation.made), []
         for old, by in block.records[-_MOST_RECORDS:]:
             is_ordered = by.precedes(operation)
-            if not is_ordered and (old.writes or access.writes) and access.crosses(old):
+            if not is_ordered and access.conflicts_with(old):
                 report(
                     f"race: {name} on stream {operation.at:#x}, at {place}, and {by.name} on {by.at:#x}, at "
                     f"{by.place}, touch the same bytes, one writes them, and nothing orders the two"
@@ -377,7 +371,7 @@ def _host_sees(clock: Clock) -> bool:
     if is_done := has_run(clock):
         if not is_known(clock):
             count("host_waits")
-            merge(_known, clock)
+            _known.update(merged(_known, clock))
             _memory.settle()
         for ptr in [one for one in _known if one not in streams and _known[one] >= _ran[one]]:
             _over.add(ptr)
@@ -427,7 +421,7 @@ def _order_after_event(ptr: int, event_ptr: int, flags: int = 0) -> None:
         event, stream = _event_at(event_ptr), stream_at(ptr)
         if stream.capture is not event.capture:
             refuse_in_capture(stream.capture, event.capture)
-        merge(stream.clock, event.clock)
+        stream.clock = merged(stream.clock, event.clock)
 
 
 def _copy_async(to: int, source: int, size: int, kind: int, ptr: int) -> None:

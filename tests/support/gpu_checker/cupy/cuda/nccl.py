@@ -49,10 +49,7 @@ class NcclError(RuntimeError):
     status = property(lambda self: self.args[0])
 
 
-def get_version() -> int:
-    return 23203
-
-
+get_version = partial(int, 23203)
 get_unique_id = partial(secrets.token_bytes, 128)
 
 
@@ -113,9 +110,8 @@ def groupEnd() -> None:
         is_one = len({call.stream for call in some}) == 1
         need(is_one, "calls of a communicator in one group are on several streams")
         for one, two in combinations(some, 2):
-            for a, b in product(one.touched, two.touched):
-                is_apart = not (a.writes or b.writes) or not a.crosses(b)
-                need(is_apart, f"{one.name} and {two.name} of one group use the same memory, one writes it")
+            is_apart = not any(a.conflicts_with(b) for a, b in product(one.touched, two.touched))
+            need(is_apart, f"{one.name} and {two.name} of one group use the same memory, one writes it")
         comm.queue(some)
 
 
@@ -189,10 +185,10 @@ class NcclCommunicator:
         with LOCK:
             # NCCL orders the kernels of a communicator among themselves, whichever streams they are on.
             at = cuda.stream_at(calls[0].stream)
-            cuda.merge(at.clock, {} if at.capture else self.clock)
+            at.clock = cuda.merged(at.clock, {} if at.capture else self.clock)
             names = "+".join(sorted({call.name for call in calls}))
             cuda.put(f"NCCL's {names}", run, "collectives", at.ptr, ready)
-            cuda.merge(self.clock, {} if at.capture else at.clock)
+            self.clock = cuda.merged(self.clock, {} if at.capture else at.clock)
 
     def _collective(self, name: str, source: int, target: int, elems: int, datatype: int, *rest: int) -> None:
         """Make a call of all ranks: its last arguments are an op or a root, if it has one, and the stream."""
@@ -203,7 +199,7 @@ class NcclCommunicator:
         kind, part = _TYPES[datatype], elems * _TYPES[datatype].itemsize
         if word != "root" or value == self.rank:
             touched += self._access(name, source, elems * (self.ranks if reads else 1), datatype, False)
-            is_apart = len(touched) < 2 or not touched[0].crosses(touched[1])
+            is_apart = len(touched) < 2 or not touched[0].conflicts_with(touched[1])
             is_right = is_apart or source == target + ahead * self.rank * part
             need(is_right, f"{name}: its arrays overlap, and it is not in place as NCCL has it")
 
@@ -238,8 +234,7 @@ class NcclCommunicator:
         return None if color < 0 else NcclCommunicator(len(members), unique, members.index((key, self.rank)))
 
     def destroy(self) -> None:
-        self.need_life("destroy")
-        cuda.host_waits(dict(self.clock), "ncclCommDestroy")
+        cuda.host_waits(self.clock, "ncclCommDestroy")
         self._leave("destroy")
         wait_until(lambda: not self._folder.exists() or self._all_have("bye"), "ncclCommDestroy")
 
