@@ -15,10 +15,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from numpy.lib.array_utils import byte_bounds
 
 from cupy import cuda
-from cupy._memory import Access, accesses_of, blocks
-from cupy.checker import LOCK, OFF, count, need, report, where
+from cupy._memory import Access, blocks
+from cupy.checker import OFF, count, locked, need, report, where
 from cupy.cuda import get_current_stream, put
 
 Host = npt.NDArray[Any]
@@ -36,8 +37,8 @@ _LOAD, _ADD = 0, 2
 def _operate(name: str, out: Host | None, reads: Sequence[Host], function: Callable[[], Any]) -> None:
     """Put an operation on the current stream that sets an array, or asks for a value, from others."""
     accesses: list[Access] = []
-    for array in () if OFF else (*reads, *([] if out is None else [out])):
-        accesses += accesses_of(array, array is out)
+    for array in reads if out is None else [*reads, out]:
+        accesses += [Access(*byte_bounds(array), array is out)] if array.size else []
         is_right = array.flags.aligned or name in ("get", "copy")
         need(is_right, f"{name} of an array that is not aligned to its elements")
 
@@ -79,7 +80,7 @@ def compute(name: str, function: Callable[..., Any], args: Any, options: Any, ou
     if name in _OF_UNKNOWN_SIZE:
         cuda.wait(get_current_stream)
     # Under the lock: else what is ahead may be done in between, after the result of too early a call was used.
-    with LOCK, np.errstate(all="ignore"):
+    with locked(), np.errstate(all="ignore"):
         stream = get_current_stream()
         is_early = stream.capture is not None or not cuda.has_run(stream.comes_after())
         if out is None:
@@ -110,9 +111,8 @@ class ndarray(np.lib.mixins.NDArrayOperatorsMixin):
             raise ValueError(f"Unsupported dtype {kind}")
         size = math.prod(shape) * kind.itemsize
         self._memory = memptr or cuda.get_allocator()(size)
-        self._host: Host = np.ndarray(
-            shape, kind, (ctypes.c_char * max(size, 1)).from_address(self._memory.ptr)
-        )
+        raw: Any = (ctypes.c_char * max(size, 1)).from_address(self._memory.ptr)
+        self._host: Host = np.ndarray(shape, kind, raw)
 
     def _view(self, host: Host) -> ndarray:
         made = ndarray.__new__(ndarray)
@@ -191,7 +191,7 @@ def asarray(value: Any, dtype: Any = None, order: str = "C", *, blocking: bool =
         return value if dtype is None else value.astype(dtype, copy=False)
     values = np.array(value, dtype, order="C")
     made = ndarray(values.shape, values.dtype)
-    if not OFF and get_current_stream().capture is not None:
+    if get_current_stream().capture is not None:
         what = f"an upload of {values.nbytes} bytes within a capture, at {where()}"
         report(f"{what}: its event is never done, and CuPy gives no page-locked memory back any more")
     for kind, number in (("host_to_device_copies", 1), ("uploads", 1), ("pcie_bytes", values.nbytes)):
@@ -215,9 +215,10 @@ class RawModule:
     def get_function(self, name: str) -> Any:
         def launch(grid: Sequence[int], block: Sequence[int], args: Sequence[Any]) -> None:
             is_right = 0 < grid[0] < 1 << 31 and len(grid) == 1 and tuple(block) == (_THREADS,)
-            need(is_right, f"kernel {name}: a grid of {grid} and blocks of {block}")
-            is_right = all(type(arg) is int and -(1 << 63) <= arg < 1 << 64 for arg in args)
-            need(is_right, f"kernel {name}: an argument that CuPy does not pass as 64 bits")
+            is_right = is_right and all(type(arg) is int and -(1 << 63) <= arg < 1 << 64 for arg in args)
+            need(
+                is_right, f"kernel {name} has a grid of {grid}, blocks of {block}, 64 bits for each of {args}"
+            )
             put(f"kernel {name}", functools.partial(_run, name, grid[0], args, where()), "launches")
 
         return (lambda *args: count("launches")) if OFF else launch
@@ -285,6 +286,6 @@ def _compare_threads(name: str, place: str, stores: Any, loads: Any) -> None:
 def _by_block(side: Any, writes: bool) -> list[Access]:
     """Return loads or stores of a launch, together for each block of memory."""
     begins, ends, _ = side
-    block = np.searchsorted([block.begin for block in blocks], begins, side="right")
-    some = [block == one for one in np.unique(block)]
-    return [Access(int(begins[one].min()), int(ends[one].max()), writes) for one in some]
+    which = np.searchsorted([block.begin for block in blocks], begins, side="right")
+    parts = [which == one for one in np.unique(which)]
+    return [Access(int(begins[part].min()), int(ends[part].max()), writes) for part in parts]

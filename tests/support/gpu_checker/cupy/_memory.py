@@ -19,10 +19,7 @@ from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import numpy as np
-from numpy.lib.array_utils import byte_bounds
-
-from cupy.checker import LOCK, OFF, need, report, where
+from cupy.checker import OFF, locked, need, report, where
 
 _MARGIN_BYTES = 256  # behind a block: what lies there is out of its bounds
 _LIVES = 8  # of a block that are remembered
@@ -43,10 +40,6 @@ class Access(NamedTuple):
         return self.low < other.high and other.low < self.high and (self.writes or other.writes)
 
 
-def accesses_of(array: np.ndarray[Any, Any], writes: bool) -> list[Access]:
-    return [Access(*byte_bounds(array), writes)] if array.size else []
-
-
 class Block:
     """Memory that is handed out whole, or a page-locked part of the host, which has no arena."""
 
@@ -62,7 +55,7 @@ _begin = attrgetter("begin")
 
 
 def block_at(address: int) -> Block | None:
-    with LOCK:
+    with locked():
         index = bisect.bisect_right(blocks, address, key=_begin)
         return blocks[index - 1] if index and address < blocks[index - 1].end + _MARGIN_BYTES else None
 
@@ -76,8 +69,7 @@ def block_of(access: Access, name: str, place: str, serial: int, made: float = m
     sizes = [size for born, died, size in block.lives if born < min(serial, made) and serial < died]
     if len(block.lives) == _LIVES and serial < block.lives[0][0]:  # it was long ago
         sizes = [block.end - block.begin]
-    graph = " of a graph that is replayed" if made < math.inf else ""
-    need(bool(sizes), f"{what}{graph}, which was freed before", place)
+    need(bool(sizes), f"{what}, which was freed before", place)
     is_inside = access.high <= block.begin + sizes[0]
     need(is_inside, f"{what}, out of bounds: at offset {access.low - block.begin} of {sizes[0]} bytes", place)
     return block  # type: ignore[no-any-return]
@@ -94,12 +86,12 @@ def locked_at(address: int, size: int = 1) -> Block | None:
 
 
 def lock(address: int, size: int, flags: int = 0) -> None:
-    with LOCK:
+    with locked():
         Block(address, size).lives.append([next(serials), math.inf, size])
 
 
 def unlock(address: int) -> None:
-    with LOCK:
+    with locked():
         block = locked_at(address)
         need(block is not None, f"{address:#x} is not page-locked")
         for copy in [one for one in _under_way if one.block is block]:
@@ -119,7 +111,7 @@ def copy_bytes(to: int, source: int, size: int, locked: Block | None) -> None:
 
 def close(block: Block, host: int, size: int, is_written: bool, is_done: Callable[[], bool]) -> None:
     """Close pages until the host knows that a copy is done."""
-    with LOCK:
+    with locked():
         copy = SimpleNamespace(low=host, high=host + size, is_written=is_written, is_done=is_done)
         copy.block, copy.place = block, where()
         _under_way.append(copy)
@@ -153,7 +145,7 @@ def _set(low: int, high: int, mode: int) -> None:
 def _on_fault(number: int, info: int, context: int) -> None:
     """Take the fault of a thread that touches a closed page: report it if it lies in a copy, and open the page."""
     address = ctypes.c_void_p.from_address(info + 16).value or 0  # siginfo_t.si_addr
-    with LOCK:
+    with locked():
         pages = [(copy.low // mmap.PAGESIZE, (copy.high - 1) // mmap.PAGESIZE) for copy in _under_way]
         if not any(first <= address // mmap.PAGESIZE <= last for first, last in pages):
             _libc.sigaction(number, _before, None)  # it is not ours, and comes again

@@ -16,8 +16,8 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -29,29 +29,20 @@ _FOLDER = str(Path(__file__).parent)
 _FRAMES = 4  # of the program, in the name of a place
 _found: dict[str, None] = {}
 _counts: Counter[str] = Counter()
-at_exit: list[Callable[[], object]] = []
-"""What looks for more faults when the process ends, before the counts are written."""
+_lock = threading.RLock()
 
 
-class _Lock:
-    """A lock under which no garbage is collected: what lowshard does in a `__del__` would find things half done."""
-
-    def __init__(self) -> None:
-        self._lock, self._collected = threading.RLock(), list[bool]()
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-        self._collected.append(gc.isenabled())
+@contextmanager
+def locked() -> Iterator[None]:
+    """Look at the state of the device, or change it: a `__del__` that the collector calls would find it half done."""
+    with _lock:
+        is_collected = gc.isenabled()
         gc.disable()
-
-    def __exit__(self, *exc: object) -> None:
-        if self._collected.pop():
-            gc.enable()
-        self._lock.release()
-
-
-LOCK = _Lock()
-"""Held by whatever looks at the state of the device, or changes it."""
+        try:
+            yield
+        finally:
+            if is_collected:
+                gc.enable()
 
 
 class Misuse(AssertionError):
@@ -73,7 +64,7 @@ def count(what: str, number: int = 1) -> None:
 
 def report(text: str) -> None:
     """Write a fault down, unless the same one has been."""
-    with LOCK:
+    with locked():
         if text in _found:
             return
         _found[text] = None
@@ -112,9 +103,6 @@ def where() -> str:
 
 @atexit.register
 def _write_counts() -> None:
-    for look in at_exit:
-        with suppress(Misuse):
-            look()
     if path := os.environ.get("LOWSHARD_CHECKER_COUNTS"):
         copies = sum(number for name, number in _counts.items() if name.endswith("_copies"))
         with open(path, "a", encoding="utf-8") as file:

@@ -29,7 +29,7 @@ import numpy as np
 
 from cupy import _memory, checker
 from cupy._memory import Access, Block, block_of, serials
-from cupy.checker import LAG, LOCK, OFF, Misuse, count, need, report, where
+from cupy.checker import LAG, OFF, Misuse, count, locked, need, report, where
 
 _TO_DEVICE, _TO_HOST, _ON_DEVICE = 1, 2, 3
 _KINDS = {_TO_DEVICE: "host_to_device", _TO_HOST: "device_to_host", _ON_DEVICE: "device_to_device"}
@@ -57,7 +57,7 @@ def allocate(size: int) -> MemoryPointer:
     """Return memory of the current stream's arena."""
     stream, owner = get_current_stream(), set[int]()
     capacity = max(1, -(-size // _GRAIN_BYTES)) * _GRAIN_BYTES
-    with LOCK:
+    with locked():
         count("allocations")
         if not (unused := _unused[stream.ptr, capacity]):
             raw = np.empty(capacity + 2 * _GRAIN_BYTES, np.uint8)  # with room behind: no two blocks touch
@@ -72,7 +72,7 @@ def allocate(size: int) -> MemoryPointer:
 
 
 def _release(block: Block) -> None:
-    with LOCK:
+    with locked():
         block.lives[-1][1] = next(serials)
         _unused[block.arena, block.end - block.begin].append(block)
 
@@ -151,7 +151,7 @@ class Graph:
         self.operations: list[_What] = []
 
     def launch(self, stream: Stream | None = None) -> None:
-        with LOCK:
+        with locked():
             for what in self.operations:
                 _put(stream or get_current_stream(), what, self.made)
 
@@ -177,7 +177,7 @@ class Event:
         events[self.ptr] = self
 
     def record(self, stream: Any = None) -> Event:
-        with LOCK:
+        with locked():
             of = stream or get_current_stream()
             self.capture, self.clock, self.asked = of.capture, of.comes_after(), 0
             self.recorded_s = time.perf_counter()
@@ -282,7 +282,7 @@ def put(name: str, run: Any, kind: str = "", ptr: int | None = None, ready: _Rea
     if OFF:
         run()
         return
-    with LOCK:
+    with locked():
         _put(get_current_stream() if ptr is None else stream_at(ptr), (name, run, ready, where()))
 
 
@@ -304,7 +304,7 @@ _advancing: list[bool] = []
 
 def advance() -> None:
     """Run what can be run."""
-    with LOCK:
+    with locked():
         if _advancing:  # by what runs: this goes on behind it
             return
         _advancing.append(True)
@@ -326,7 +326,7 @@ def advance() -> None:
 def _keep_running() -> None:
     while _pump:
         time.sleep(checker.PAUSE_S)
-        with LOCK:
+        with locked():
             advance()
             if not _waiting:
                 _pump.clear()
@@ -355,14 +355,11 @@ def _run(operation: Operation) -> None:
 # ---- waits of the host and of streams
 
 
-def _stuck() -> bool:
+def stuck() -> bool:
     """Report and raise what keeps work from ever being ready; return False where nothing is known to."""
     for operation in (stream.queue[0] for stream in _waiting):
         need(not operation.stuck, operation.stuck or "", operation.place)
     return False
-
-
-checker.at_exit += [advance, _stuck]
 
 
 def _host_sees(clock: Clock) -> bool:
@@ -383,14 +380,14 @@ def host_waits(clock: Clock, what: str = "a wait of the host") -> None:
     need(not of_thread.groups, f"{what} within a group of NCCL calls that is not ended: it waits for ever")
 
     def is_over() -> bool:
-        with LOCK:
-            return _host_sees(clock) or _stuck()
+        with locked():
+            return _host_sees(clock) or stuck()
 
     checker.wait_until(is_over, what)
 
 
 def wait(find: Callable[..., Event | Stream], *ptr: int) -> None:
-    with LOCK:
+    with locked():
         awaited = find(*ptr)
         refuse_in_capture(awaited.capture)
         clock = awaited.comes_after()
@@ -398,7 +395,7 @@ def wait(find: Callable[..., Event | Stream], *ptr: int) -> None:
 
 
 def _wait_for_all() -> None:
-    with LOCK:
+    with locked():
         refuse_in_capture(*(stream.capture for stream in streams.values()))
         clock = _ran | {ptr: stream.count for ptr, stream in streams.items()}
     host_waits(clock)
@@ -406,7 +403,7 @@ def _wait_for_all() -> None:
 
 def _query(find: Callable[[int], Event | Stream], ptr: int) -> int:
     """Return CUDA's status: the first answers are "not ready", of what the host does not know to be done."""
-    with LOCK:
+    with locked():
         asked = find(ptr)
         if asked.capture is not None:
             asked.capture.is_broken = True
@@ -417,7 +414,7 @@ def _query(find: Callable[[int], Event | Stream], ptr: int) -> int:
 
 
 def _order_after_event(ptr: int, event_ptr: int, flags: int = 0) -> None:
-    with LOCK:
+    with locked():
         event, stream = _event_at(event_ptr), stream_at(ptr)
         if stream.capture is not event.capture:
             refuse_in_capture(stream.capture, event.capture)
@@ -429,21 +426,21 @@ def _copy_async(to: int, source: int, size: int, kind: int, ptr: int) -> None:
     has = [getattr(_memory.block_at(at), "arena", None) is not None for at in (source, to)]
     need(has == [kind != _TO_DEVICE, kind != _TO_HOST], f"the memory is not where kind {kind} has it")
     host = {_TO_DEVICE: source, _TO_HOST: to, _ON_DEVICE: 0}[kind]
-    locked = _memory.locked_at(host, size)
-    is_pageable = bool(host) and locked is None
+    slot = _memory.locked_at(host, size)
+    is_pageable = bool(host) and slot is None
     if is_pageable:
         report(f"an asynchronous copy of pageable memory, which CUDA makes wait, at {where()}")
 
     def run() -> list[Access]:
-        _memory.copy_bytes(to, source, size, locked)
+        _memory.copy_bytes(to, source, size, slot)
         touched = Access(source, source + size, False), Access(to, to + size, True)
         return [one for one in touched if not (is_pageable and one.low == host)]
 
     put(f"a copy ({_KINDS[kind]})", run, f"{_KINDS[kind]}_copies", ptr)
     if is_pageable:
         wait(stream_at, ptr)
-    elif locked is not None and not OFF and stream_at(ptr).capture is None:
-        _memory.close(locked, host, size, kind == _TO_HOST, partial(is_known, {ptr: stream_at(ptr).count}))
+    elif slot is not None and not OFF and stream_at(ptr).capture is None:
+        _memory.close(slot, host, size, kind == _TO_HOST, partial(is_known, {ptr: stream_at(ptr).count}))
 
 
 class Device(nullcontext[None]):

@@ -7,6 +7,7 @@ may be, until the communicator is aborted; it is reported once the host waits fo
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import hashlib
 import os
@@ -24,10 +25,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from cupy import checker, cuda
+from cupy import cuda
 from cupy._memory import Access, block_of, serials
-from cupy.checker import LOCK, OFF, need, wait_until, where
-from cupy.cuda import of_thread
+from cupy.checker import OFF, Misuse, locked, need, wait_until, where
 
 available = True
 _CODES = ("i1", "u1", "i4", "u4", "i8", "u8", "f2", "f4", "f8", ml_dtypes.bfloat16)
@@ -95,15 +95,15 @@ class _Call:
 
 
 def groupStart() -> None:
-    of_thread.groups += 1
+    cuda.of_thread.groups += 1
 
 
 def groupEnd() -> None:
-    need(of_thread.groups > 0, "groupEnd without groupStart")
-    of_thread.groups -= 1
-    if of_thread.groups:
+    need(cuda.of_thread.groups > 0, "groupEnd without groupStart")
+    cuda.of_thread.groups -= 1
+    if cuda.of_thread.groups:
         return
-    calls, of_thread.calls = of_thread.calls, []
+    calls, cuda.of_thread.calls = cuda.of_thread.calls, []
     for comm in dict.fromkeys(call.comm for call in calls):
         comm.need_life("the end of a group")
         some = [call for call in calls if call.comm is comm]
@@ -128,7 +128,7 @@ class NcclCommunicator:
         self.given = defaultdict[tuple[str, str], list[str]](list)  # and not taken away
         self._folder = _ROOT / hashlib.sha256(commId).hexdigest()[:24]
         self._folder.mkdir(parents=True, exist_ok=True)
-        checker.at_exit.append(lambda: None if self.ended else self._leave("the end"))
+        atexit.register(self._at_exit)
         self._meet("hello", None)
 
     def need_life(self, name: str) -> None:
@@ -153,7 +153,7 @@ class NcclCommunicator:
     def _submit(self, name: str, stream: int, *what: Any) -> None:
         cuda.stream_at(stream)
         groupStart()
-        of_thread.calls.append(_Call(self, name, stream, *what))
+        cuda.of_thread.calls.append(_Call(self, name, stream, *what))
         groupEnd()
 
     def queue(self, calls: list[_Call]) -> None:
@@ -182,7 +182,7 @@ class NcclCommunicator:
                 self.given[call.channel, call.end].append(call.names[call.end])
             return [access for call in calls for access in call.touched]
 
-        with LOCK:
+        with locked():
             # NCCL orders the kernels of a communicator among themselves, whichever streams they are on.
             at = cuda.stream_at(calls[0].stream)
             at.clock = cuda.merged(at.clock, {} if at.capture else self.clock)
@@ -223,7 +223,7 @@ class NcclCommunicator:
     def commSplit(self, color: int, key: int) -> NcclCommunicator | None:
         """Return a communicator of the ranks that give the same colour, which is -1 for none."""
         self.need_life("commSplit")
-        need(not of_thread.groups, "commSplit within a group")
+        need(not cuda.of_thread.groups, "commSplit within a group")
         is_idle = cuda.is_known(self.clock)
         need(is_idle, "commSplit while work of the communicator may be under way: it may hang")
         self.numbers["split", ""] += 1
@@ -232,6 +232,13 @@ class NcclCommunicator:
         members = sorted((other[1], rank) for rank, other in enumerate(asked) if other[0] == color)
         unique = hashlib.sha512(f"{self._folder} {name} {color}".encode()).digest() * 2
         return None if color < 0 else NcclCommunicator(len(members), unique, members.index((key, self.rank)))
+
+    def _at_exit(self) -> None:
+        if not self.ended:
+            cuda.advance()
+            with suppress(Misuse):  # which is reported
+                cuda.stuck()
+            self._leave("the end")
 
     def destroy(self) -> None:
         cuda.host_waits(self.clock, "ncclCommDestroy")
