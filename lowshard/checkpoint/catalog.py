@@ -20,7 +20,7 @@ from lowshard.argument import path as check_path
 from lowshard.box import Box, full_box, shape_of, volume
 from lowshard.checkpoint.checkpoint_index import INDEX_NAME, Index, Part, read_index
 from lowshard.checkpoint.crc import Key, crc32
-from lowshard.checkpoint.header import FilePath, Header, Stamp, TensorEntry, read_header
+from lowshard.checkpoint.header import FilePath, Header, Stamp, TensorEntry, header_box, read_header
 from lowshard.checkpoint.hf_index import DATA_NAME, HF_INDEX, files_of_set, is_sparse_delta, lies_beside
 from lowshard.checkpoint.read_shares import disjoint
 from lowshard.errors import CheckpointError
@@ -78,6 +78,11 @@ class StoredTensor:
     """Which rank held what when a sharded checkpoint was saved; None where neither an index nor the caller says it."""
     digest: str | None = None
     """Of its content, as `lowshard.reshard.digest` has it; None where no index says it."""
+
+    @property
+    def said_shape(self) -> tuple[int, ...]:
+        """The shape as a header has it, which counts elements of 4 and 6 bits where `shape` counts bytes."""
+        return shape_of(header_box(self.dtype, full_box(self.shape)))
 
     def check_digest(self, found: str, where: str) -> None:
         """Compare the digest of what was read with the index's."""

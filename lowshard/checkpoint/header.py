@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from typing import Any
 from lowshard import dtypes
 from lowshard.argument import MOST_DIMS, instance, is_text, quoted
 from lowshard.argument import path as check_path
+from lowshard.box import Box, full_box, shape_of
 from lowshard.errors import CheckpointError, DTypeError
 from lowshard.nearest import nearest
 from lowshard.reading import parse_json
@@ -40,14 +42,16 @@ MAX_HEADER_BYTES = 100_000_000
 _PREFIX_BYTES = 8
 _MAX_ARRAY_BYTES = 2**63 - 1  # NumPy's limit, empty dims left out
 _METADATA = "__metadata__"
+PACKED_BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
+"""Of elements that fill no whole byte. A header's shape counts them; elsewhere the last dim is in bytes."""
 
 # The library stores wide elements first (so that all are aligned) and, within a width, in the
 # reverse of its own dtype list; ties go by name.
 _FILE_ORDER = {
     name: place
     for place, name in enumerate(
-        ("U64", "I64", "F64", "F32", "U32", "I32", "BF16", "F16", "U16", "I16",
-         "F8_E8M0", "F8_E4M3", "F8_E5M2", "I8", "U8", "BOOL")
+        ("U64", "I64", "F64", "C64", "F32", "U32", "I32", "BF16", "F16", "U16", "I16", "F8_E5M2FNUZ", "F8_E4M3FNUZ",
+         "F8_E8M0", "F8_E4M3", "F8_E5M2", "I8", "U8", "F6_E3M2", "F6_E2M3", "F4", "BOOL")
     )
 }  # fmt: skip
 
@@ -195,7 +199,16 @@ def encode_header(
     for name in sorted(tensors, key=lambda n: (_FILE_ORDER[rows[n].safetensors], n)):
         shape = tensors[name][1]
         end = begin + prod(shape) * rows[name].itemsize_bytes
-        fields[name] = {"dtype": rows[name].safetensors, "shape": list(shape), "data_offsets": [begin, end]}
+        said = shape_of(header_box(rows[name].name, full_box(shape)))
+        if in_memory(dtypes.from_safetensors(rows[name].safetensors), said) != (
+            rows[name].name,
+            tuple(shape),
+        ):
+            raise CheckpointError(
+                f"{where}: tensor {quoted(name)}: {rows[name].name} {list(shape)} does not hold whole elements of "
+                f"{PACKED_BITS[rows[name].safetensors]} bits: cut it elsewhere, or not at all"
+            )
+        fields[name] = {"dtype": rows[name].safetensors, "shape": list(said), "data_offsets": [begin, end]}
         spans.append((name, begin, end))
         begin = end
     text = json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode()
@@ -258,12 +271,10 @@ def _entry(name: str, value: Any, data_start: int, file_bytes: int, path: str) -
     try:
         row = dtypes.from_safetensors(value["dtype"])
     except DTypeError as error:
-        known = ", ".join(r.safetensors for r in dtypes.all_dtypes())
-        raise CheckpointError(
-            f"{where}: unknown dtype {quoted(value['dtype'])}; lowshard reads {known}"
-        ) from error
+        raise CheckpointError(f"{where}: {error}") from error
     shape, offsets = value["shape"], value["data_offsets"]
-    need = _check_shape(shape, row, where)
+    _check_shape(shape, row, where)
+    need = prod(in_memory(row, tuple(shape))[1]) * row.itemsize_bytes
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_extent, offsets)):
         raise CheckpointError(
             f"{where}: data_offsets are two integers >= 0 (begin, end), got {quoted(offsets)}"
@@ -279,11 +290,34 @@ def _entry(name: str, value: Any, data_start: int, file_bytes: int, path: str) -
             f"{where}: its data ends at byte {data_start + end}, the file at {file_bytes}: the file is "
             "truncated, or its header is wrong"
         )
-    return TensorEntry(name, row.name, tuple(shape), data_start + begin, data_start + end)
+    return TensorEntry(name, *in_memory(row, tuple(shape)), data_start + begin, data_start + end)
 
 
-def _check_shape(shape: Any, row: dtypes.DType, where: str) -> int:
-    """Return the bytes of a tensor, or raise CheckpointError where no array can have the shape."""
+def in_memory(row: dtypes.DType, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
+    """Return the dtype and shape of the array that a tensor of a header is read as: of F4 and F6, bytes.
+
+    Where rows do not fill whole bytes it is all bytes in one dim, and the dtype has the header's shape behind its name.
+    """
+    bits = PACKED_BITS.get(row.safetensors)
+    if bits is None:
+        return row.name, shape
+    if shape and shape[-1] * bits % 8 == 0:
+        return row.name, (*shape[:-1], shape[-1] * bits // 8)
+    return f"{row.name}{list(shape)}", (-(-prod(shape) * bits // 8),)
+
+
+def header_box(dtype: str, box: Box) -> Box:
+    """Return a box of such an array in the coordinates of the header's shape."""
+    bits = PACKED_BITS.get(dtypes.get(dtype).safetensors)
+    if bits is None:
+        return box
+    if "[" in dtype:
+        return full_box([int(n) for n in re.findall(r"\d+", dtype.partition("[")[2])])
+    return (*box[:-1], (box[-1][0] * 8 // bits, box[-1][1] * 8 // bits))
+
+
+def _check_shape(shape: Any, row: dtypes.DType, where: str) -> None:
+    """Raise CheckpointError where no array can have the shape."""
     if not isinstance(shape, list | tuple) or not all(map(_is_extent, shape)):
         raise CheckpointError(f"{where}: a shape is a list of integers >= 0 and < 2^63, got {quoted(shape)}")
     if len(shape) > MOST_DIMS:
@@ -292,7 +326,6 @@ def _check_shape(shape: Any, row: dtypes.DType, where: str) -> int:
         raise CheckpointError(
             f"{where}: {row.safetensors} {quoted(list(shape))} is larger than any array can be"
         )
-    return prod(shape) * row.itemsize_bytes
 
 
 def _check_cover(entries: Iterable[TensorEntry], data_start: int, file_bytes: int, where: str) -> None:

@@ -18,7 +18,7 @@ from lowshard.box import Box, full_box
 from lowshard.checkpoint.catalog import Catalog
 from lowshard.checkpoint.checkpoint_index import INDEX_NAME
 from lowshard.checkpoint.delta_file import Delta, check_deltas, open_deltas
-from lowshard.checkpoint.header import read_header
+from lowshard.checkpoint.header import PACKED_BITS, read_header
 from lowshard.checkpoint.hf_index import DATA_NAME, HF_INDEX, SIZES, files_of_set, is_foreign
 from lowshard.checkpoint.read_shares import Share, shares
 from lowshard.errors import CheckpointError, LowshardError, ShardingError
@@ -119,6 +119,7 @@ class ConvertPlan:
             )
         check_deltas(deltas, catalog)
         shapes = {name: (t.dtype, t.shape) for name, t in catalog.tensors.items()}
+        said = {name: (t.dtype, t.said_shape) for name, t in catalog.tensors.items()}
         quantised = _quantised(shapes, catalog.where) if settings.mxfp8 else {}
         made: Mapping[str, tuple[Tiling, object]]
         if settings.merged:
@@ -129,10 +130,11 @@ class ConvertPlan:
             made = {name: (kept[name], t.strategy or "as before") for name, t in catalog.tensors.items()}
         elif settings.to_rules is not None:
             ruled = RuledGrid.parse(settings.to_rules, settings.to)
-            count, made = ruled.num_ranks, ruled.tilings(shapes)
+            count, made = ruled.num_ranks, ruled.tilings(said)
         else:
             grid = Grid.parse(settings.to)
-            count, made = grid.num_ranks, grid.tilings(shapes, _patterns(settings), _sizes(settings))
+            count, made = grid.num_ranks, grid.tilings(said, _patterns(settings), _sizes(settings))
+        made = {n: (_in_memory(n, t, shapes[n][1]), strategy) for n, (t, strategy) in made.items()}
         for name, form in quantised.items():
             _check_blocks(name, form, *made[name])
         return cls(
@@ -215,11 +217,16 @@ def _quantised(shapes: Shapes, where: str) -> dict[str, BlockFormat]:
         name
         for name, (dtype, shape) in sorted(shapes.items())
         if len(shape) >= 2
-        and dtype in ("float32", "bfloat16", "float16")
+        and (dtype in ("float32", "bfloat16", "float16") or dtypes.get(dtype).kind == "opaque")
         and name.rpartition(".")[2] != "bias"
         and not _NOT_LINEAR & set(name.split("."))
         and name not in scales
     ]
+    if opaque := [name for name in linear if dtypes.get(shapes[name][0]).kind == "opaque"]:
+        raise ShardingError(
+            f"{where}: --mxfp8 quantises values, and lowshard does not compute with {opaque[0]!r}, which is "
+            f"{dtypes.get(shapes[opaque[0]][0]).safetensors}: reshard without --mxfp8"
+        )
     block = FORMAT.block[-1]
     found = {name: FORMAT for name in linear if shapes[name][1][-1] % block == 0}
     if linear and not found:
@@ -246,6 +253,21 @@ def _check_blocks(name: str, form: BlockFormat, tiling: Tiling, strategy: object
             Quantization.of(form).pieces(strategy, tiling.shape, index)
         except ShardingError as error:
             raise ShardingError(f"{name} {list(tiling.shape)}: {error}") from error
+
+
+def _in_memory(name: str, tiling: Tiling, shape: tuple[int, ...]) -> Tiling:
+    """Return a tiling in the bytes that elements of 4 and 6 bits lie in, or raise ShardingError where it cuts one."""
+    if tiling.shape == shape:
+        return tiling
+    whole = full_box(shape)
+    if len(tiling.holders()) < 2:
+        tiles = tuple(tuple(Tile(whole, whole) for _ in mine[:1]) for mine in tiling.rank_tiles)
+        return Tiling(
+            shape, tiling.dtype, tiles, tuple(None if s is None else shape for s in tiling.local_shapes)
+        )
+    kind = dtypes.get(tiling.dtype).safetensors
+    form = BlockFormat(kind, PACKED_BITS[kind], (1,), "uint8", "uint8", "low_first")
+    return replace(tiling.stored(name, form)[name], dtype=tiling.dtype)
 
 
 def _whole_files(

@@ -25,7 +25,7 @@ from lowshard.checkpoint import hf_index
 from lowshard.checkpoint.checkpoint_index import INDEX_NAME, Index, IndexedFile, IndexedTensor, Part
 from lowshard.checkpoint.commit import Commit, together
 from lowshard.checkpoint.crc import crc32
-from lowshard.checkpoint.header import FilePath, encode_header
+from lowshard.checkpoint.header import FilePath, encode_header, header_box
 from lowshard.checkpoint.hf_index import plain_metadata
 from lowshard.checkpoint.own_parts import Parts, State, check_turn, write_parts
 from lowshard.checkpoint.writer import check_labels, check_state, reserve, write_at, write_state
@@ -188,7 +188,7 @@ def items_of(boxes: Iterable[tuple[str, str, Box]], shapes: Mapping[str, tuple[i
     """Return items for (name, dtype, box): whole tensors have their name in the file, slices say which they are."""
     made: dict[str, Item] = {}
     for name, dtype, box in boxes:
-        key = marked = name if box == full_box(shapes[name]) else name + box_text(box)
+        key = marked = name if box == full_box(shapes[name]) else name + box_text(header_box(dtype, box))
         number = 1
         while key in made or (key != name and key in shapes):
             key, number = f"{marked}@{number}", number + 1
