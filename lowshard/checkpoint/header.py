@@ -18,6 +18,7 @@ import re
 import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate
 from math import prod
 from types import MappingProxyType
 from typing import Any
@@ -40,6 +41,17 @@ Not the device: the hosts of one network file system number it differently.
 MAX_HEADER_BYTES = 100_000_000
 """The format's own limit."""
 _PREFIX_BYTES = 8
+TORCH = "torch.load it with weights_only=True, and safetensors.torch.save_file what comes"
+_OTHER_FILES = {
+    b"version https://git-lfs": "a Git LFS pointer in place of the file: fetch that with `git lfs pull`",
+    b"<": "a page of a web server (HTML) in place of the file: download that anew, signed in where that is asked for",
+    b"PK\3\4": f"a zip, as torch.save writes (.pt, .bin), and no safetensors file: {TORCH}",
+    b"\x80": f"a pickle, as torch.save wrote before version 1.6, and no safetensors file: {TORCH}",
+    b"GGUF": "a GGUF file and no safetensors file: take the model that it was made from",
+    b"{": "JSON, an index or what a server answered, and no safetensors file: pass the checkpoint's folder",
+    bytes(8): "empty, as a download or a save leaves it that did not end: fetch it anew",
+}
+"""What else lies under such names, by its first bytes, and what to do about it."""
 _MAX_ARRAY_BYTES = 2**63 - 1  # NumPy's limit, empty dims left out
 _METADATA = "__metadata__"
 PACKED_BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
@@ -93,6 +105,8 @@ class Header:
     """Where the data starts in the file."""
     file_bytes: int
     """Size of the whole file."""
+    has_metadata: bool = False
+    """Whether it has a `__metadata__`, which may be empty."""
     stamp: Stamp | None = field(default=None, compare=False, repr=False)
     """Of the file that was read; None where nobody asked the system."""
 
@@ -155,6 +169,10 @@ def header_from_fd(fd: int, path: FilePath) -> Header:
             f"this one has {file_bytes} bytes"
         )
     length = int.from_bytes(_pread(fd, _PREFIX_BYTES, 0, where), "little")
+    head = os.pread(fd, 32, 0).lstrip()
+    other = next((found for start, found in _OTHER_FILES.items() if head.startswith(start)), None)
+    if other is not None and (length > file_bytes or not length):
+        raise CheckpointError(f"{where}: is {other}")
     if length > min(MAX_HEADER_BYTES, file_bytes - _PREFIX_BYTES):
         raise CheckpointError(
             f"{where}: the header's length is {length} bytes, the format allows {MAX_HEADER_BYTES} and only "
@@ -173,7 +191,9 @@ def header_from_fd(fd: int, path: FilePath) -> Header:
     entries.sort(key=lambda e: (e.start, e.stop))
     _check_cover(entries, data_start, file_bytes, where)
     tensors = MappingProxyType({e.name: e for e in entries})
-    return Header(where, tensors, MappingProxyType(metadata), data_start, file_bytes, stamp)
+    return Header(
+        where, tensors, MappingProxyType(metadata), data_start, file_bytes, given is not None, stamp
+    )
 
 
 def stamp_of(fd: int) -> Stamp:
@@ -183,9 +203,13 @@ def stamp_of(fd: int) -> Stamp:
 
 
 def encode_header(
-    tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str] | None = None
-) -> tuple[bytes, list[TensorEntry]]:
-    """Return a file's bytes before the data, as the safetensors library writes them, and its entries in their order."""
+    tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str] | None = None,
+    keep_order: bool = False,
+) -> tuple[bytes, list[TensorEntry]]:  # fmt: skip
+    """Return a file's bytes before the data, as the safetensors library writes them, and its entries in their order.
+
+    With `keep_order` that is the order given, unless a tensor would not begin at a multiple of its element's bytes.
+    """
     where = "a safetensors header"
     rows = {name: dtypes.get(dtype) for name, (dtype, _) in tensors.items()}
     for name, (_, shape) in tensors.items():
@@ -195,10 +219,13 @@ def encode_header(
     if metadata is not None:
         fields[_METADATA] = dict(sorted(check_metadata(metadata, where).items()))
     spans: list[tuple[str, int, int]] = []
-    begin = 0
-    for name in sorted(tensors, key=lambda n: (_FILE_ORDER[rows[n].safetensors], n)):
-        shape = tensors[name][1]
-        end = begin + prod(shape) * rows[name].itemsize_bytes
+    begin, order = 0, list(tensors)
+    size_bytes = {name: prod(shape) * rows[name].itemsize_bytes for name, (_, shape) in tensors.items()}
+    starts = accumulate(size_bytes.values(), initial=0)
+    if not keep_order or any(at % rows[n].itemsize_bytes for n, at in zip(order, starts, strict=False)):
+        order.sort(key=lambda n: (_FILE_ORDER[rows[n].safetensors], n))
+    for name in order:
+        shape, end = tensors[name][1], begin + size_bytes[name]
         said = shape_of(header_box(rows[name].name, full_box(shape)))
         if in_memory(dtypes.from_safetensors(rows[name].safetensors), said) != (
             rows[name].name,

@@ -100,6 +100,8 @@ class ConvertPlan:
     deltas: tuple[Delta, ...]
     place: str
     """The folder or file that is put in place: the settings' target, or the one file of a plain folder that is that."""
+    is_hugging_face: bool
+    """The place is a folder as transformers writes it, without an index of ours."""
 
     @classmethod
     def of(cls, settings: Settings) -> ConvertPlan:
@@ -139,13 +141,19 @@ class ConvertPlan:
             _check_blocks(name, form, *made[name])
         return cls(
             catalog, count, {n: t for n, (t, _) in made.items()}, {n: str(s) for n, (_, s) in made.items()},
-            quantised, settings.merged, deltas, settings.target,
+            quantised, settings.merged, deltas, settings.target, _is_hugging_face(settings),
         )  # fmt: skip
 
     @property
     def is_one_file(self) -> bool:
         """Whether the output is one plain file."""
         return self.merged and self.place.endswith(".safetensors")
+
+    @property
+    def final(self) -> Path:
+        """What is put in place last: the one plain file, or the index."""
+        index = HF_INDEX if self.is_hugging_face else INDEX_NAME
+        return Path(self.place) if self.is_one_file else Path(self.place) / index
 
     def items(self, rank: int) -> list[Item]:
         """Return what goes into the output file of a rank; a quantised tensor's codes are followed by its scales."""
@@ -159,11 +167,9 @@ class ConvertPlan:
             for part, box in form.boxes(share.name, share.box, tiling.shape).items():
                 boxes.append((part, stored[part].dtype, box))
         if self.merged:
-            boxes += [
-                (name, tiling.dtype, full_box(tiling.shape))
-                for name, (tiling, _) in self.saved.items()
-                if rank in tiling and not tiling.size_elems
-            ]
+            known = {box[0]: box for box in boxes}
+            mine = ((name, tiling) for name, (tiling, _) in self.saved.items() if rank in tiling)
+            boxes = [known.get(name, (name, t.dtype, full_box(t.shape))) for name, t in mine]
         return items_of(boxes, {name: tiling.shape for name, (tiling, _) in self.saved.items()})
 
     def values(self, item: Item) -> Box:
@@ -202,9 +208,10 @@ class ConvertPlan:
         return found
 
     @property
-    def metadata(self) -> dict[str, str]:
-        """Text by text, as the input has it."""
-        return {key: value for key, value in self.catalog.metadata.items() if key not in SIZES}
+    def metadata(self) -> dict[str, str] | None:
+        """Text by text, as the input has it; None where it has none."""
+        found = {key: value for key, value in self.catalog.metadata.items() if key not in SIZES}
+        return found if found or self.catalog.has_metadata else None
 
 
 # ---- the output's tensors
@@ -300,7 +307,15 @@ def _whole_files(
 
 def _checkpoint_path(path: str) -> str:
     """Return the folder of a checkpoint, also where its index was given, or its file."""
-    return os.path.dirname(path) or "." if os.path.basename(path) in (INDEX_NAME, HF_INDEX) else path
+    return os.path.dirname(path) or "." if path.endswith(".json") else path
+
+
+def _is_hugging_face(settings: Settings) -> bool:
+    """Return whether config.json lies beside whole tensors in a folder: beside the input, or the output."""
+    source, target = Path(_checkpoint_path(settings.source)), Path(settings.target)
+    places = source if source.is_dir() else source.parent, target
+    is_ours = target.suffix == ".safetensors" or (target / INDEX_NAME).exists()
+    return settings.merged and not is_ours and any((place / "config.json").is_file() for place in places)
 
 
 def _holds_whole_tensors(catalog: Catalog) -> bool:

@@ -280,6 +280,8 @@ def _show(report: ConvertReport, settings: Settings, target: str | None) -> int:
         f"{settings.target}: {report.tensors} tensors ({report.quantised} as MXFP8) in {report.files} files, "
         f"{report.written_bytes / 1e6:.1f} MB written"
     )
+    if settings.deltas and not report.applied:
+        print(f"  deltas: none applied, {settings.source} has the newest version already")
     if report.applied:
         print(f"  deltas: {report.applied} applied, up to version {report.version}")
     if report.checksummed_bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 import sys
 from pathlib import Path
@@ -18,9 +19,10 @@ from support.checkpoints import Values, attention_and_more, on_ranks, same, save
 from lowshard import DeviceMesh, Layout, Partial, dtypes
 from lowshard.checkpoint import Catalog, read_header, write_delta
 from lowshard.checkpoint.checkpoint_index import INDEX_NAME, read_index
+from lowshard.checkpoint.header import encode_header
 from lowshard.checkpoint.hf_index import HF_INDEX
 from lowshard.cli import main
-from lowshard.errors import DTypeError
+from lowshard.errors import CheckpointError, DTypeError
 from lowshard.fsdp import Param
 from lowshard.kernels import quantize_mxfp8
 from lowshard.reshard import digest
@@ -120,9 +122,7 @@ def read_as_others_do(folder: Path) -> Values:
     found = {}
     for file in set(index["weight_map"].values()):
         with safe_open(folder / file, "np") as opened:
-            assert (opened.metadata() or {"format": "pt"})[
-                "format"
-            ] == "pt"  # else transformers refuses the file
+            assert opened.metadata() in (None, {"format": "pt"})  # else transformers refuses the file
             names = set(opened.keys())
             assert names == {n for n, f in index["weight_map"].items() if f == file}
             found |= {name: opened.get_tensor(name) for name in names}
@@ -139,7 +139,11 @@ def test_a_folder_with_an_index_of_hugging_face_s(cut: Path, tmp_path: Path, siz
     found = read_as_others_do(tmp_path / "hf")
     assert set(found) == set(VALUES)
     assert all(same(found[n], v) for n, v in VALUES.items())
-    assert len(list((tmp_path / "hf").glob("*.safetensors"))) == files
+    names = [f"model-{n:05d}-of-{files:05d}.safetensors" for n in range(1, files + 1)]
+    names = names if files > 1 else ["model.safetensors"]
+    assert {p.name for p in (tmp_path / "hf").iterdir()} == {
+        HF_INDEX, "config.json", "tokenizer.model", "chat_template.jinja", *names,
+    }  # fmt: skip
     for name in ("tokenizer.model", "chat_template.jinja"):
         assert (tmp_path / "hf" / name).read_text() == "t"
     # Our own readers, and the library's own reader of such folders, take it again.
@@ -150,6 +154,69 @@ def test_a_folder_with_an_index_of_hugging_face_s(cut: Path, tmp_path: Path, siz
     out = tmp_path / "again.safetensors"
     assert run(tmp_path / "hf" / HF_INDEX, out, "--merged") == 0
     assert out.read_bytes() == (tmp_path / "in.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("metadata", [None, {}, {"step": "5"}])
+def test_order_and_metadata_of_a_file_stay_as_they_were(
+    tmp_path: Path, metadata: dict[str, str] | None
+) -> None:
+    shapes = {
+        "b": ("float16", (4,)),
+        "a": ("float32", (2, 3)),
+        "none": ("float64", (0,)),
+        "c": ("float16", (1, 2)),
+    }
+    head, _ = encode_header(shapes, metadata, keep_order=True)
+    (tmp_path / "in.safetensors").write_bytes(head + bytes(range(36)))
+    (tmp_path / "s.yaml").write_text("rules: [{pattern: '**', strategy: rowwise}]")
+    cut = [tmp_path / "cut", "--to", "tp=2", "--strategies", tmp_path / "s.yaml"]
+    assert (
+        run(tmp_path / "in.safetensors", *cut) == run(cut[0], tmp_path / "out.safetensors", "--merged") == 0
+    )
+    assert (tmp_path / "out.safetensors").read_bytes() == head + bytes(range(36))
+    odd = {"a": ("uint8", (3,)), "b": ("float32", (2,))}  # readers need aligned ones
+    assert [e.name for e in encode_header(odd, keep_order=True)[1]] == ["b", "a"]
+
+
+def test_a_folder_of_hugging_face_s_is_whole_or_none_where_any_rename_fails(
+    cut: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (cut / "config.json").write_text("{}")
+    replace, left = os.replace, [0]
+
+    def fail(source: Any, target: Any) -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            raise OSError(5, "disk")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", fail)
+    for number in range(1, 6):  # four files, then the index
+        left[0] = number
+        assert run(cut, tmp_path / "hf", "--merged", "--file-size", "1KB") == 1
+        assert not (tmp_path / "hf").exists()
+    assert run(cut, tmp_path / "hf", "--merged", "--file-size", "1KB") == 0
+    assert run(cut, tmp_path / "hf", "--merged") == 2  # never one over another
+
+
+def test_indexes_of_others(tmp_path: Path) -> None:
+    save_file(
+        {"a": np.ones(2), "b": np.zeros(3)}, tmp_path / "diffusion_pytorch_model-00001-of-00002.safetensors"
+    )
+    save_file({"c": np.ones(2)}, tmp_path / "diffusion_pytorch_model-00002-of-00002.safetensors")
+    index = tmp_path / "diffusion_pytorch_model.safetensors.index.json"
+    files = dict(zip("abc", sorted(p.name for p in tmp_path.iterdir() for _ in range(2)), strict=False))
+    files["c"] = "diffusion_pytorch_model-00002-of-00002.safetensors"
+    index.write_text(json.dumps({"weight_map": files}))
+    assert [list(Catalog.open(path).tensors) for path in (tmp_path, index)] == [["a", "b", "c"]] * 2
+    index.write_text(json.dumps({"weight_map": {n: f for n, f in files.items() if n != "b"}}))
+    with pytest.raises(CheckpointError, match=r"tensor 'b' is in the file, .* does not list it: fetch"):
+        Catalog.open(tmp_path)
+    for path in tmp_path.iterdir():
+        path.unlink()
+    (tmp_path / "pytorch_model.bin").write_bytes(b"PK")
+    with pytest.raises(CheckpointError, match=r"pytorch_model.bin looks like torch's: .*save_file"):
+        Catalog.open(tmp_path)
 
 
 def test_a_folder_with_another_checkpoint_is_left_alone(
