@@ -135,7 +135,7 @@ class ConvertPlan:
             count, made = ruled.num_ranks, ruled.tilings(said)
         else:
             grid = Grid.parse(settings.to)
-            count, made = grid.num_ranks, grid.tilings(said, _patterns(settings), _sizes(settings))
+            count, made = grid.num_ranks, grid.tilings(said, patterns_of(settings), _sizes(settings))
         made = {n: (_in_memory(n, t, shapes[n][1]), strategy) for n, (t, strategy) in made.items()}
         for name, form in quantised.items():
             _check_blocks(name, form, *made[name])
@@ -395,23 +395,32 @@ def as_damage(*paths: str) -> Iterator[None]:
         raise
 
 
+def _config_of(settings: Settings) -> Path:
+    """Return the path of the config.json beside the input, which need not be there."""
+    source = Path(settings.source)
+    return (source if os.path.isdir(source) else source.parent) / "config.json"
+
+
 def _sizes(settings: Settings) -> Sizes:
     """Return the numbers of heads as they were given, or as a config.json beside the input has them."""
     if settings.num_heads is not None:
         return Sizes(settings.num_heads, settings.num_kv_heads)
-    source = Path(settings.source)
     with suppress(LowshardError):  # a strategy that asks for heads says that they are missing
-        return Sizes.from_config((source if os.path.isdir(source) else source.parent) / "config.json")
+        return Sizes.from_config(_config_of(settings))
     return Sizes()
 
 
-def _patterns(settings: Settings) -> NamePatterns:
-    if settings.strategies is None:
-        raise ShardingError(
-            "how tensors are sharded comes from name patterns (--strategies llama.yaml) or from a mesh-and-rule file "
-            "(--to-rules, and --from-rules for files of ranks without an index); neither was given"
-        )
-    return NamePatterns.load(settings.strategies)
+def patterns_of(settings: Settings) -> NamePatterns:
+    """Return the name patterns that were asked for, or those for the model_type of a config.json beside the input."""
+    if settings.strategies is not None:
+        return NamePatterns.load(settings.strategies)
+    if os.path.exists(_config_of(settings)):
+        return NamePatterns.of_model(_config_of(settings))
+    raise ShardingError(
+        "how tensors are sharded comes from the model_type of a config.json beside the checkpoint, from name patterns "
+        "(--strategies llama.yaml) or from a mesh-and-rule file (--to-rules, and --from-rules for files of ranks "
+        "without an index); there is none of them"
+    )
 
 
 def _source(settings: Settings) -> Catalog:
@@ -448,4 +457,4 @@ def _source(settings: Settings) -> Catalog:
             )
     if isinstance(was, RuledGrid):
         return Catalog.of_rank_files(files, was.rank_tilings(files))
-    return Catalog.of_rank_files(files, rank_tilings(files, was, _patterns(settings), _sizes(settings)))
+    return Catalog.of_rank_files(files, rank_tilings(files, was, patterns_of(settings), _sizes(settings)))

@@ -15,12 +15,9 @@ import pytest
 from support.cuda_host import HostFault, host_cuda_engine, host_library
 from support.gpu import needs_compiler
 
-from lowshard import dtypes
-from lowshard.comm.reduction import fold
 from lowshard.kernels import MXFP8Tensor, dequantize_mxfp8, pack, pack_quantize, quantize_mxfp8
 from lowshard.kernels.cuda import cuda_table
 from lowshard.selftest.arrays import hard_blocks
-from lowshard.selftest.comparisons import difference
 from lowshard.selftest.kernel_cases import through
 
 FLOATS = [np.dtype(name) for name in (ml_dtypes.bfloat16, np.float16, np.float32)]
@@ -81,14 +78,3 @@ def test_offsets_and_totals_beyond_32_bits(rng: np.random.Generator) -> None:
         dequantize_mxfp8(MXFP8Tensor(data, scale), out=back)
     pairs = (data[tail], expected.data), (scale[-259:], expected.scale), (back[tail], restored)
     assert all(here.tobytes() == wanted.tobytes() for here, wanted in pairs)
-
-
-@pytest.mark.parametrize("op", ["sum", "prod", "min"])
-@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
-def test_all_pairs_of_fp8_numbers_are_folded_as_on_the_cpu(dtype: str, op: str) -> None:
-    row, codes = dtypes.get(dtype), np.arange(256, dtype=np.uint8)  # CuPy has no arrays of them
-    terms = [part.reshape(-1).view(row.numpy) for part in (np.repeat(codes, 256), np.tile(codes, 256))]
-    expected, found = np.empty(1 << 16, row.numpy), np.empty(1 << 16, row.numpy)
-    fold(terms, expected, op)
-    host_cuda_engine().fold(found, terms, row.short, op, True, 1)
-    assert not difference(found, expected, any_nan=True)
