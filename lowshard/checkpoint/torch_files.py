@@ -38,12 +38,17 @@ _STORED = "torch.distributed.checkpoint.filesystem._StorageInfo"
 _STORAGES = {
     "float64": "Double", "float32": "Float", "float16": "Half", "bfloat16": "BFloat16", "int8": "Char",
     "uint8": "Byte", "int16": "Short", "int32": "Int", "int64": "Long", "bool": "Bool",
+    "opaque C64": "ComplexFloat",
+}  # fmt: skip
+_DTYPES = {f"torch.{row.name}": row.name for row in dtypes.all_dtypes()} | {
+    "torch.complex64": "opaque C64", "torch.float8_e4m3fnuz": "opaque F8_E4M3FNUZ",
+    "torch.float8_e5m2fnuz": "opaque F8_E5M2FNUZ",
 }  # fmt: skip
 CLASSES = {
     _STORED, "torch.Size", "torch.serialization._get_layout", "pathlib.PosixPath", "pathlib._local.PosixPath",
     "torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3", "torch.storage.UntypedStorage",
     "collections.OrderedDict", *(f"torch.{name}Storage" for name in _STORAGES.values()),
-    *(f"torch.{row.name}" for row in dtypes.all_dtypes()), f"{_META}Metadata", f"{_META}TensorStorageMetadata",
+    *_DTYPES, f"{_META}Metadata", f"{_META}TensorStorageMetadata",
     f"{_META}TensorProperties", f"{_META}ChunkStorageMetadata", f"{_META}BytesStorageMetadata",
     f"{_META}MetadataIndex", f"{_META}StorageMeta", f"{_META}_MEM_FORMAT_ENCODING",
 }  # fmt: skip
@@ -118,7 +123,7 @@ def read_folder(
                 left_out.append(_text(path, name))
                 continue
             tensor = _state(said, f"{_META}TensorStorageMetadata")
-            dtype = dtypes.get(tensor["properties"].state[0].kind.removeprefix("torch.")).name
+            dtype = _DTYPES[tensor["properties"].state[0].kind]
             shapes[_text(path, name)] = dtype, _size(path, tensor["size"])
             for chunk in tensor["chunks"]:
                 count += 1
@@ -204,7 +209,7 @@ def _located(
     storage, offset, shape, strides, _, _, *more = inert(small("data.pkl")).args
     _, kind, key, _, _ = storage.args
     held = (more[0] if more else kind).kind  # the dtype, or a class of storages of one
-    if held not in (f"torch.{part.dtype}", f"torch.{_STORAGES.get(part.dtype)}Storage"):
+    if part.dtype != _DTYPES.get(held) and held != f"torch.{_STORAGES.get(part.dtype)}Storage":
         raise ValueError(f"its archive holds {held}, {METADATA} says {part.dtype}")
     first, stop = span(f"data/{_text(file, key)}")
     need = prod(part.shape) * dtypes.get(part.dtype).itemsize_bytes

@@ -51,7 +51,7 @@ def state_of(rng: random.Random, ranks: int) -> dict[str, Any]:
     more: dict[str, Any] = {"lr": [0.1], "count": torch.tensor(7)}
     sizes = (2, ranks // 2) if ranks % 2 == 0 else (1, ranks)
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("a", "b"))
-    dtypes = (torch.float32, torch.bfloat16, torch.int64, torch.bool)
+    dtypes = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64)
     for number in range(4):
         shape = [rng.choice((1, 2, 3, 5, 12, 130)) for _ in range(rng.randint(1, 3))]
         placed = [rng.choice((dt.Replicate(), *map(dt.Shard, range(len(shape))))) for _ in range(2)]
