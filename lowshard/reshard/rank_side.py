@@ -15,14 +15,14 @@ from lowshard.comm.agreement import agree, trade
 from lowshard.comm.communicator import Communicator
 from lowshard.errors import BufferMismatchError, MeshError, MismatchError
 from lowshard.foreign_array import READ_ONLY, view_of
-from lowshard.kernels.buffer import address_range, require_results_apart
+from lowshard.kernels.buffer import require_results_apart
 from lowshard.reshard.mxfp8_transform import ensure_sendable
 from lowshard.reshard.reshard_plan import Entry, Move, RankPlan, ReshardPlan
 from lowshard.transfer.conversion import Conversion
 from lowshard.transfer.item import Format, Item, bytes_of
 from lowshard.transfer.rounds import FirstError
 from lowshard.transfer.spans import box_span
-from lowshard.transfer.transform_contract import ReshardTransform, memory_of
+from lowshard.transfer.transform_contract import ReshardTransform, arrays_of, memory_of
 
 Array = Any
 
@@ -84,33 +84,28 @@ class Side:
         self._require_apart()
 
     def _require_apart(self) -> None:
-        """Refuse destinations that overlap one another or sources, which peers read meanwhile."""
+        """Refuse destinations that share memory with one another or with sources, which peers read meanwhile."""
         rank, entries = self.comm.rank, self.plan.entries
         by_name = {e.dst_local_name(rank): n for n, e in enumerate(entries) if rank in e.dst}
-        results = [(entries[n].dst_local_name(rank), a) for n, a in self._dst.items()]
-        results += [(name, a) for name, a in memory_of(self._transform) if name in by_name]
-
-        def is_tied(name: str, other: str) -> bool:
-            a, b = entries[by_name[name]], entries[by_name[other]]
-            return a.src_name == b.src_name and a.dst.tiles(rank) == b.dst.tiles(rank)
-
-        require_results_apart(results, rank, is_tied)
-        whole = {
+        results = [*self._dst.items()]
+        results += [(by_name[name], a) for name, a in memory_of(self._transform) if name in by_name]
+        sources = [(n, a) for n, a in self._src.items() if n not in self.quantised]
+        for n in self.quantised:
+            sources += [(n, a) for a in arrays_of(self._given[0][entries[n].src_local_name(rank)])]
+        stays = {
             m.entry for m in self.mine.copies if m.src_box == m.dst_box == full_box(self._src[m.entry].shape)
-        }
-        numbers = [n for n in self._src if n not in self.quantised]
-        spans = np.array([address_range(self._src[n]) for n in numbers], np.int64).reshape(-1, 2)
-        for name, array in results:
-            begin, end = address_range(array)
-            for at in np.flatnonzero((spans[:, 0] < end) & (spans[:, 1] > begin)).tolist():
-                own, other = by_name[name], numbers[at]
-                stays = own in whole and entries[own].src_name == entries[other].src_name
-                if begin == end or (stays and (begin, end) == (*spans[at],)):
-                    continue  # nothing there, or it stays as it is
-                raise BufferMismatchError(
-                    f"{entries[own].name}: on rank {rank} its destination shares memory with the source of "
-                    f"{entries[other].name}, which is read while the other is written; give arrays of their own"
-                )
+        }.difference(self.quantised)
+
+        def may_share(number: int, other: int, is_source: bool) -> bool:
+            """Return whether one source feeds both, or what is a source stays as it is."""
+            a, b = entries[number], entries[other]
+            if a.src_name != b.src_name:
+                return False
+            return number in stays if is_source else a.dst.tiles(rank) == b.dst.tiles(rank)
+
+        require_results_apart(
+            results, rank, may_share, sources, lambda number: entries[number].dst_local_name(rank)
+        )
 
     def _look_up_source(self, entry: int) -> None:
         """Look up a source array; a quantised one is dequantised again."""

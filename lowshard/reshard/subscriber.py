@@ -431,7 +431,7 @@ class Subscriber:
             if refused is not None:
                 raise PlanError(refused)
         fed = {entry.name: entry.src_name for entry in plan.entries}
-        require_results_apart(self._sets[0].memory, self._comm.rank, lambda a, b: fed[a] == fed[b])
+        require_results_apart(self._sets[0].memory, self._comm.rank, lambda a, b, _: fed[a] == fed[b])
         return Source(publisher_id, endpoints, self._proven, have, plan, ranks + self._comm.rank)
 
     def _number_in(self, at: int) -> int:

@@ -218,7 +218,9 @@ def two_sets(
     copies = DeviceCopies([*first.values(), *(one.beside for one in stored.values())], timeout_s)
     made = _set(first, {name: out[name] for name in first}, copies, transform, stored)
     require_results_apart(
-        made.memory, rank, lambda a, b: may_be_tied(a, b) and layouts[a].tiles(rank) == layouts[b].tiles(rank)
+        made.memory,
+        rank,
+        lambda a, b, _: may_be_tied(a, b) and layouts[a].tiles(rank) == layouts[b].tiles(rank),
     )
     return made, _set(second, shown, copies, _twin_of(transform), stored)
 

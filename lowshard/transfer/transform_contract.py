@@ -132,8 +132,12 @@ class ReshardTransform:
 
 def memory_of(transform: ReshardTransform | None) -> list[tuple[str, Array]]:
     """Return the arrays that a transform stores tensors in, with the tensors' names."""
-    found = []
-    for name, held in ({} if transform is None else transform.refit_weights()).items():
-        parts = (held.data, held.scale) if hasattr(held, "scale") else (held,)
-        found += [(name, view_of(part, name)) for part in parts]
-    return [(name, array) for name, array in found if isinstance(array, np.ndarray) or is_gpu(array)]
+    held = {} if transform is None else transform.refit_weights()
+    return [(name, array) for name, one in held.items() for array in arrays_of(one)]
+
+
+def arrays_of(held: Any) -> list[Array]:
+    """Return the arrays of what stores a tensor: those of data and scale, or the one that it is."""
+    parts = (held.data, held.scale) if hasattr(held, "scale") else (held,)
+    found = [view_of(part, "what stores a tensor") for part in parts]
+    return [array for array in found if isinstance(array, np.ndarray) or is_gpu(array)]

@@ -37,7 +37,7 @@ PRODUCT = {
             "foreign_array", "gpu_stream", "nearest", "plain_console", "reading", "settings",
         )),
     )),
-    "kernels": Budget(9_575, 60, ("kernels",)),
+    "kernels": Budget(9_592, 60, ("kernels",)),
     "mesh, placement, layout, tiling": Budget(1_208, 4, tuple(
         f"lowshard/{name}.py" for name in ("mesh", "placement", "layout", "tiling")
     )),
@@ -47,7 +47,7 @@ PRODUCT = {
         *(f"lowshard/{name}.py" for name in ("redistribute_plan", "step_search", "step_cost", "exchange")),
         "lowshard/solver", "lowshard/op",
     )),
-    "execute, pool, transfer": Budget(3_028, 18, ("lowshard/execute.py", "lowshard/pool.py", "lowshard/transfer")),
+    "execute, pool, transfer": Budget(3_039, 18, ("lowshard/execute.py", "lowshard/pool.py", "lowshard/transfer")),
     "reshard": Budget(8_070, 31, ("lowshard/reshard",)),
     "weights, checkpoint": Budget(8_687, 36, ("lowshard/weights", "lowshard/checkpoint")),
     "fsdp": Budget(3_795, 16, ("lowshard/fsdp",)),
@@ -56,7 +56,7 @@ PRODUCT = {
         "lowshard/demo", "lowshard/selftest", "lowshard/interop", "lowshard/cli.py",
     )),
 }  # fmt: skip
-PRODUCT_LINES, PRODUCT_BYTES, PRODUCT_FUNCTIONS = 74_240, 3_207_000, 4_680
+PRODUCT_LINES, PRODUCT_BYTES, PRODUCT_FUNCTIONS = 74_640, 3_226_000, 4_700
 BENCH = Budget(5_800, 26, ("bench",))
 TESTS = Budget(57_132, 311, ("tests",))
 TEST_DATA_LINES = 3_400

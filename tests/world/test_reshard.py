@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +21,7 @@ from support.reshard_cases import (
     run_case,
 )
 
-from lowshard import DeviceMesh, Layout, Replicated, Sharded
+from lowshard import DeviceMesh, Layout, Replicated, Sharded, execute_all, plan_redistribute
 from lowshard.comm import Communicator, run_loopback
 from lowshard.errors import (
     BufferMismatchError,
@@ -27,12 +30,14 @@ from lowshard.errors import (
     MeshError,
     MismatchError,
 )
-from lowshard.kernels import MXFP8Tensor
+from lowshard.kernels import MXFP8Tensor, quantize_mxfp8
 from lowshard.reshard import (
     MXFP8ReshardTransform,
+    Publisher,
     Refit,
     Reshard,
     ReshardTransform,
+    Subscriber,
     TensorLayout,
     build_reshard_plan,
     execute_reshard_plan,
@@ -187,6 +192,136 @@ def test_one_memory_behind_two_names_is_refused_unless_one_source_feeds_both(mak
                     made.push(version)
 
     run_loopback(2, ranks, LIMIT_S)
+
+
+FED = {"a": "a", "b": "b", EMBEDDING: EMBEDDING, OUTPUT: EMBEDDING}
+ROWS, COLS = (
+    {n: TensorLayout.sharded((4, 64), "bfloat16", {"tp": (2, 1)}, {d: "tp"}) for n in FED} for d in (0, 1)
+)
+Memory = dict[str, list[np.ndarray]]
+
+
+def carved(rng: np.random.Generator, plain: bool) -> tuple[dict[str, Any], dict[str, Any], Memory, Memory]:
+    """Return sources and destinations in one memory, mostly apart, and the arrays of each."""
+    memory, slots = np.zeros(12 * 512, np.uint8), iter(range(12))
+
+    def part(shape: tuple[int, int], dtype: Any, whole: bool = False, astray: float = 0.1) -> np.ndarray:
+        at = 512 * (next(slots) if rng.random() >= astray else int(rng.integers(12)))
+        rows = memory[at : at + 512].view(dtype).reshape(shape[0], -1)
+        if whole:
+            return rows.reshape(-1)[: shape[0] * shape[1]].reshape(shape)
+        begin, step = [(0, 1), (shape[1], 1), (0, 2), (1, 2)][rng.integers(4 if dtype is BF16 else 2)]
+        return rows[:, begin::step][:, : shape[1]]
+
+    src = {n: part((2, 64), BF16, astray=0) for n in FED}
+    dst: dict[str, Any] = {}
+    for name in FED:
+        if not plain and rng.random() < 0.4:
+            dst[name] = MXFP8Tensor(part((4, 32), np.uint8), part((4, 1), np.uint8))
+        else:
+            dst[name] = part((4, 32), BF16, plain)
+        if dst and rng.random() < (0.4 if name == OUTPUT else 0.1):
+            dst[name] = dst[list(dst)[rng.integers(len(dst))] if name != OUTPUT else EMBEDDING]
+    held: Memory = {n: [a.data, a.scale] if isinstance(a, MXFP8Tensor) else [a] for n, a in dst.items()}
+    return src, dst, {n: [a] for n, a in src.items()}, held
+
+
+def in_common(read: Memory, written: Memory, tied: bool) -> list[tuple[str, str]]:
+    """Return the names of what has a byte in common, by a map of every byte."""
+
+    def map_of(arrays: list[np.ndarray]) -> set[int]:
+        at = (a.__array_interface__["data"][0] + np.indices(a.shape).T @ a.strides for a in arrays)
+        return {
+            int(i) + b
+            for a, start in zip(arrays, at, strict=True)
+            for i in start.flat
+            for b in range(a.itemsize)
+        }
+
+    def same(a: str, b: str) -> bool:
+        return tied and FED[a] == FED[b] and all(x is y for x, y in zip(written[a], written[b], strict=False))
+
+    maps, sources = ({n: map_of(a) for n, a in side.items()} for side in (written, read))
+    found = [(a, b) for a, b in combinations(maps, 2) if maps[a] & maps[b] and not same(a, b)]
+    found += [(a, b) for a in maps for b in sources if maps[a] & sources[b]]
+    return found + [(n, n) for n, x in written.items() if len(x) == 2 and map_of(x[:1]) & map_of(x[1:])]
+
+
+@pytest.mark.parametrize("call", ["execute_all", "execute_reshard_plan", "double", "in_place", "Subscriber"])
+def test_what_shares_a_byte_is_refused_by_name_and_all_else_works(call: str, tmp_path: Path) -> None:
+    """Of arrays, slices, buffers of data and scale, one array behind two names, and sources."""
+    rng, outcomes = mode.rng(f"apart {call}"), Counter[bool]()
+    whole = {n: rng.standard_normal((4, 64)).astype(BF16) for n in set(FED.values())}
+    fed = {n: ROWS[n] for n in FED if call == "execute_all" or FED[n] == n}
+    plan, mesh = build_reshard_plan(fed, COLS), DeviceMesh((2,), ("tp",))
+    layouts = [Layout(mesh, (4, 64), "bfloat16", (Sharded(d),)) for d in (0, 1)]
+    moves = dict.fromkeys(FED, plan_redistribute(*layouts))
+    for _ in range(100 if mode.full() else 12):
+        sets = [carved(rng, call == "execute_all") for _ in range(2)]
+        wrong = [
+            pair
+            for _, _, read, written in sets
+            for pair in in_common(
+                {n: read[n] for n in fed if call != "Subscriber"}, written, call != "execute_all"
+            )
+        ]
+
+        def work(comm: Communicator, sets: Any = sets) -> None:
+            src, dst, _, _ = sets[comm.rank]
+            src = {n: a for n, a in src.items() if n in fed}
+            arrays = {n: a for n, a in dst.items() if not isinstance(a, MXFP8Tensor)}
+            buffers = {n: a for n, a in dst.items() if n not in arrays}
+            how = MXFP8ReshardTransform(buffers, buffers) if buffers else None
+
+            def write(version: int) -> None:
+                for name, array in src.items():
+                    array[...] = local_part(ROWS[name], comm.rank, whole[FED[name]]) * version
+
+            def check(version: int, weights: Any) -> None:
+                for name, got in weights.items():
+                    right = local_part(COLS[name], comm.rank, whole[FED[name]]) * version
+                    if name in buffers:
+                        q = quantize_mxfp8(right)
+                        assert np.array_equal(got.data, q.data)
+                        assert np.array_equal(got.scale, q.scale)
+                    else:
+                        assert np.array_equal(got, right)
+
+            write(1)
+            if call == "execute_all":
+                execute_all(moves, src, comm, arrays)
+                check(1, arrays)
+            elif call == "execute_reshard_plan":
+                execute_reshard_plan(plan, src, arrays, comm, how)
+                check(1, dst)
+            elif call == "Subscriber":
+                address = f"unix:{tmp_path}/p"
+                mine = {n: local_part(ROWS[n], comm.rank, whole[n]) for n in fed}
+                with (
+                    Publisher(fed, mine, comm, address=address) as publisher,
+                    Subscriber(COLS, arrays, comm, address=address, transform=how) as subscriber,
+                ):
+                    for version in (1, 2, 3):
+                        for name, array in mine.items():
+                            array[...] = local_part(ROWS[name], comm.rank, whole[name]) * version
+                        publisher.publish(version)
+                        subscriber.pull()
+                        check(version, subscriber.weights)
+            else:
+                with Refit(plan, comm, src, arrays, how, buffering=call) as refit:  # type: ignore[arg-type]
+                    for version in (1, 2, 3):
+                        write(version)
+                        refit.push(version)
+                        check(version, refit.weights)
+
+        outcomes[not wrong] += 1
+        if not wrong:
+            run_loopback(2, work, LIMIT_S)
+            continue
+        with pytest.raises(BufferMismatchError, match=r"share|overlaps") as told:
+            run_loopback(2, work, LIMIT_S)
+        assert any(a in str(told.value) and b in str(told.value) for a, b in wrong)
+    assert min(outcomes[True], outcomes[False]) > 1, outcomes
 
 
 def test_plans_and_worlds_that_differ_raise_on_all_ranks() -> None:
