@@ -34,7 +34,7 @@ Receive = Callable[[memoryview], None]
 
 
 class ArrayTarget:
-    """An array in one of the two sets that versions alternate between. Any thread may call these."""
+    """An array in one of the sets that versions are written to. Any thread may call these."""
 
     def __init__(self, array: Array, copies: DeviceCopies) -> None:
         """Take an array; `copies` copies to its GPU."""
@@ -170,7 +170,7 @@ def _beside(array: Array, changes: Changes, copies: DeviceCopies) -> Changes:
 
 @dataclass(frozen=True)
 class TargetSet:
-    """One of the two sets of a rank that versions alternate between."""
+    """One of the sets of a rank that versions alternate between, or the only one."""
 
     targets: Mapping[str, Target]
     weights: Mapping[str, Any]
@@ -195,14 +195,15 @@ class TargetSet:
             self.transform.end()
 
 
-def two_sets(
+def target_sets(
     layouts: Mapping[str, TensorLayout],
     out: Mapping[str, Array],
     transform: object,
     rank: int,
     timeout_s: float,
-) -> tuple[TargetSet, TargetSet]:
-    """Return a set over a rank's arrays and its transform, and a second set like it."""
+    in_place: bool,
+) -> tuple[TargetSet, ...]:
+    """Return a set over a rank's arrays and its transform, and, unless all is written in place, one more like it."""
     if transform is not None and not isinstance(transform, ReshardTransform):
         raise PlanError(f"transform is a ReshardTransform or None, got {type(transform).__name__}")
     stored = {} if transform is None else _stored(layouts, transform, rank)
@@ -213,8 +214,6 @@ def two_sets(
         )
     plain = {name: layout for name, layout in layouts.items() if name not in stored}
     first = local_arrays(plain, out, rank, writes=True)
-    second = twins_of(first, lambda a: allocate(a.shape, a.dtype, a) if is_gpu(a) else np.empty_like(a))
-    shown = {name: like(array, out[name]) for name, array in second.items()}
     copies = DeviceCopies([*first.values(), *(one.beside for one in stored.values())], timeout_s)
     made = _set(first, {name: out[name] for name in first}, copies, transform, stored)
     require_results_apart(
@@ -222,6 +221,10 @@ def two_sets(
         rank,
         lambda a, b, _: may_be_tied(a, b) and layouts[a].tiles(rank) == layouts[b].tiles(rank),
     )
+    if in_place:
+        return (made,)
+    second = twins_of(first, lambda a: allocate(a.shape, a.dtype, a) if is_gpu(a) else np.empty_like(a))
+    shown = {name: like(array, out[name]) for name, array in second.items()}
     return made, _set(second, shown, copies, _twin_of(transform), stored)
 
 
@@ -233,7 +236,7 @@ def _twin_of(transform: ReshardTransform | None) -> ReshardTransform | None:
     except PlanError as error:  # what it advises is for a Refit
         raise PlanError(
             f"{type(transform).__name__} has no twin() with buffers of its own, which a Subscriber takes every second "
-            "version into; write one"
+            "version into; write one, or subscribe with buffering='in_place'"
         ) from error
 
 

@@ -257,6 +257,7 @@ def test_what_shares_a_byte_is_refused_by_name_and_all_else_works(call: str, tmp
     layouts = [Layout(mesh, (4, 64), "bfloat16", (Sharded(d),)) for d in (0, 1)]
     moves = dict.fromkeys(FED, plan_redistribute(*layouts))
     for _ in range(100 if mode.full() else 12):
+        buffering: Any = ["double", "in_place"][rng.integers(2)]
         sets = [carved(rng, call == "execute_all") for _ in range(2)]
         wrong = [
             pair
@@ -266,7 +267,7 @@ def test_what_shares_a_byte_is_refused_by_name_and_all_else_works(call: str, tmp
             )
         ]
 
-        def work(comm: Communicator, sets: Any = sets) -> None:
+        def work(comm: Communicator, sets: Any = sets, buffering: Any = buffering) -> None:
             src, dst, _, _ = sets[comm.rank]
             src = {n: a for n, a in src.items() if n in fed}
             arrays = {n: a for n, a in dst.items() if not isinstance(a, MXFP8Tensor)}
@@ -299,7 +300,9 @@ def test_what_shares_a_byte_is_refused_by_name_and_all_else_works(call: str, tmp
                 mine = {n: local_part(ROWS[n], comm.rank, whole[n]) for n in fed}
                 with (
                     Publisher(fed, mine, comm, address=address) as publisher,
-                    Subscriber(COLS, arrays, comm, address=address, transform=how) as subscriber,
+                    Subscriber(
+                        COLS, arrays, comm, address=address, transform=how, buffering=buffering
+                    ) as subscriber,
                 ):
                     for version in (1, 2, 3):
                         for name, array in mine.items():
