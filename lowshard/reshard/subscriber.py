@@ -42,6 +42,7 @@ from lowshard.layout import Layout
 from lowshard.reshard.plan_builder import build_reshard_plan
 from lowshard.reshard.publication_address import Address, checked_token, read_token
 from lowshard.reshard.published_tensors import tensor_layouts
+from lowshard.reshard.rank_side import require_cast
 from lowshard.reshard.refit import Buffering
 from lowshard.reshard.tensor_layout import TensorLayout
 from lowshard.reshard.version_fetch import ENTER_S, Fetched, FetchRequest, Source
@@ -441,6 +442,10 @@ class Subscriber:
         """Return the source for a publisher's tensors."""
         ranks = len(endpoints)
         plan = build_reshard_plan(have, {n: x.shifted(ranks) for n, x in self._layouts.items()})
+        for entry in plan.entries:
+            require_cast(entry, self._sets[0].transform)
+            for one in self._sets:
+                one.expect(entry.name, entry.src.dtype, entry.dst.dtype)
         for move in plan.for_rank(ranks + self._comm.rank).incoming:
             refused = self._sets[0].targets[plan.entries[move.entry].name].refuses(move.dst_box)
             if refused is not None:
