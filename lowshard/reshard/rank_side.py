@@ -191,8 +191,7 @@ class Side:
         return self._transform is not None and self._transform.should_transform(name)
 
     def _sent_dtype(self, entry: Entry) -> str:
-        src, dst = entry.src.dtype, entry.dst.dtype
-        return src if self._cast is None else self._cast.sent_dtype(src, dst)
+        return (entry.dst if self._cast is not None and self._cast.convert_on_send else entry.src).dtype
 
     def _is_cast(self, array: Array, entry: Entry) -> bool:
         """Return whether what an array holds is sent, or comes, in another dtype."""

@@ -170,10 +170,6 @@ class CastTransform(ReshardTransform):
         made._into = arrays
         return made
 
-    def sent_dtype(self, src: str, dst: str) -> str:
-        """Return the dtype in which a tensor is sent."""
-        return dst if self.convert_on_send else src
-
     def prepare_send(self, param_name: str, src_slice: Slices, src_param: Array) -> list[Array]:
         """Return the slice, cast."""
         return [cast(src_param[(*src_slice, ...)], self.dtype)]
