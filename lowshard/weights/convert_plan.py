@@ -18,7 +18,7 @@ from lowshard.box import Box, full_box
 from lowshard.checkpoint.catalog import Catalog
 from lowshard.checkpoint.checkpoint_index import INDEX_NAME
 from lowshard.checkpoint.delta_file import Delta, check_deltas, open_deltas
-from lowshard.checkpoint.header import read_header
+from lowshard.checkpoint.header import PACKED_BITS, read_header
 from lowshard.checkpoint.hf_index import DATA_NAME, HF_INDEX, SIZES, files_of_set, is_foreign
 from lowshard.checkpoint.read_shares import Share, shares
 from lowshard.errors import CheckpointError, LowshardError, ShardingError
@@ -100,6 +100,8 @@ class ConvertPlan:
     deltas: tuple[Delta, ...]
     place: str
     """The folder or file that is put in place: the settings' target, or the one file of a plain folder that is that."""
+    is_hugging_face: bool
+    """The place is a folder as transformers writes it, without an index of ours."""
 
     @classmethod
     def of(cls, settings: Settings) -> ConvertPlan:
@@ -119,6 +121,7 @@ class ConvertPlan:
             )
         check_deltas(deltas, catalog)
         shapes = {name: (t.dtype, t.shape) for name, t in catalog.tensors.items()}
+        said = {name: (t.dtype, t.said_shape) for name, t in catalog.tensors.items()}
         quantised = _quantised(shapes, catalog.where) if settings.mxfp8 else {}
         made: Mapping[str, tuple[Tiling, object]]
         if settings.merged:
@@ -129,21 +132,28 @@ class ConvertPlan:
             made = {name: (kept[name], t.strategy or "as before") for name, t in catalog.tensors.items()}
         elif settings.to_rules is not None:
             ruled = RuledGrid.parse(settings.to_rules, settings.to)
-            count, made = ruled.num_ranks, ruled.tilings(shapes)
+            count, made = ruled.num_ranks, ruled.tilings(said)
         else:
             grid = Grid.parse(settings.to)
-            count, made = grid.num_ranks, grid.tilings(shapes, _patterns(settings), _sizes(settings))
+            count, made = grid.num_ranks, grid.tilings(said, patterns_of(settings), _sizes(settings))
+        made = {n: (_in_memory(n, t, shapes[n][1]), strategy) for n, (t, strategy) in made.items()}
         for name, form in quantised.items():
             _check_blocks(name, form, *made[name])
         return cls(
             catalog, count, {n: t for n, (t, _) in made.items()}, {n: str(s) for n, (_, s) in made.items()},
-            quantised, settings.merged, deltas, settings.target,
+            quantised, settings.merged, deltas, settings.target, _is_hugging_face(settings),
         )  # fmt: skip
 
     @property
     def is_one_file(self) -> bool:
         """Whether the output is one plain file."""
         return self.merged and self.place.endswith(".safetensors")
+
+    @property
+    def final(self) -> Path:
+        """What is put in place last: the one plain file, or the index."""
+        index = HF_INDEX if self.is_hugging_face else INDEX_NAME
+        return Path(self.place) if self.is_one_file else Path(self.place) / index
 
     def items(self, rank: int) -> list[Item]:
         """Return what goes into the output file of a rank; a quantised tensor's codes are followed by its scales."""
@@ -157,11 +167,9 @@ class ConvertPlan:
             for part, box in form.boxes(share.name, share.box, tiling.shape).items():
                 boxes.append((part, stored[part].dtype, box))
         if self.merged:
-            boxes += [
-                (name, tiling.dtype, full_box(tiling.shape))
-                for name, (tiling, _) in self.saved.items()
-                if rank in tiling and not tiling.size_elems
-            ]
+            known = {box[0]: box for box in boxes}
+            mine = ((name, tiling) for name, (tiling, _) in self.saved.items() if rank in tiling)
+            boxes = [known.get(name, (name, t.dtype, full_box(t.shape))) for name, t in mine]
         return items_of(boxes, {name: tiling.shape for name, (tiling, _) in self.saved.items()})
 
     def values(self, item: Item) -> Box:
@@ -200,9 +208,10 @@ class ConvertPlan:
         return found
 
     @property
-    def metadata(self) -> dict[str, str]:
-        """Text by text, as the input has it."""
-        return {key: value for key, value in self.catalog.metadata.items() if key not in SIZES}
+    def metadata(self) -> dict[str, str] | None:
+        """Text by text, as the input has it; None where it has none."""
+        found = {key: value for key, value in self.catalog.metadata.items() if key not in SIZES}
+        return found if found or self.catalog.has_metadata else None
 
 
 # ---- the output's tensors
@@ -215,11 +224,16 @@ def _quantised(shapes: Shapes, where: str) -> dict[str, BlockFormat]:
         name
         for name, (dtype, shape) in sorted(shapes.items())
         if len(shape) >= 2
-        and dtype in ("float32", "bfloat16", "float16")
+        and (dtype in ("float32", "bfloat16", "float16") or dtypes.get(dtype).kind == "opaque")
         and name.rpartition(".")[2] != "bias"
         and not _NOT_LINEAR & set(name.split("."))
         and name not in scales
     ]
+    if opaque := [name for name in linear if dtypes.get(shapes[name][0]).kind == "opaque"]:
+        raise ShardingError(
+            f"{where}: --mxfp8 quantises values, and lowshard does not compute with {opaque[0]!r}, which is "
+            f"{dtypes.get(shapes[opaque[0]][0]).safetensors}: reshard without --mxfp8"
+        )
     block = FORMAT.block[-1]
     found = {name: FORMAT for name in linear if shapes[name][1][-1] % block == 0}
     if linear and not found:
@@ -246,6 +260,21 @@ def _check_blocks(name: str, form: BlockFormat, tiling: Tiling, strategy: object
             Quantization.of(form).pieces(strategy, tiling.shape, index)
         except ShardingError as error:
             raise ShardingError(f"{name} {list(tiling.shape)}: {error}") from error
+
+
+def _in_memory(name: str, tiling: Tiling, shape: tuple[int, ...]) -> Tiling:
+    """Return a tiling in the bytes that elements of 4 and 6 bits lie in, or raise ShardingError where it cuts one."""
+    if tiling.shape == shape:
+        return tiling
+    whole = full_box(shape)
+    if len(tiling.holders()) < 2:
+        tiles = tuple(tuple(Tile(whole, whole) for _ in mine[:1]) for mine in tiling.rank_tiles)
+        return Tiling(
+            shape, tiling.dtype, tiles, tuple(None if s is None else shape for s in tiling.local_shapes)
+        )
+    kind = dtypes.get(tiling.dtype).safetensors
+    form = BlockFormat(kind, PACKED_BITS[kind], (1,), "uint8", "uint8", "low_first")
+    return replace(tiling.stored(name, form)[name], dtype=tiling.dtype)
 
 
 def _whole_files(
@@ -278,7 +307,15 @@ def _whole_files(
 
 def _checkpoint_path(path: str) -> str:
     """Return the folder of a checkpoint, also where its index was given, or its file."""
-    return os.path.dirname(path) or "." if os.path.basename(path) in (INDEX_NAME, HF_INDEX) else path
+    return os.path.dirname(path) or "." if path.endswith(".json") else path
+
+
+def _is_hugging_face(settings: Settings) -> bool:
+    """Return whether config.json lies beside whole tensors in a folder: beside the input, or the output."""
+    source, target = Path(_checkpoint_path(settings.source)), Path(settings.target)
+    places = source if source.is_dir() else source.parent, target
+    is_ours = target.suffix == ".safetensors" or (target / INDEX_NAME).exists()
+    return settings.merged and not is_ours and any((place / "config.json").is_file() for place in places)
 
 
 def _holds_whole_tensors(catalog: Catalog) -> bool:
@@ -358,23 +395,32 @@ def as_damage(*paths: str) -> Iterator[None]:
         raise
 
 
+def _config_of(settings: Settings) -> Path:
+    """Return the path of the config.json beside the input, which need not be there."""
+    source = Path(settings.source)
+    return (source if os.path.isdir(source) else source.parent) / "config.json"
+
+
 def _sizes(settings: Settings) -> Sizes:
     """Return the numbers of heads as they were given, or as a config.json beside the input has them."""
     if settings.num_heads is not None:
         return Sizes(settings.num_heads, settings.num_kv_heads)
-    source = Path(settings.source)
     with suppress(LowshardError):  # a strategy that asks for heads says that they are missing
-        return Sizes.from_config((source if os.path.isdir(source) else source.parent) / "config.json")
+        return Sizes.from_config(_config_of(settings))
     return Sizes()
 
 
-def _patterns(settings: Settings) -> NamePatterns:
-    if settings.strategies is None:
-        raise ShardingError(
-            "how tensors are sharded comes from name patterns (--strategies llama.yaml) or from a mesh-and-rule file "
-            "(--to-rules, and --from-rules for files of ranks without an index); neither was given"
-        )
-    return NamePatterns.load(settings.strategies)
+def patterns_of(settings: Settings) -> NamePatterns:
+    """Return the name patterns that were asked for, or those for the model_type of a config.json beside the input."""
+    if settings.strategies is not None:
+        return NamePatterns.load(settings.strategies)
+    if os.path.exists(_config_of(settings)):
+        return NamePatterns.of_model(_config_of(settings))
+    raise ShardingError(
+        "how tensors are sharded comes from the model_type of a config.json beside the checkpoint, from name patterns "
+        "(--strategies llama.yaml) or from a mesh-and-rule file (--to-rules, and --from-rules for files of ranks "
+        "without an index); there is none of them"
+    )
 
 
 def _source(settings: Settings) -> Catalog:
@@ -411,4 +457,4 @@ def _source(settings: Settings) -> Catalog:
             )
     if isinstance(was, RuledGrid):
         return Catalog.of_rank_files(files, was.rank_tilings(files))
-    return Catalog.of_rank_files(files, rank_tilings(files, was, _patterns(settings), _sizes(settings)))
+    return Catalog.of_rank_files(files, rank_tilings(files, was, patterns_of(settings), _sizes(settings)))
