@@ -121,10 +121,9 @@ def rank_tilings(files: Sequence[Path], was: Grid, patterns: NamePatterns, sizes
     behind = sorted(first.items(), key=lambda item: item[0] in scales)  # scales behind their weights
     for name, (dtype, shape) in behind:
         if name in scales:
-            weight = scales[name]
+            of, size = scales[name], sizes.weight_block
             entry = next(h.tensors[name] for h in headers if name in h.tensors)
-            held_weight, size = held_shapes[weight], sizes.weight_block
-            shapes[name] = (dtype, whole_scales(name, files, shapes[weight][1], held_weight, entry, size))
+            shapes[name] = (dtype, whole_scales(name, files, shapes[of][1], held_shapes[of], entry, size))
             continue
         rule = matching.rules[name]
         axis = dict(rule.arguments).get("axis", _SHARDED_AXES.get(rule.strategy))

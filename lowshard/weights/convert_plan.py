@@ -62,7 +62,6 @@ class Settings:
     an index of Hugging Face's."""
     file_bytes: int = 5_000_000_000
     align: Align = None
-    """As for `NamePatterns.strategies`."""
     deltas: tuple[str, ...] = ()
     """Deltas that are applied on the way. Without `to` and `merged` the target then lies as the source does, whose
     place it may take."""

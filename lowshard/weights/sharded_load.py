@@ -21,7 +21,7 @@ from lowshard.tiling import Tile, Tiling
 from lowshard.weights.load import Progress, load, nodes_of
 from lowshard.weights.load_plan import LoadPlan, plan_load
 from lowshard.weights.name_pattern import Sizes
-from lowshard.weights.scale_rules import Blocks, Unclear, all_scales, blocks_of, scales_box
+from lowshard.weights.scale_rules import Blocks, Unclear, all_scales, blocks_of, scales_box, weights_of_scales
 from lowshard.weights.shard_rules import split_units
 
 
@@ -114,6 +114,10 @@ def saved_tilings(catalog: Catalog, num_ranks: int) -> dict[str, Tiling]:
     num_ranks = check_whole(num_ranks, rule, CheckpointError, 1, MOST_RANKS)
     shapes = {name: tensor.shape for name, tensor in catalog.tensors.items()}
     scales = all_scales(shapes)
+    for name in scales.keys() - weights_of_scales(shapes).keys() if (catalog.num_ranks or 1) > 1 else ():
+        held = catalog.tensors[name].tiling  # scales of another name that are whole on all ranks stay so
+        if held is not None and all(held.local_elems(r) == held.size_elems for r in held.ranks):
+            del scales[name]
     size = Sizes.beside(catalog.files[0]).weight_block if scales and catalog.files else ()
     blocks: dict[str, list[tuple[str, Blocks]]] = {}
     for name, weight in scales.items():

@@ -49,14 +49,14 @@ PRODUCT = {
     )),
     "execute, pool, transfer": Budget(3_028, 18, ("lowshard/execute.py", "lowshard/pool.py", "lowshard/transfer")),
     "reshard": Budget(8_070, 31, ("lowshard/reshard",)),
-    "weights, checkpoint": Budget(8_935, 36, ("lowshard/weights", "lowshard/checkpoint")),
+    "weights, checkpoint": Budget(8_937, 36, ("lowshard/weights", "lowshard/checkpoint")),
     "fsdp": Budget(3_795, 16, ("lowshard/fsdp",)),
     "launch": Budget(3_555, 23, ("launch",)),
     "demo, selftest, interop, cli": Budget(3_689, 30, (
         "lowshard/demo", "lowshard/selftest", "lowshard/interop", "lowshard/cli.py",
     )),
 }  # fmt: skip
-PRODUCT_LINES, PRODUCT_BYTES, PRODUCT_FUNCTIONS = 74_488, 3_221_000, 4_693
+PRODUCT_LINES, PRODUCT_BYTES, PRODUCT_FUNCTIONS = 74_490, 3_221_000, 4_693
 BENCH = Budget(5_800, 26, ("bench",))
 TESTS = Budget(57_132, 311, ("tests",))
 TEST_DATA_LINES = 3_400

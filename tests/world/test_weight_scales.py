@@ -26,6 +26,7 @@ from lowshard.weights.checkpoint_grid import Grid
 from lowshard.weights.name_pattern import Align, NameRule
 from lowshard.weights.ruled import RuledGrid
 from lowshard.weights.scale_rules import (
+    all_scales,
     blocks_of,
     scales_box,
     scales_strategy,
@@ -274,7 +275,7 @@ def test_a_cut_inside_a_block_is_refused_with_the_name() -> None:
         ("a.weight", "a.scale", ((576, 256), (5, 2)), 128), ("a.weight", "a.weight_scale_inv", ((576, 9), (5, 1)), 128),
         ("a.weight_packed", "a.weight_scale", ((576, 64), (5, 8)), 128), ("w", "w_scale_2", ((576, 64), (9, 1)), 64),
         ("a.weight", "a.weight_scale", ((300, 64), (7, 64)), 300),  # 43 to 49 rows share one
-        ("a_blocks", "a_scales", ((576, 4, 16), (576, 4)), 1),
+        ("a_blocks", "a_scales", ((576, 4, 16), (576, 4)), 1), ("a.qweight", "a.qzeros", ((576, 64), (9, 8)), 64),
     ],
 )  # fmt: skip
 def test_scales_of_every_known_name_are_not_cut_apart_from_their_weight(
@@ -284,7 +285,7 @@ def test_scales_of_every_known_name_are_not_cut_apart_from_their_weight(
         NamePatterns("p.yaml", (NameRule("**", "rowwise"),)),
         {weight: shapes[0], scale: shapes[1]},
     )
-    assert weights_of_scales(given) == {scale: weight}
+    assert all_scales(given) == {scale: weight}
     refused = pytest.raises(ShardingError, match=f"{scale} .*blocks? of")
     with nullcontext() if block == 1 else refused:
         Grid.parse("tp=2").tilings({n: ("float32", s) for n, s in given.items()}, patterns, Sizes())
@@ -395,10 +396,11 @@ def test_scales_by_shape_by_config_and_of_fused_parts(
 
 def test_align_blocks_and_the_block_of_a_config_on_the_command_line(tmp_path: Path) -> None:
     codes, scales = np.ones((192, 8), np.int8), np.ones((2, 1), np.float32)
-    values = {"a.weight": codes, "a.scale": scales, "b": np.ones((480, 96), np.float32)}
+    values = {"a.weight": codes, "a.scale": scales, "a.qs": scales, "b": np.ones((480, 96), np.float32)}
     source, out, patterns = written(tmp_path / "in", values), tmp_path / "out", tmp_path / "s.yaml"
     (source / "config.json").write_text('{"quantization_config": {"weight_block_size": [96, 96]}}')
-    patterns.write_text("rules: [{pattern: a.weight, strategy: rowwise}, {pattern: b, strategy: columnwise}]")
+    patterns.write_text("""rules: [{pattern: a.weight, strategy: rowwise}, {pattern: b, strategy: columnwise},
+                           {pattern: a.qs, strategy: replicate}]""")
     command = f"reshard {source} {out} --to tp=2 --mxfp8 --strategies {patterns}".split()
     assert [main(command), main([*command[:3], "--merged", "--align", "blocks"])] == [2, 2]
     assert main([*command, "--align", "blocks"]) == 0
@@ -406,6 +408,7 @@ def test_align_blocks_and_the_block_of_a_config_on_the_command_line(tmp_path: Pa
     assert (first["a.weight"], first["a.scale"]) == (((0, 96), (0, 8)), ((0, 1), (0, 1)))
     assert (first["b"], first["b_scale"]) == (((0, 480), (0, 64)), ((0, 480), (0, 2)))
     assert saved_tilings(Catalog.open(source), 2)["a.weight"].local_shape(0) == (96, 8)
+    assert saved_tilings(Catalog.open(out), 4)["a.qs"].local_shape(3) == (2, 1)
 
 
 def test_scales_of_all_of_a_weight_are_on_every_rank_that_has_a_part() -> None:
