@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import argparse
 import errno
+import re
 import signal
 import sys
 from collections.abc import Iterable, Sequence
 from importlib import import_module
 from io import TextIOWrapper
+from typing import NoReturn
 
 from lowshard._version import __version__
 from lowshard.argument import printable
 from lowshard.errors import LowshardError
 from lowshard.launch.interrupt import ended_by_signals, signal_of
 from lowshard.launch.streams import drop_stdout, open_closed_streams
+from lowshard.nearest import nearest
 
 DESCRIPTION = "Place, move and quantise raw array buffers over many processes."
 EPILOG = """\
@@ -42,12 +45,24 @@ COMMANDS = {
 """Each command's module, which has a function `add_NAME_parser`, in the order of the help."""
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors say what was meant."""
+
+    def error(self, message: str) -> NoReturn:
+        """End with exit code 2; subcommands' parsers are of this class too."""
+        if wrong := re.search(r"invalid choice: '(\S+)' \(choose from (.*)\)", message):
+            message += nearest(wrong[1], re.findall(r"[\w-]+", wrong[2]))
+        elif axis := re.search(r"unrecognized arguments: .*?--(tp|ep|dp)[ =](\d+)", message):
+            message += f"; did you mean --to {axis[1]}={axis[2]}?"
+        elif self.prog.endswith(" run") and "-n/" in message:
+            message += "; options stand before the program: lowshard run -n 4 program.py"
+        super().error(message)
+
+
 def build_parser(names: Iterable[str] = COMMANDS) -> argparse.ArgumentParser:
     """Return the parser of these commands; only their modules are imported."""
     plain = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        prog="lowshard", description=DESCRIPTION, epilog=EPILOG, formatter_class=plain
-    )
+    parser = _Parser(prog="lowshard", description=DESCRIPTION, epilog=EPILOG, formatter_class=plain)
     parser.add_argument("--version", action="version", version=f"lowshard {__version__}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name in names:

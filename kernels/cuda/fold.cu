@@ -8,7 +8,7 @@
 // of 8 places of which some are empty. What groups give waits on a stack, of which each group takes as many as its
 // table entry says.
 
-#include "fp8.cuh"
+#include "bits.cuh"
 
 enum Op { SUM, PROD, MAX, MIN };
 
@@ -98,21 +98,6 @@ struct Kind_bf16 {
     DEVICE_MEMBER float widen(u16 bits) { return __uint_as_float((u32)bits << 16); }
     DEVICE_MEMBER u16 narrow(float value) { return (u16)f32_to_bf16(__float_as_uint(value)); }
 };
-// Above LARGEST_BITS nothing is rounded down to a finite code any more: OVERFLOW_CODE is what there is.
-template <class Elem, u32 LARGEST_BITS, u32 OVERFLOW_CODE, u32 NAN_CODE>
-struct Float8 {
-    typedef float Wide;
-    typedef u8 Bits;
-    DEVICE_MEMBER float widen(u8 bits) { return __uint_as_float(code_to_bits<Elem>(bits, 127)); }
-    DEVICE_MEMBER u8 narrow(float value) {
-        const u32 bits = __float_as_uint(value), magnitude = bits & F32_MAGNITUDE, sign = bits >> 24 & 0x80u;
-        if (magnitude > F32_INF) return (u8)(sign | NAN_CODE);
-        if (magnitude > LARGEST_BITS) return (u8)(sign | OVERFLOW_CODE);
-        return (u8)round_to_code<Elem>(bits, 127);
-    }
-};
-typedef Float8<E4M3, 0x43E80000u, 0x7F, 0x7F> Kind_e4m3;  // 464, half way to what would be 480: even is 448
-typedef Float8<E5M2, 0x476FFFFFu, 0x7C, 0x7E> Kind_e5m2;  // below 61440, half way to 65536: even is Inf
 struct Kind_f64 {
     typedef double Wide;
     typedef u64 Bits;
@@ -380,6 +365,6 @@ DEVICE void fold(u64 out, u64 elements, const Sources& sources, u32 op, bool tre
 ONLY
 #else
 #define FOLDS(kind, COUNT) FOLD(kind, COUNT) FOLD(kind, 1)
-FOLDS(f64, 2) FOLDS(f32, 4) FOLDS(f16, 4) FOLDS(bf16, 4) FOLDS(e4m3, 4) FOLDS(e5m2, 4)
+FOLDS(f64, 2) FOLDS(f32, 4) FOLDS(f16, 4) FOLDS(bf16, 4)
 FOLDS(i8, 4) FOLDS(i16, 4) FOLDS(i32, 4) FOLDS(i64, 2) FOLDS(u8, 4) FOLDS(u16, 4) FOLDS(u32, 4) FOLDS(u64, 2)
 #endif

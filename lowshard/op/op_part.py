@@ -20,6 +20,7 @@ from lowshard.mesh import DeviceMesh
 from lowshard.placement import Sharded
 from lowshard.solver.action import Action
 from lowshard.solver.assignment import How
+from lowshard.solver.table.op_argument import PerShard
 from lowshard.solver.table.op_rule import NOT_TAKEN
 
 Array = Any
@@ -43,7 +44,10 @@ class Part:
         instance(action, Action, "a part is of an Action", PlanError)
         rank = whole(rank, "a rank is an integer", MeshError)
         self.action, self.rank, self.comm, self.xp = action, rank, comm, xp
-        self.args: dict[str, Any] = dict(action.args)
+        self.args: dict[str, Any] = {
+            name: x.values[action.mesh.ranks.index(rank)] if isinstance(x, PerShard) else x
+            for name, x in action.args
+        }
 
     @property
     def op(self) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
-from lowshard.box import full_box, volume
+from lowshard.box import volume
 from lowshard.errors import PlanError
 from lowshard.reshard.partition import CellOverlaps, Partition
 from lowshard.reshard.rank_grid import Roster
@@ -63,7 +63,7 @@ class Schedule:
         self.check_sources(kind, cell, rank)
         if replica and self._forwards(kind):
             parent = kind.dst.rank_map.rank(cell, replica - (1 << (replica.bit_length() - 1)))
-            whole = full_box(kind.dst.partition.local_shape(cell))
+            whole = kind.dst.partition.filled(cell)
             if volume(whole):
                 for entry in kind.entries:
                     move = Move(_id(rank, entry, 0), entry, parent, rank, whole, whole)
@@ -90,7 +90,7 @@ class Schedule:
 
     def _forward(self, rank: int, number: int, cell: int, replica: int, sends: dict[int, list[Move]]) -> None:
         kind = self.kinds[number]
-        whole = full_box(kind.dst.partition.local_shape(cell))
+        whole = kind.dst.partition.filled(cell)
         if not volume(whole):
             return
         step = 1 << replica.bit_length()

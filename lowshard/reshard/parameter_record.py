@@ -1,6 +1,6 @@
 """Megatron's metadata: one record for each parameter of each rank, and the layout tables made from them.
 
-The fields are those of `megatron/core/resharding/utils.py` (Megatron-LM d98e8a64). What its planner refuses is
+The fields are those of `megatron/core/resharding/utils.py` (Megatron-LM 039030c9). What its planner refuses is
 taken here where the records say enough: see `tensor_layouts`.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 
 from lowshard import dtypes
 from lowshard.argument import brief, instance, mapping, truth, whole, wholes
-from lowshard.box import split_interval
+from lowshard.box import Interval, split_interval
 from lowshard.errors import PlanError
 from lowshard.reshard.dim_sharding import DimSharding
 from lowshard.reshard.partition import GridPartition
@@ -25,6 +25,8 @@ from lowshard.reshard.tensor_layout import TensorLayout
 _EXPERT_KEY = re.compile(r"^(weight|bias)(\d+)$")
 _OUTPUT_LAYER = "output_layer.weight"
 _EMBEDDING = "embedding.word_embeddings.weight"
+_GTP = "gtp_remat"
+_Rows = tuple[tuple[int, Interval], ...]
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,11 @@ class ParameterMetadata:
             halves of a gated MLP). Where a chunk does not divide by the group its first ranks hold one more.
         partition_sizes: widths, on this rank, of blocks packed on the dim that are each sharded separately (Mamba's
             in_proj, say); they come without a stride.
+        is_gtp: whether dim 0 of what the other groups leave a rank is sharded once more, into contiguous pieces of one
+            length; this rank holds one of them, of shape `shape`.
+        gtp_remat_group_ranks: the ranks that hold the pieces, in order.
+        gtp_pad_length: rows at the end of the last pieces that belong to no tensor; a piece may be padding alone. They
+            are neither read nor written, and arrays come with or without them.
         is_ep: whether expert-parallel ranks hold different experts; where not, `weightK` and `biasK` are plain names.
         num_experts: experts of the layer over all ranks.
         owner_rank: the rank this record speaks of.
@@ -64,6 +71,9 @@ class ParameterMetadata:
     partition_dim: int = 0
     partition_stride: int = 1
     partition_sizes: tuple[int, ...] | None = None
+    is_gtp: bool = False
+    gtp_remat_group_ranks: tuple[int, ...] | None = None
+    gtp_pad_length: int = 0
     is_ep: bool = False
     num_experts: int | None = None
     owner_rank: int = 0
@@ -85,8 +95,9 @@ class ParameterMetadata:
         put(self, "shape", self._integers("shape"))
         for field in ("partition_dim", "partition_stride", "owner_rank"):
             put(self, field, whole(getattr(self, field), f"{self.name}: {field} is an integer", PlanError))
-        rule = f"{self.name}: partition_copies is 1 or more"
-        put(self, "partition_copies", whole(self.partition_copies, rule, PlanError, 1))
+        for field, least in (("partition_copies", 1), ("gtp_pad_length", 0)):
+            rule = f"{self.name}: {field} is {least} or more"
+            put(self, field, whole(getattr(self, field), rule, PlanError, least))
         for field in ("element_size", "num_experts", "global_expert_index", "expert_dim"):
             if getattr(self, field) is not None:
                 rule = f"{self.name}: {field} is an integer or None"
@@ -95,7 +106,7 @@ class ParameterMetadata:
             raise PlanError(
                 f"{self.name}: expert_dim is a dim of shape {self.shape}, got {brief(self.expert_dim)}"
             )
-        for field in ("is_tp", "is_ep"):
+        for field in ("is_tp", "is_ep", "is_gtp"):
             put(self, field, truth(getattr(self, field), f"{self.name}: {field} is True or False", PlanError))
         row = dtypes.get(self.dtype)
         put(self, "dtype", row.name)
@@ -109,8 +120,8 @@ class ParameterMetadata:
         put(self, "partition_stride", max(1, self.partition_stride))
         if self.partition_sizes is not None:
             put(self, "partition_sizes", self._integers("partition_sizes"))
-        for field in ("tensor", "expert", "data", "pipeline"):
-            key = f"{field}_parallel_group_ranks"
+        for field in ("tensor_parallel", "expert_parallel", "data_parallel", "pipeline_parallel", _GTP):
+            key = f"{field}_group_ranks"
             if getattr(self, key) is not None:
                 put(self, key, self._integers(key))
         if (
@@ -206,6 +217,8 @@ class Held:
 
     layout: TensorLayout
     names: tuple[tuple[int, str], ...] = ()
+    rows: _Rows = ()
+    """Under GTP, the rows of its array in `layout` that each rank holds, padding included."""
 
 
 def tensor_layouts(records: Iterable[ParameterMetadata]) -> dict[str, Held]:
@@ -253,7 +266,34 @@ def _in_list(name: str) -> int | None:
     return None
 
 
+def _before_gtp(key: str, records: Sequence[ParameterMetadata]) -> tuple[list[ParameterMetadata], _Rows]:
+    """Return records of the arrays that GTP shards, and the rows of them that each rank holds, padding included."""
+    found, held = [], []
+    speak = {record.owner_rank for record in records}
+    for record in records:
+        if not record.is_gtp:
+            found.append(record)
+            continue
+        group, rows = record.gtp_remat_group_ranks or (), record.shape[0] if record.shape else 0
+        length = rows * len(group) - record.gtp_pad_length
+        empty = record.gtp_pad_length > 0 and length < 1
+        if not record.shape or group.count(record.owner_rank) != 1 or empty:
+            raise PlanError(
+                f"{key}: under GTP a rank holds a piece of dim 0, its group names it once, and not all rows of the "
+                f"group are padding; rank {record.owner_rank} says shape {list(record.shape)}, "
+                f"gtp_remat_group_ranks {group} and gtp_pad_length {record.gtp_pad_length}"
+            )
+        whole = replace(record, shape=(length, *record.shape[1:]))
+        for place, rank in enumerate(group):
+            if rank == record.owner_rank or rank not in speak:  # without a record: what the others leave
+                speak.add(rank)
+                found.append(replace(whole, owner_rank=rank))
+                held.append((rank, (place * rows, (place + 1) * rows)))
+    return found, tuple(held)
+
+
 def _held(key: str, records: Sequence[ParameterMetadata]) -> Held:
+    records, rows = _before_gtp(key, records)
     first = records[0]
     parts: dict[tuple[int, ...], list[int]] = {}
     shapes: dict[tuple[int, ...], tuple[int, ...]] = {}
@@ -299,7 +339,7 @@ def _held(key: str, records: Sequence[ParameterMetadata]) -> Held:
                 f"rank {parts[at][0]} holds {list(shape)}; give a record for every rank of uneven parts"
             )
     holders = tuple(tuple(parts[partition.parts(cell)]) for cell in range(partition.cells))
-    return Held(TensorLayout(str(first.dtype), partition, Roster(holders)), tuple(sorted(set(names))))
+    return Held(TensorLayout(str(first.dtype), partition, Roster(holders)), tuple(sorted(set(names))), rows)
 
 
 def _dealing(record: ParameterMetadata) -> tuple[bool, int, int, tuple[int, ...] | None]:
@@ -358,6 +398,10 @@ def _fill_in(
         for place, rank in enumerate(group):
             at = tuple(place // copies if d == dim else 0 for d in range(len(counts)))
             if rank not in speak:
+                if record.is_gtp:
+                    raise PlanError(
+                        f"{key}: under GTP every rank of a group has a record; rank {rank} has none"
+                    )
                 shapes.setdefault(at, record.shape)
                 parts.setdefault(at, []).append(rank)
                 speak.add(rank)

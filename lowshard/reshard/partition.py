@@ -12,7 +12,7 @@ from math import prod
 from typing import Any
 
 from lowshard.bounded import keeps_hash, kept_in_self
-from lowshard.box import Box, intersect, moved, subtract, volume
+from lowshard.box import Box, full_box, intersect, moved, subtract, volume
 from lowshard.reshard.dim_sharding import DimSharding, Overlap, overlaps_into, parts_met
 from lowshard.tiling import Tile
 
@@ -56,6 +56,10 @@ class GridPartition:
         """Return the shape of a cell's local array."""
         return tuple(c.extent(p) for c, p in zip(self.shardings, self.parts(cell), strict=True))
 
+    def filled(self, cell: int) -> Box:
+        """Return the box of a cell's local array that its tiles fill: all of it."""
+        return full_box(self.local_shape(cell))
+
     def tiles(self, cell: int) -> tuple[Tile, ...]:
         """Return a cell's boxes, in the whole array and in its local array."""
         spans = [c.segments(p) for c, p in zip(self.shardings, self.parts(cell), strict=True)]
@@ -89,6 +93,12 @@ class TilePartition:
     def local_shape(self, cell: int) -> tuple[int, ...]:
         """Return the shape of a cell's local array."""
         return self.local_shapes[cell]
+
+    def filled(self, cell: int) -> Box:
+        """Return the box of a cell's local array that its tiles fill; rows behind it are padding."""
+        shape = self.local_shapes[cell]
+        stop = max((tile.local[0][1] for tile in self.cell_tiles[cell] if tile.local), default=0)
+        return full_box((min(stop, shape[0]), *shape[1:]) if shape else ())
 
     def tiles(self, cell: int) -> tuple[Tile, ...]:
         """Return a cell's boxes, in the whole array and in its local array."""
@@ -159,7 +169,7 @@ class CellOverlaps:
         """Return how many elements of a destination cell are in no source cell."""
         got = sum(self.moved_elems(c, dst_cell) for c in self.sources(dst_cell))
         # boxes of one cell are disjoint by construction, so equal sums prove that each element is written once
-        return prod(self.dst.local_shape(dst_cell)) - got
+        return volume(self.dst.filled(dst_cell)) - got
 
     def first_tile(self, src_cell: int, dst_cell: int) -> int:
         """Return how many boxes a destination cell receives from the source cells before this one."""

@@ -52,7 +52,11 @@ def build_reshard_plan(
         fed = with_tied_output(have, wanted)
         for name, to in wanted.items():
             held = have[fed[name]]
-            pair = _with_blocks(name, held, to) if from_records else (held.layout, to.layout)
+            pair = held.layout, to.layout
+            if held.rows or to.rows:  # Megatron's planner for GTP takes each record for itself
+                pair = held.layout.with_rows(dict(held.rows)), to.layout.with_rows(dict(to.rows))
+            elif from_records:
+                pair = _with_blocks(name, held, to)
             entries.append(Entry(name, fed[name], *pair, dict(held.names), dict(to.names)))
     if not entries:
         raise PlanError("a reshard moves one tensor or more; the destination table is empty")

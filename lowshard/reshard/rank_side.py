@@ -80,7 +80,7 @@ class Side:
                         f"{name}: a multicast plan hands arrays on, and a transform stores none"
                     )
                 continue
-            self._dst[number] = self._array(1, name, entry, entry.dst.local_shape(comm.rank))
+            self._dst[number] = self._array(1, name, entry)
         self._require_apart()
 
     def _require_apart(self) -> None:
@@ -116,11 +116,11 @@ class Side:
         """Look up a source array; a quantised one is dequantised again."""
         e = self.plan.entries[entry]
         name = e.src_local_name(self.comm.rank)
-        self._src[entry] = self._array(0, name, e, e.src.local_shape(self.comm.rank))
+        self._src[entry] = self._array(0, name, e)
         if self._src[entry] is not self._given[0].get(name) and entry not in self.quantised:
             self.quantised.append(entry)
 
-    def _array(self, side: int, name: str, entry: Entry, shape: tuple[int, ...] | None) -> Array:
+    def _array(self, side: int, name: str, entry: Entry) -> Array:
         which = "destination" if side else "source"
         given = self._given[side].get(name)
         if given is None:
@@ -128,6 +128,8 @@ class Side:
                 f"{name}: rank {self.comm.rank} has a part of this {which} tensor, but no such array was given"
             )
         layout = entry.dst if side else entry.src
+        cell = layout.rank_map.position(self.comm.rank)[0]  # type: ignore[index]  # it has a part
+        shape, filled = layout.partition.local_shape(cell), shape_of(layout.partition.filled(cell))
         row = dtypes.get(layout.dtype)
         array = given if side else ensure_sendable(given, row.name)
         xp = self.comm.xp
@@ -136,9 +138,9 @@ class Side:
             raise BufferMismatchError(f"{name}: {which} is a {xp.__name__} array, got {kind_of(array)}")
         got = dtypes.get(array.dtype).name
         fits = array.dtype.isnative and (got == row.name or (eight and got == "uint8"))
-        if tuple(array.shape) != shape or not fits:
+        if tuple(array.shape) not in (shape, filled) or not fits:
             raise BufferMismatchError(
-                f"{name}: rank {self.comm.rank} holds {row.name}{list(shape or ())} of this {which} tensor by the "
+                f"{name}: rank {self.comm.rank} holds {row.name}{list(shape)} of this {which} tensor by the "
                 f"plan, got {array.dtype}{list(array.shape)}"
             )
         if side and xp is np and not array.flags.writeable:

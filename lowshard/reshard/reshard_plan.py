@@ -162,14 +162,14 @@ class ReshardPlan:
                 shape = entry.dst.local_shape(rank)
                 if shape is None:
                     continue
-                mine = boxes.get(number, [])
+                mine, held = boxes.get(number, []), sum(tile.elems for tile in entry.dst.tiles(rank))
                 inside = all(is_within(box, shape) for box in mine)
-                if not inside or sum(map(volume, mine)) != prod(shape) or any_overlap(mine):
+                if not inside or sum(map(volume, mine)) != held or any_overlap(mine):
                     raise PlanError(
                         f"{entry.name}: rank {rank} writes {sum(map(volume, mine))} elements in {len(mine)} boxes of "
                         f"an array of shape {list(shape)}: not each element once"
                     )
-                total += prod(shape)
+                total += held
         return total
 
     def _verify(self) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from lowshard import dtypes
 from lowshard.argument import as_shape, brief, instance, items, mapping, whole, wholes
 from lowshard.bounded import keeps_hash
-from lowshard.box import Box, split_interval
+from lowshard.box import Box, Interval, full_box, intersect, moved, shape_of, split_interval
 from lowshard.errors import LayoutError
 from lowshard.layout import Layout
 from lowshard.reading import reader
@@ -193,6 +193,22 @@ class TensorLayout:
         partition = TilePartition(tiling.shape, tuple(t for t, _ in cells), tuple(s for _, s in cells))
         return cls(tiling.dtype, partition, Roster(tuple(map(tuple, cells.values()))))
 
+    def with_rows(self, rows: Mapping[int, Interval]) -> TensorLayout:
+        """Return the layout in which ranks hold these rows alone of their arrays; those past the end are padding."""
+        if not rows:
+            return self
+        cells: dict[Any, list[int]] = {}
+        for cell in range(self.partition.cells):
+            tiles, shape = self.partition.tiles(cell), self.partition.local_shape(cell)
+            for rank in self.rank_map.ranks(cell):
+                start, stop = rows.get(rank, (0, shape[0]))
+                box, own = ((start, stop), *full_box(shape[1:])), full_box((stop - start, *shape[1:]))
+                common = [(tile, both) for tile in tiles if (both := intersect(tile.local, box)) is not None]
+                kept = tuple(Tile(moved(x, t.local, t.box), moved(x, box, own)) for t, x in common)
+                cells.setdefault((kept, shape_of(own)), []).append(rank)
+        partition = TilePartition(self.shape, tuple(t for t, _ in cells), tuple(s for _, s in cells))
+        return replace(self, partition=partition, rank_map=Roster(tuple(map(tuple, cells.values()))))
+
     def shifted(self, ranks: int) -> TensorLayout:
         """Return the layout with every rank's number larger by `ranks`."""
         rank_map = self.rank_map
@@ -301,5 +317,7 @@ def _read(
             raise LayoutError("a tensor layout has shardings, or shape, tiles and local_shapes, not both")
         return TensorLayout(dtype, GridPartition(shardings), rank_map)
     cells = tuple(tuple(Tile(*pair) for pair in cell) for cell in tiles)
-    listed = Tiling(shape, dtype, cells, local_shapes)  # checks that the tiles fill the cells
+    made = TilePartition(shape, cells, local_shapes)
+    filled = tuple(shape_of(made.filled(cell)) for cell in range(min(len(cells), len(local_shapes))))
+    listed = Tiling(shape, dtype, cells, filled)  # checks that the tiles fill the cells, but for padding rows
     return TensorLayout(dtype, TilePartition(listed.shape, listed.rank_tiles, local_shapes), rank_map)

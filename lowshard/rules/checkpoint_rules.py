@@ -16,6 +16,7 @@ from lowshard.rules.extension import ParameterPattern, matches
 from lowshard.rules.finding import Finding, find
 from lowshard.rules.logical_tensor import LogicalTensor, as_tensors, checked_shape
 from lowshard.rules.resolution import entry_axes
+from lowshard.rules.rules_check import SPLIT_OFF
 from lowshard.rules.ruleset import RuleSet
 from lowshard.rules.schema import parse_rule_file
 
@@ -30,7 +31,8 @@ def name_tensors(
 
     A name takes the first of the file's `lowshard: parameters` that matches it and has as many names as
     the tensor has dims; without that key, the ready-made patterns for the names that Hugging Face
-    checkpoints use. Tensors that no pattern matches stay whole on every device.
+    checkpoints use; where no rule is for a newer name of MaxText's (`embed_attn`), the older one (`embed`) is taken.
+    Tensors that no pattern matches stay whole on every device.
 
     Args:
         rules: the rule set.
@@ -58,6 +60,9 @@ def name_tensors(
         if pattern is None and extents:
             unmatched.append(name)
         names = pattern.names if pattern is not None else (None,) * len(extents)
+        if given is None:
+            held = rules.resolver(name)
+            names = tuple(SPLIT_OFF[n] if n and n in SPLIT_OFF and not held.rules_of(n) else n for n in names)
         tensors.extend(as_tensors({name: (names, extents, dtype)}))
     if not unmatched:
         return tuple(tensors), []

@@ -47,6 +47,7 @@ _SEVERITIES: dict[str, tuple[Severity, Severity]] = {
     # the sizes asked for
     "mesh-size": ("error", "error"),
     "size-for-absent-axis": ("warning", "error"),
+    "size-across-one-slice": ("warning", "error"),
     "two-fill-defaults": ("warning", "warning"),
     "pipeline-edit": ("note", "note"),
     # the tensors

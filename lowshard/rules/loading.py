@@ -22,6 +22,7 @@ from lowshard.rules.schema import RuleFile, parse_rule_file
 
 READY_MADE: tuple[str, ...] = (
     "default", "pure-fsdp", "ep-as-cp", "cp-as-ep", "pipeline-large-moe", "ep-as-dp", "shard-exp-on-fsdp",
+    "fsdp-as-dp-for-attn", "fsdp-as-dp-for-attn-cp-as-ep-for-moe", "fsdp-as-dp-for-attn-cp-as-ep-for-moe-eval",
 )  # fmt: skip
 """Rule files that come with lowshard; `load_rules` takes their names."""
 

@@ -212,7 +212,8 @@ class RuleTable:
 
         Raises:
             RulesError: two -1; sizes that do not multiply to the devices of a slice (the slices); an axis
-                without a size that MaxText does not know; in strict mode a size for an absent axis.
+                without a size that MaxText does not know; in strict mode a size for an absent axis or, in dcn,
+                one where there is one slice.
         """
         return self.bind(devices, ici, slices, dcn)[1]
 

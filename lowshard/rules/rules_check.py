@@ -33,9 +33,9 @@ _NO_WEIGHT = (
     "tokens_per_page",
 )
 _NAMED = 3
-_SPLIT_OFF = {"embed_attn": "embed"}
-"""Logical names that MaxText has gained since the commit that the ready-made files are of (e591f30), and the name that
-their dims had before. Source: MaxText's pull request 5007."""
+SPLIT_OFF = {"embed_attn": "embed", "embed_router": "embed_moe", "embed_shared": "embed", "mlp_shared": "mlp"}
+"""Logical names that MaxText has gained since August 2026, for attention, the router and shared experts, and the name
+that their dims had before. Source: MaxText's pull request 5007 and its base.yml at commit 2b68d4e."""
 
 
 def check_rules(
@@ -151,9 +151,13 @@ class _Check:
                 text = (
                     f"no rule is for the logical name {name!r}: it is replicated, without a word ({listed})"
                 )
-                text += _as_before(self._rules, name) or nearest(
-                    name, (r.name for r in self._rules.logical_axis_rules)
-                )
+                if (
+                    name not in SPLIT_OFF
+                ):  # a name of more or fewer parts is another: head_dim is no misspelt heads
+                    known = (r.name for r in self._rules.logical_axis_rules)
+                    text += nearest(name, (k for k in known if k.count("_") == name.count("_")))
+                elif add := _as_before(self._rules, name):
+                    text += f"; to shard it as {SPLIT_OFF[name]!r} was, add {add}"
                 yield find(code, mode, text, self._rules.place("logical_axis_rules"), tensors=names)
             elif code == "target-repeats-axis":
                 rule: Rule = about[0]
@@ -227,24 +231,27 @@ class _Check:
 def _split_off(rules: RuleTable) -> list[Finding]:
     """Find names of newer MaxText versions that no rule is for, though one is for the name they were split from."""
     known = {rule.name for rule in rules.logical_axis_rules}
-    found = []
-    for name, before in _SPLIT_OFF.items():
-        if name not in known and (then := _as_before(rules, name)):
-            text = (
-                f"no rule is for {name!r}, which newer versions of MaxText ask for where {before!r} stood: their "
-                f"weights would be replicated there, without a word{then}"
-            )
-            found.append(find("name-split-off", rules.mode, text, rules.place("logical_axis_rules")))
-    return found
+    lacking = {name: add for name in SPLIT_OFF if name not in known and (add := _as_before(rules, name))}
+    if not lacking:
+        return []
+    names = ", ".join(f"{name!r} ({SPLIT_OFF[name]!r} before)" for name in lacking)
+    rules_to_add = ", ".join(lacking.values())
+    text = (
+        f"no rule is for {names}, which newer versions of MaxText ask for on weights of attention, the router or "
+        f"shared experts: they would be replicated, without a word; to shard them as before, add {rules_to_add}"
+    )
+    return [find("name-split-off", rules.mode, text, rules.place("logical_axis_rules"))]
 
 
 def _as_before(rules: RuleTable, name: str) -> str:
-    """Return the rules that give a name that was split from another what that one has, as text."""
-    before = [r for r in rules.logical_axis_rules if r.name == _SPLIT_OFF.get(name)]
-    if not any(rule.axes for rule in before):
+    """Return the rules that shard a name that was split from another as that one is, as text."""
+    source = SPLIT_OFF[name]
+    if name == "embed_router" and all(r.name != source for r in rules.logical_axis_rules):
+        source = "embed"  # from which embed_moe was split before
+    before = [r for r in rules.logical_axis_rules if r.name == source]
+    if not any(r.axes for r in before):
         return ""
-    lines = ", ".join(f"[{name}, [{', '.join(rule.axes)}]]" for rule in before)
-    return f"; to shard it as {_SPLIT_OFF[name]!r} is, add {lines}"
+    return ", ".join(f"[{name}, [{', '.join(r.axes)}]]" for r in before)
 
 
 def _budget(

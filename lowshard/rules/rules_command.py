@@ -36,11 +36,11 @@ examples:
 """
 FILES = """\
 Rule files: the name of a ready-made one (default, pure-fsdp, ep-as-cp, cp-as-ep, ep-as-dp, shard-exp-on-fsdp,
-pipeline-large-moe) or a path.
+pipeline-large-moe, fsdp-as-dp-for-attn, fsdp-as-dp-for-attn-cp-as-ep-for-moe and its -eval) or a path.
 Tensors: --logical, a logical_shardings.json as MaxText dumps it, or --checkpoint, safetensors whose names are given
 logical axes by patterns (`lowshard: parameters:` in the rule file, else ready-made ones for Hugging Face names).
 Sizes: --ici within a slice, --dcn across slices, each axis=size with commas; -1, once, takes what is left. Without
---ici, fsdp takes it; without --dcn, data.
+--ici, fsdp takes it; without --dcn, data. --dcn needs --slices.
 """
 _DUMP = """\
 Writes the named shardings (mesh, partition spec and shape of every tensor) in the form of MaxText's golden files,

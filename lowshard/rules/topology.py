@@ -134,7 +134,15 @@ def check_sizes(
     per_slice = request.devices // request.slices
     ici = _filled("ici", axes, asked["ici"], ICI_DEFAULTS, per_slice, "devices of a slice", add)
     dcn: tuple[int, ...] | None = (1,) * len(axes)
-    if request.slices > 1:  # with one slice MaxText does not look at these sizes
+    across = {axis: size for axis, size in request.dcn if size > 1}
+    if request.slices == 1 and across:
+        listed = ", ".join(f"{axis}={size}" for axis, size in across.items())
+        text = (
+            f"dcn asks for {listed} across slices, and there is one slice, where MaxText ignores it without a word: "
+            f"give the number of slices too (slices, --slices), such as {prod(across.values())}"
+        )
+        add("size-across-one-slice", text, next(iter(across)))
+    if request.slices > 1:
         dcn = _filled("dcn", axes, asked["dcn"], DCN_DEFAULTS, request.slices, "slices", add)
     if ici is None or dcn is None or any(f.severity == "error" for f in findings):
         return None, findings

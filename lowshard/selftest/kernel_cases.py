@@ -241,4 +241,4 @@ def run(setting: Setting, tally: Tally) -> None:
         except Exception as error:  # a kernel that fails does not keep the others from being tried
             traceback.print_exc()
             tally.fail(f"{family.__name__}: {type(error).__name__}: {error}")
-    tally.summary = f"{tally.checks} results equal their plain twins ({where})"
+    tally.summary = f"{tally.checks} results match the NumPy reference ({where})"

@@ -25,10 +25,11 @@ from lowshard.solver.greedy import (
 )
 from lowshard.solver.pricing import Candidate
 from lowshard.solver.table import REFUSED
+from lowshard.solver.table.op_argument import PerShard
 
 __all__ = [
     "REFUSED", "Action", "ActionSet", "AxisAssignment", "Candidate", "Graph", "GraphPlan", "GraphSolver",
-    "GreedyReshard", "NoReshard", "PartialsOnly", "Rates", "Reshard", "Result", "Solver", "action_set",
+    "GreedyReshard", "NoReshard", "PartialsOnly", "PerShard", "Rates", "Reshard", "Result", "Solver", "action_set",
     "build_action_set", "clear_picks", "current_solver", "force_replicated", "force_replicated_action_set", "pick",
     "solve_graph", "solver",
 ]  # fmt: skip

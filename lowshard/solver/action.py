@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
@@ -15,7 +15,7 @@ from lowshard.content_hash import text_digest
 from lowshard.errors import LayoutError, SolverError
 from lowshard.layout import Layout
 from lowshard.mesh import DeviceMesh
-from lowshard.placement import Placement
+from lowshard.placement import Placement, Sharded
 from lowshard.solver.assignment import (
     HOW,
     AxisAssignment,
@@ -32,9 +32,11 @@ from lowshard.solver.assignment import (
 )
 from lowshard.solver.pricing import Candidate, Priced, family_of, price_rows
 from lowshard.solver.table import RULES, Call, Rules, check_names, check_rules, offer
-from lowshard.solver.table.op_argument import freeze_args, plain_args, told_apart
+from lowshard.solver.table.op_argument import PerShard, freeze_args, plain_args, told_apart
 
 OPERANDS = "layouts are a sequence of Layout, one a tensor operand"
+Transition = tuple[str, str]
+"""From and to: the letters of two placements on a mesh axis, "P", "R" or "S"."""
 _ROWS = "rows are a sequence of AxisAssignment"
 
 
@@ -70,6 +72,14 @@ class Action:
     results: tuple[Result, ...]
     prices: Prices = "published"
     action_set: ActionSet | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        for name, value in self.args:
+            if isinstance(value, PerShard) and len(value.values) != self.mesh.size:
+                raise LayoutError(
+                    f"{self.op}: a PerShard has a value for each rank of mesh {self.mesh}, {name} has "
+                    f"{len(value.values)} for {self.mesh.size}"
+                )
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Action):
@@ -230,6 +240,15 @@ class ActionSet:
         """For each mesh axis every row's price."""
         return price_rows(self.axis_assignments, self.layouts, self.results, self.prices)
 
+    def transitions(self, axis: int, row: AxisAssignment) -> set[Transition]:
+        """Return how a row changes the placements of the operands on a mesh axis."""
+        moves = [(x.placements[axis], y) for x, y in zip(self.layouts, row.needed_inputs, strict=True)]
+        return {
+            (str(a)[0], str(b)[0])
+            for a, b in moves
+            if a != b and not (isinstance(a, Sharded) and isinstance(b, Sharded) and a.dim == b.dim)
+        }
+
     def actions(self) -> Iterator[Action]:
         """Yield every feasible action: the first mesh axis is the outermost, rows come in order."""
         for chosen in product(*self._candidates):
@@ -303,7 +322,7 @@ def build_action_set(
     Args:
         rows: in order of preference. The all-replicated row is put at the end unless it is there already.
         layouts: how the operands come, in order; all on one mesh.
-        extras: arguments of the op that are no tensors.
+        extras: arguments of the op that are no tensors; a `PerShard` gives each rank its own value.
         result_shape: global shape of the result; the first operand's by default.
         finalize: called on the picked action.
         op: the op's name, for messages.
@@ -441,7 +460,7 @@ def _explain(action: Action) -> str:
             lines.append(f"  {name}: {HOW[row.how]}" + (f" ({inner})" if inner else ""))
     offered = _offered(action)
     if offered is not None:
-        lines.append(candidate_table(offered, True, action.rows))
+        lines.append(candidate_table(offered, chosen=action.rows))
     return "\n".join(lines)
 
 
@@ -453,8 +472,15 @@ def _offered(action: Action) -> ActionSet | None:
     return action_set(action.op, action.sources, rules, **dict(action.args))
 
 
+def arrows(transitions: Iterable[Transition]) -> str:
+    """Return transitions as text."""
+    return ", ".join(f"{a} -> {b}" for a, b in sorted(transitions))
+
+
 def candidate_table(
-    action_set: ActionSet, allow_partial_to_sharded: bool, chosen: Sequence[AxisAssignment] | None = None
+    action_set: ActionSet,
+    barred: Callable[[set[Transition]], set[Transition]] = lambda _: set(),
+    chosen: Sequence[AxisAssignment] | None = None,
 ) -> str:
     """Return the candidate rows of each mesh axis as an aligned table, each with its price and its fate."""
     held = [layout.placements for layout in action_set.layouts]
@@ -469,8 +495,8 @@ def candidate_table(
             names = [collective_of(a, b, action_set.prices) for a, b in moves]
             names += [inner for inner, _ in row.inner]
             taken = chosen is not None and chosen[axis] == row
-            barred = candidate.reduces_to_shards and not allow_partial_to_sharded
-            fate = "chosen" if taken else "not allowed: P -> S" if barred else ""
+            bars = barred(action_set.transitions(axis, row))
+            fate = "chosen" if taken else f"not allowed: {arrows(bars)}" if bars else ""
             if not fate and candidate.reduces_to_shards:
                 fate = "only with allow_partial_to_sharded"
             outputs = row.outputs(len(action_set.results))

@@ -8,7 +8,7 @@ allows, the cheapest, the earliest of equals.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -21,7 +21,16 @@ from lowshard.bounded import BoundedCache
 from lowshard.errors import BudgetError, LayoutError, PolicyError, ShardingError, SolverError
 from lowshard.layout import Layout
 from lowshard.placement import Partial, Replicated, Sharded
-from lowshard.solver.action import OPERANDS, Action, ActionSet, Solver, action_set, candidate_table
+from lowshard.solver.action import (
+    OPERANDS,
+    Action,
+    ActionSet,
+    Solver,
+    Transition,
+    action_set,
+    arrows,
+    candidate_table,
+)
 from lowshard.solver.assignment import AxisAssignment, replicated_row
 from lowshard.solver.pricing import Candidate
 from lowshard.solver.table import Rules
@@ -103,16 +112,20 @@ class GreedyReshard(Bindable):
     Args:
         on_reshard: "silent", "warn" (UserWarning) or "raise" (ShardingError) when an operand must move.
         allow_partial_to_sharded: whether a partial operand may be reduced to shards, on any mesh axis.
+        allowed_transitions: how operands may change their placement on a mesh axis: a set of pairs of letters, from
+            and to, of "P", "R" and "S", such as `{("P", "R"), ("S", "R")}`; None for all. Both arguments are asked: P
+            to S takes `allow_partial_to_sharded=True`, and its pair where there is a set.
 
     Raises (when called):
         SolverError: no row can be reached.
         BudgetError: no action fits; it names the tightest tensor and the smallest budget that would do.
-        PolicyError: what fits would reduce a partial operand to shards, which is off.
+        PolicyError: what fits takes a transition that is not allowed; it names those.
         ShardingError: an operand must move and `on_reshard` is "raise".
     """
 
     on_reshard: OnReshard = "silent"
     allow_partial_to_sharded: bool = False
+    allowed_transitions: Collection[Transition] | None = None
 
     def __post_init__(self) -> None:
         rule = "on_reshard is 'silent', 'warn' or 'raise'"
@@ -121,11 +134,22 @@ class GreedyReshard(Bindable):
         object.__setattr__(
             self, "allow_partial_to_sharded", truth(self.allow_partial_to_sharded, rule, ShardingError)
         )
+        if self.allowed_transitions is not None:
+            rule = 'allowed_transitions is a set of pairs of "P", "R" and "S", such as {("P", "R")}, or None'
+            given = items(self.allowed_transitions, rule, ShardingError, any_order=True)
+            pairs = [items(pair, rule, ShardingError) for pair in given]
+            if any(len(pair) != 2 or not all(x in ("P", "R", "S") for x in pair) for pair in pairs):
+                raise ShardingError(f"{rule}, got {brief(self.allowed_transitions)}")
+            object.__setattr__(self, "allowed_transitions", frozenset(pairs))
 
     def __call__(self, action_set: ActionSet, layouts: Sequence[Layout], /) -> Action:
         """Return the cheapest action that the budget and the policy leave."""
         instance(action_set, ActionSet, _OFFER, SolverError)
         action = action_set.action(self.choose(action_set))
+        # Shards of one dim move by no row where another operand is nested or split in another way.
+        moves = [m.collective for each in action.reshards for m in each] if self._barred({("S", "S")}) else []
+        if "all_to_all" in moves:
+            raise self._policy_error(action_set, "nesting and splitting all operands alike", {("S", "S")})
         if self.on_reshard != "silent" and not action.moves_nothing:
             self._report(action)
         return action
@@ -138,34 +162,50 @@ class GreedyReshard(Bindable):
             return self._jointly(action_set, budget)
         # Prices add up over the axes: without a budget the best combination is the best row of each axis.
         best: list[AxisAssignment | None] = []
-        for costs, reduces in action_set.priced:
-            if not self.allow_partial_to_sharded and True in reduces:
+        for axis, (costs, reduces) in enumerate(action_set.priced):
+            if self.allowed_transitions is not None:
+                barred = self._barred_rows(action_set, axis)
+                costs = [inf if i in barred else cost for i, cost in enumerate(costs)]
+            elif not self.allow_partial_to_sharded and True in reduces:
                 costs = [inf if reducing else cost for cost, reducing in zip(costs, reduces, strict=True)]
             least = min(costs)
             best.append(None if least == inf else action_set.axis_assignments[costs.index(least)])
         rows = tuple(row for row in best if row is not None)
         if budget is None:
             if len(rows) < len(best):
-                raise self._policy_error(action_set, best.index(None))
+                axis = best.index(None)
+                where = f"every row on mesh axis {action_set.mesh.axis_names[axis]!r}"
+                barred = self._barred_rows(action_set, axis)
+                raise self._policy_error(action_set, where, set().union(*barred.values()))
             return rows
         if len(rows) == len(best) and needed_bytes(action_set, rows) <= budget:
             return rows
         return self._jointly(action_set, budget)
 
-    def _allows(self, candidate: Candidate) -> bool:
-        return self.allow_partial_to_sharded or not candidate.reduces_to_shards
+    def _barred(self, made: Collection[Transition]) -> set[Transition]:
+        """Return those of some transitions that are not allowed."""
+        found = set() if self.allowed_transitions is None else {*made} - {*self.allowed_transitions}
+        return found if self.allow_partial_to_sharded else found | ({("P", "S")} & {*made})
+
+    def _barred_rows(self, action_set: ActionSet, axis: int) -> dict[int, set[Transition]]:
+        """Return for each row that is feasible on a mesh axis and not allowed, by its index, why not."""
+        every = {c.row_index: action_set.transitions(axis, c.row) for c in action_set.candidates(axis)}
+        return {index: barred for index, made in every.items() if (barred := self._barred(made))}
 
     def _jointly(self, action_set: ActionSet, budget: float | None) -> tuple[AxisAssignment, ...]:
         """Return the best combination where the rows of the mesh axes bear on each other."""
-        every = [_strongest(action_set, action_set.candidates(a)) for a in range(action_set.mesh.ndim)]
+        barred = [self._barred_rows(action_set, a) for a in range(action_set.mesh.ndim)]
+        every = [_strongest(action_set, action_set.candidates(a), rows) for a, rows in enumerate(barred)]
         fitting = [c for c in product(*every) if action_set.commute([x.row for x in c])]
         if budget is not None:
             fitting = [c for c in fitting if needed_bytes(action_set, [x.row for x in c]) <= budget]
             if not fitting:
                 raise self._budget_error(action_set, budget, every)
-        allowed = [c for c in fitting if all(map(self._allows, c))]
+        allowed = [c for c in fitting if not any(map(dict.__contains__, barred, (x.row_index for x in c)))]
         if not allowed:
-            raise self._policy_error(action_set, None, budget)
+            fits = "" if budget is None else f" that fits into {budget:,.0f} bytes a device"
+            why = set().union(*(one for rows in barred for one in rows.values()))
+            raise self._policy_error(action_set, f"every action{fits}", why)
         best = min(allowed, key=lambda c: (sum(x.cost_bytes for x in c), tuple(x.row_index for x in c)))
         return tuple(c.row for c in best)
 
@@ -184,18 +224,19 @@ class GreedyReshard(Bindable):
         least = min(product(*every), key=lambda c: needed_bytes(action_set, [x.row for x in c]))
         return BudgetError(
             f"{action_set.op}: {budget_text(action_set, [c.row for c in least], budget)}\n"
-            f"{candidate_table(action_set, self.allow_partial_to_sharded)}"
+            f"{candidate_table(action_set, self._barred)}"
         )
 
-    def _policy_error(
-        self, action_set: ActionSet, axis: int | None, budget: float | None = None
-    ) -> PolicyError:
-        where = "" if axis is None else f" on mesh axis {action_set.mesh.axis_names[axis]!r}"
-        fits = "" if budget is None else f" that fits into {budget:,.0f} bytes a device"
+    def _policy_error(self, action_set: ActionSet, where: str, barred: Collection[Transition]) -> PolicyError:
+        """Return the error that says which transitions are barred, and how to allow them."""
+        ways = []
+        if ("P", "S") in barred and not self.allow_partial_to_sharded:
+            ways.append("pass allow_partial_to_sharded=True")
+        if self.allowed_transitions is not None and (lacking := {*barred} - {*self.allowed_transitions}):
+            ways.append(f"add {', '.join(map(str, sorted(lacking)))} to allowed_transitions")
         return PolicyError(
-            f"{action_set.op}: every row{fits}{where} would reduce a partial operand to shards, which "
-            "allow_partial_to_sharded=False forbids: pass GreedyReshard(allow_partial_to_sharded=True), or "
-            f"redistribute the operand first\n{candidate_table(action_set, self.allow_partial_to_sharded)}"
+            f"{action_set.op}: {where} takes a transition that is not allowed ({arrows(barred)}): "
+            f"{' and '.join(ways)}, or redistribute the operands first\n{candidate_table(action_set, self._barred)}"
         )
 
 
@@ -258,7 +299,7 @@ def _first(action_set: ActionSet, name: str, partials: bool) -> Action:
     what = "is as the operands come, or only reduces partial ones" if partials else "is as the operands come"
     raise SolverError(
         f"{action_set.op}: {name} takes a row that {what}, and there is none: redistribute the operands "
-        f"first, or use GreedyReshard\n{candidate_table(action_set, True)}"
+        f"first, or use GreedyReshard\n{candidate_table(action_set)}"
     )
 
 
@@ -271,7 +312,9 @@ def _stays(held: Sequence[object], row: AxisAssignment, reducing: bool) -> bool:
     return True
 
 
-def _strongest(action_set: ActionSet, candidates: Sequence[Candidate]) -> list[Candidate]:
+def _strongest(
+    action_set: ActionSet, candidates: Sequence[Candidate], barred: Collection[int]
+) -> list[Candidate]:
     """Return the candidates that can be in the best action: of those that cut the same operands, go together with the
     same others and that the policy treats alike, the cheapest, the earliest of equals.
     """
@@ -279,7 +322,7 @@ def _strongest(action_set: ActionSet, candidates: Sequence[Candidate]) -> list[C
     for candidate in candidates:
         cuts = [isinstance(need, Sharded) for need in candidate.row.needed_inputs]
         families = action_set.families(candidate.row) if action_set.may_not_commute else ()
-        key = (candidate.reduces_to_shards, *cuts, *families)
+        key = (candidate.row_index in barred, *cuts, *families)
         if key not in best or candidate.cost_bytes < best[key].cost_bytes:
             best[key] = candidate
     return sorted(best.values(), key=lambda c: c.row_index)
@@ -355,7 +398,8 @@ def pick(
     # The one solver known to pick the same from the same layouts, always.
     if type(chosen) is not GreedyReshard or chosen.on_reshard != "silent":
         return _checked(chosen(action_set(op, operands, rules, **op_args), operands), op, operands)
-    key = (op, operands, rules, chosen.allow_partial_to_sharded, told_apart(freeze_args(op_args)))
+    policy = chosen.allow_partial_to_sharded, chosen.allowed_transitions
+    key = (op, operands, rules, policy, told_apart(freeze_args(op_args)))
     try:
         found = _PICKED.get(key)
     except TypeError:  # an argument that cannot be hashed

@@ -136,7 +136,7 @@ class ConvertPlan:
             stored = dict(shapes)
             for name, form in quantised.items() if settings.align else ():
                 stored = {**form.stored(name, shapes[name][1]), **stored}
-            cut = grid.tilings(stored, _patterns(settings), _sizes(settings), settings.align)
+            cut = grid.tilings(stored, patterns_of(settings), _sizes(settings), settings.align)
             count, made = grid.num_ranks, {name: cut[name] for name in shapes}
         for name, form in quantised.items():
             _check_blocks(name, form, *made[name])
@@ -365,6 +365,12 @@ def as_damage(*paths: str) -> Iterator[None]:
         raise
 
 
+def _config_of(settings: Settings) -> Path:
+    """Return the path of the config.json beside the input, which need not be there."""
+    source = Path(settings.source)
+    return (source if os.path.isdir(source) else source.parent) / "config.json"
+
+
 def _sizes(settings: Settings) -> Sizes:
     """Return the numbers of heads as they were given, and what a config.json beside the input has."""
     found = Sizes.beside(settings.source)  # a strategy that asks for heads says that they are missing
@@ -373,13 +379,17 @@ def _sizes(settings: Settings) -> Sizes:
     return replace(found, num_heads=settings.num_heads, num_kv_heads=settings.num_kv_heads)
 
 
-def _patterns(settings: Settings) -> NamePatterns:
-    if settings.strategies is None:
-        raise ShardingError(
-            "how tensors are sharded comes from name patterns (--strategies llama.yaml) or from a mesh-and-rule file "
-            "(--to-rules, and --from-rules for files of ranks without an index); neither was given"
-        )
-    return NamePatterns.load(settings.strategies)
+def patterns_of(settings: Settings) -> NamePatterns:
+    """Return the name patterns that were asked for, or those for the model_type of a config.json beside the input."""
+    if settings.strategies is not None:
+        return NamePatterns.load(settings.strategies)
+    if os.path.exists(_config_of(settings)):
+        return NamePatterns.of_model(_config_of(settings))
+    raise ShardingError(
+        "how tensors are sharded comes from the model_type of a config.json beside the checkpoint, from name patterns "
+        "(--strategies llama.yaml) or from a mesh-and-rule file (--to-rules, and --from-rules for files of ranks "
+        "without an index); there is none of them"
+    )
 
 
 def _source(settings: Settings) -> Catalog:
@@ -416,4 +426,4 @@ def _source(settings: Settings) -> Catalog:
             )
     if isinstance(was, RuledGrid):
         return Catalog.of_rank_files(files, was.rank_tilings(files, _sizes(settings).weight_block))
-    return Catalog.of_rank_files(files, rank_tilings(files, was, _patterns(settings), _sizes(settings)))
+    return Catalog.of_rank_files(files, rank_tilings(files, was, patterns_of(settings), _sizes(settings)))

@@ -1,10 +1,10 @@
 """Name patterns: YAML files that say how the weights of a family of models are sharded, by name.
 
-A file lists `rules`, each a `pattern` and a `strategy`. In a pattern `*` stands for one part of a name (no
-dot), `**` for anything, `{a,b}` for either. Scales of quantised weights stand in no file: they follow their weight
-(`lowshard.weights.scale_rules`). A strategy is a name (rowwise, columnwise, replicate,
-expert_parallel) or one with arguments, `{grouped_qkv: {section: q}}`; `heads` shards an axis between query
-heads, whatever their size.
+A file lists `rules`, each a `pattern` and a `strategy`, and perhaps the `model_types` it is for. In a pattern `*`
+stands for one part of a name (no dot), `**` for anything, `{a,b}` for either. Scales of quantised weights stand in
+no file: they follow their weight (`lowshard.weights.scale_rules`). A strategy is a name (rowwise, columnwise,
+replicate, expert_parallel) or one with arguments, `{grouped_qkv: {section: q}}`; `heads` shards an axis between
+query heads, whatever their size.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from lowshard.weights.module_weights import resolve_module
 from lowshard.weights.scale_rules import aligned, weights_of_scales, why_none, with_scales
 from lowshard.weights.sharding_strategy import ShardingStrategy
 
-SHIPPED = ("llama", "qwen", "moe", "bert")
+SHIPPED = ("llama", "qwen", "moe", "deepseek_v4", "gpt2", "neox", "bert")
 Align = Literal["blocks"] | None
 MOST_STARS = 8
 """Of a pattern: matching takes time that grows with their number."""
@@ -59,17 +59,15 @@ class Sizes:
         Raises:
             CheckpointError: it cannot be read, or is not a JSON object.
         """
-        file = check_path(path, "a model's config is a path of a file or folder", CheckpointError)
-        file = file / "config.json" if os.path.isdir(file) else file
-        config = parse_json(read_text(file, "model's config", CheckpointError), str(file), CheckpointError)
-        if not isinstance(config, dict):
-            raise CheckpointError(f"{file}: a model's config is a JSON object, got {brief(config)}")
+        file, config = _read_config(path)
         inner = config.get("text_config", config)
-        sizes = {k: inner[k] for k in _HEADS if k in inner} if isinstance(inner, dict) else inner
+        sizes = (
+            {name: inner[k] for k, name in _HEADS.items() if k in inner} if isinstance(inner, dict) else inner
+        )
         quantised = config.get("quantization_config")
         if isinstance(sizes, dict) and isinstance(quantised, dict) and quantised.get("weight_block_size"):
             sizes["weight_block_size"] = quantised["weight_block_size"]
-        return _read_sizes(sizes, str(file))
+        return _read_sizes(sizes, file)
 
     @classmethod
     def beside(cls, checkpoint: str) -> Sizes:
@@ -80,7 +78,21 @@ class Sizes:
         return cls()
 
 
-_HEADS = ("num_attention_heads", "num_key_value_heads")
+_HEADS = {
+    "n_head": "num_attention_heads",  # of GPT-2 and BLOOM
+    "num_attention_heads": "num_attention_heads",
+    "num_key_value_heads": "num_key_value_heads",
+}
+
+
+def _read_config(path: str | Path) -> tuple[str, dict[str, Any]]:
+    """Return the path of a config.json, which may lie in a folder, and the object in it."""
+    file = check_path(path, "a model's config is a path of a file or folder", CheckpointError)
+    file = file / "config.json" if os.path.isdir(file) else file
+    config = parse_json(read_text(file, "model's config", CheckpointError), str(file), CheckpointError)
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{file}: a model's config is a JSON object, got {brief(config)}")
+    return str(file), config
 
 
 @reader("model's config", CheckpointError)
@@ -163,10 +175,34 @@ class NamePatterns:
     rules: tuple[NameRule, ...]
     sizes: tuple[str, ...] = ()
     """The sizes that its strategies need."""
+    model_types: tuple[str, ...] = ()
+    """The models that it is for, as `model_type` in their config.json calls them."""
+
+    @classmethod
+    def of_model(cls, path: str | Path) -> NamePatterns:
+        """Return the shipped file for the `model_type` in a config.json, or in the one that lies in a folder.
+
+        Raises:
+            CheckpointError: it cannot be read, or is not a JSON object.
+            ShardingError: no shipped file is for its model_type.
+        """
+        file, config = _read_config(path)
+        inner = config.get("text_config")
+        asked = [of.get("model_type") for of in (config, inner) if isinstance(of, dict)]
+        known = {model_type: name for name in SHIPPED for model_type in cls.load(name).model_types}
+        for model_type in asked:
+            if isinstance(model_type, str) and model_type in known:
+                return replace(
+                    cls.load(known[model_type]), where=f"{known[model_type]} (model_type {model_type})"
+                )
+        raise ShardingError(
+            f"{file}: no name patterns come with lowshard for model_type {brief(asked[0])}: give --strategies, one of "
+            f"{', '.join(SHIPPED)} whose names fit, or a file of your own{nearest(asked[0], known)}"
+        )
 
     @classmethod
     def load(cls, source: str | Path) -> NamePatterns:
-        """Return a shipped file by its name (llama, qwen, moe, bert; also llama.yaml), or a file of your own.
+        """Return a shipped file by its name (llama, also llama.yaml; see `SHIPPED`), or a file of your own.
 
         Raises:
             CheckpointError: there is no such file, or it is not YAML.
@@ -270,8 +306,10 @@ def _read_rule(pattern: str, strategy: str | Mapping[str, Mapping[str, Any] | No
 
 
 @reader("file of name patterns", ShardingError)
-def _read(rules: tuple[NameRule, ...], sizes: tuple[str, ...] = ()) -> NamePatterns:
-    return NamePatterns("", rules, sizes)
+def _read(
+    rules: tuple[NameRule, ...], sizes: tuple[str, ...] = (), model_types: tuple[str, ...] = ()
+) -> NamePatterns:
+    return NamePatterns("", rules, sizes, model_types)
 
 
 def _heads(sizes: Sizes, extent: int, section: str) -> tuple[int, int, int]:

@@ -24,7 +24,7 @@ from lowshard.errors import CheckpointError, LaunchError, VerificationError
 from lowshard.plain_console import add_json_argument, put_json
 from lowshard.settings import environment
 from lowshard.weights.checkpoint_convert import ConvertReport, convert
-from lowshard.weights.convert_plan import ConvertPlan, Settings, as_damage
+from lowshard.weights.convert_plan import ConvertPlan, Settings, as_damage, patterns_of
 
 if TYPE_CHECKING:
     from lowshard.comm import Communicator
@@ -44,16 +44,16 @@ switched in one step; --to or --merged shard it anew.
 """
 EPILOG = """\
 examples:
-  lowshard reshard llama/ out/ --to tp=4 --strategies llama.yaml
-  lowshard reshard out/ out2/ --from tp=4 --to tp=2,dp=2 --strategies llama.yaml -n 2 --memory 2GB
-  lowshard reshard mixtral/ out/ --to tp=2,ep=4 --strategies moe.yaml --mxfp8
+  lowshard reshard llama/ out/ --to tp=4                     # patterns by model_type in llama/config.json
+  lowshard reshard out/ out2/ --from tp=4 --to tp=2,dp=2 --strategies llama -n 2 --memory 2GB
+  lowshard reshard mixtral/ out/ --to tp=2,ep=4 --mxfp8
   lowshard reshard ranks/ out/ --from-rules ep-as-cp --from fsdp=4,expert=2 --to-rules pure-fsdp --to fsdp=8
   lowshard reshard out/ model.safetensors --merged           # back to one plain file
   lowshard reshard out/ hf/ --merged --file-size 2GB         # back to a folder that other libraries read
   lowshard reshard --delta v6/ v7/ -o deltas/weight_v000007.safetensors
   lowshard reshard serving/ --apply deltas/ -o serving/      # all that it lacks, in one switch
-Strategies: llama, qwen, moe (Mixtral, DeepSeek), bert, or a YAML file of your own. Rules: a ready-made name or a
-path, as of `lowshard rules`.
+Strategies: llama (dense models of its naming), qwen, moe (Mixtral, DeepSeek-V3, gpt-oss, ...), deepseek_v4, gpt2, neox,
+bert, or a YAML file of your own. Rules: a ready-made name or a path, as of `lowshard rules`.
 Exit codes: 0 done, 1 the input or a delta is damaged, a delta stands on another version, or the output cannot be
 written, 2 wrong usage, or nothing at IN, BASE, NEXT or DELTA.
 """
@@ -64,7 +64,7 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "M
 # Option, name of its value (None: a flag), what it says in --help, further arguments of add_argument.
 _OPTIONS: tuple[tuple[tuple[str, ...], str | None, str, dict[str, Any]], ...] = (
     (("--from",), "GRID", "how IN is sharded: for files of ranks without an index, in the order of their numbers", {}),
-    (("--strategies",), "FILE", "sharding by name patterns: llama.yaml, or your own", {}),
+    (("--strategies",), "FILE", "name patterns: llama.yaml, or your own (default: by model_type in config.json)", {}),
     (("--to-rules",), "RULES", "sharding by a mesh-and-rule file instead; --to has sizes of its mesh axes", {}),
     (("--from-rules",), "RULES", "how IN is sharded, as rules; --from has sizes of its mesh axes", {}),
     (("--file-size",), "SIZE", "with --merged: most bytes of a file (default 5GB)", {"default": "5GB"}),
@@ -283,6 +283,8 @@ def _show(report: ConvertReport, settings: Settings, target: str | None) -> int:
         f"{settings.target}: {report.tensors} tensors ({report.quantised} as MXFP8) in {report.files} files, "
         f"{report.written_bytes / 1e6:.1f} MB written"
     )
+    if settings.to and not settings.to_rules and settings.strategies is None:
+        print(f"  sharded by the name patterns {patterns_of(settings).where}")
     if report.applied:
         print(f"  deltas: {report.applied} applied, up to version {report.version}")
     if report.checksummed_bytes:
@@ -291,9 +293,7 @@ def _show(report: ConvertReport, settings: Settings, target: str | None) -> int:
             f"checksums of {settings.source}, all equal"
         )
     else:
-        print(
-            f"  input: {settings.source} has no checksums, so damage done to it before this run cannot be seen"
-        )
+        print(f"  input: {settings.source} has no checksums: not verified")
     again = "read again and compared with the input, read a second time: all equal"
     compared = f"{report.verified_bytes / 1e6:.1f} MB {again}"
     print(f"  output: {compared if settings.verify else 'not compared (--no-verify)'}")

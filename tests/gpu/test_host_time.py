@@ -19,7 +19,7 @@ from types import SimpleNamespace
 import cupy, ml_dtypes, numpy as np
 from lowshard import comm as lc
 from lowshard.comm.nccl import nccl_communicator
-from lowshard.kernels import MXFP8Tensor, SwizzledMXFP8, dequantize_mxfp8, quantize_mxfp8
+from lowshard.kernels import MXFP8Tensor, dequantize_mxfp8, quantize_mxfp8
 
 # One rank of eight: the others are not there, and the host's communicator finds that they ask for the same.
 calls = dict.fromkeys(("allReduce", "check_async_error", "abort", "destroy"), lambda *args: None)
@@ -41,11 +41,9 @@ ndarray.__module__, cupy.ndarray = "cupy", ndarray
 buf, out = ndarray(1 << 20, "float32"), ndarray(1 << 20, "float32")
 x, back = (ndarray((512, 1024), ml_dtypes.bfloat16) for _ in range(2))
 q = MXFP8Tensor(ndarray((512, 1024), np.uint8), ndarray((512, 32), np.uint8))
-tiled = SwizzledMXFP8(q.data, ndarray((512 * 32,), np.uint8))
 timed = {
     "all_reduce": lambda: comm.all_reduce(buf, out),
     "quantize_mxfp8": lambda: quantize_mxfp8(x, out=q),
-    "quantize_mxfp8 into tiles": lambda: quantize_mxfp8(x, out=tiled, scale_layout="128x4"),
     "dequantize_mxfp8": lambda: dequantize_mxfp8(q, out=back),
 }
 best = {name: min(timeit.repeat(call, repeat=40, number=200)) for name, call in timed.items()}

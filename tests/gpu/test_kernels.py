@@ -226,9 +226,7 @@ def test_slots_that_nobody_closed_ask_no_event_that_is_gone(cupy: Any) -> None:
         locked.append(at)
         return lambda: (undo(), locked.remove(at))[0]  # type: ignore[func-returns-value]
 
-    events = [
-        binding.new_event() for _ in range(4)
-    ]  # before the slots: so the collector finalizes them first
+    events = [binding.new_event() for _ in range(4)]  # before the slots: they are finalized first
     watch = SimpleNamespace(flag=np.zeros(1, np.int64), tell=lambda *words: told.append(words))
     made = replace(binding, new_event=events.pop, lock=lock)
     slots: Any = Slots(made, lambda n: np.empty(n, np.uint8), 5.0, watch)

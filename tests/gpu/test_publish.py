@@ -51,9 +51,8 @@ def bits_of(values: Any) -> bytes:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "uint8", "float8_e4m3fn"])
 def test_versions_go_from_a_gpu_to_a_gpu(tmp_path: Path, rng: Any, way: str, dtype: str) -> None:
     """Whole, and what changed: bits of any kind, through slots that are smaller than the array."""
-    values = (
-        np.frombuffer(rng.bytes(90 * 150 * 4), dtypes.get(dtype).numpy)[: 90 * 150].reshape(90, 150).copy()
-    )
+    raw = np.frombuffer(rng.bytes(90 * 150 * 4), dtypes.get(dtype).numpy)
+    values = raw[: 90 * 150].reshape(90, 150).copy()
     mine, out = put(values), put(np.zeros_like(values))
     publisher, subscriber = both_sides(tmp_path, values, mine, out)
     with publisher, subscriber:

@@ -165,8 +165,7 @@ def test_a_thread_on_another_device_launches_on_the_communicators(
     comm.close()
 
 
-RELAXED = 2
-"""cudaStreamCaptureModeRelaxed: other threads, and this one on other streams, may do what they like."""
+RELAXED = 2  # cudaStreamCaptureModeRelaxed: others, and this thread on other streams, may do what they like
 
 
 @pytest.mark.parametrize("control", [False, True])

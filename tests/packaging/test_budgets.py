@@ -42,24 +42,24 @@ PRODUCT = {
         f"lowshard/{name}.py" for name in ("mesh", "placement", "layout", "tiling")
     )),
     "comm": Budget(16_883, 68, ("lowshard/comm",)),
-    "cost, rules": Budget(3_571, 19, ("lowshard/cost.py", "lowshard/rules")),
-    "redistribute plans, solver, op": Budget(8_486, 35, (
+    "cost, rules": Budget(3_900, 19, ("lowshard/cost.py", "lowshard/rules")),
+    "redistribute plans, solver, op": Budget(8_600, 35, (
         *(f"lowshard/{name}.py" for name in ("redistribute_plan", "step_search", "step_cost", "exchange")),
         "lowshard/solver", "lowshard/op",
     )),
-    "execute, pool, transfer": Budget(3_028, 18, ("lowshard/execute.py", "lowshard/pool.py", "lowshard/transfer")),
-    "reshard": Budget(8_070, 31, ("lowshard/reshard",)),
-    "weights, checkpoint": Budget(8_937, 36, ("lowshard/weights", "lowshard/checkpoint")),
+    "execute, pool, transfer": Budget(3_300, 18, ("lowshard/execute.py", "lowshard/pool.py", "lowshard/transfer")),
+    "reshard": Budget(8_900, 31, ("lowshard/reshard",)),
+    "weights, checkpoint": Budget(9_500, 38, ("lowshard/weights", "lowshard/checkpoint")),
     "fsdp": Budget(3_795, 16, ("lowshard/fsdp",)),
     "launch": Budget(3_555, 23, ("launch",)),
-    "demo, selftest, interop, cli": Budget(3_689, 30, (
+    "demo, selftest, interop, cli": Budget(3_800, 30, (
         "lowshard/demo", "lowshard/selftest", "lowshard/interop", "lowshard/cli.py",
     )),
 }  # fmt: skip
-PRODUCT_LINES, PRODUCT_BYTES, PRODUCT_FUNCTIONS = 74_490, 3_221_000, 4_693
+PRODUCT_LINES, PRODUCT_BYTES, PRODUCT_FUNCTIONS = 77_000, 3_350_000, 4_900
 BENCH = Budget(5_800, 26, ("bench",))
-TESTS = Budget(57_132, 311, ("tests",))
-TEST_DATA_LINES = 3_400
+TESTS = Budget(58_000, 316, ("tests",))
+TEST_DATA_LINES = 4_500
 EXAMPLES = Budget(1_403, 18, ("examples", "docs"))
 EXAMPLES_AND_BLOCKS_LINES = 1_900
 """With the blocks of Python in the pages."""

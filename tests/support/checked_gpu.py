@@ -14,8 +14,7 @@ from unittest.mock import patch
 from lowshard import foreign_array
 from lowshard.kernels.cuda import cuda_changes, cuda_engine
 
-CHECKER_PATH = Path(__file__).with_name("gpu_checker")
-"""The folder that PYTHONPATH has where the package cupy is to be the checker."""
+CHECKER_PATH = Path(__file__).with_name("gpu_checker")  # on PYTHONPATH it makes the package cupy the checker
 SHARED_GPU = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "2", "NCCL_NVLS_ENABLE": "0"}
 """Environment of ranks that share the one GPU."""
 
@@ -46,11 +45,7 @@ def _take_modules() -> dict[str, ModuleType]:
 
 
 def checker_env(report: Path | str, counts: Path | str = "", **more: str) -> dict[str, str]:
-    """Return the environment of a process that is to use the checker, beside what is set already.
-
-    `report` gets a line for each fault, `counts` one of JSON from each process when it ends; `more` are others, such as
-    LOWSHARD_CHECKER="off": see `cupy.checker`.
-    """
+    """Return what the environment of a process that is to use the checker has beside: see `cupy.checker`."""
     path = (str(CHECKER_PATH), str(CHECKER_PATH.parents[1]), os.environ.get("PYTHONPATH", ""))
     files = {"LOWSHARD_CHECKER_REPORT": str(report), "LOWSHARD_CHECKER_COUNTS": str(counts)}
     return {**SHARED_GPU, **files, "PYTHONPATH": os.pathsep.join(filter(None, path)), **more}

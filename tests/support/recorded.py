@@ -37,6 +37,7 @@ class Golden:
     sizes: dict[str, Any]
     sha256: dict[str, str]
     model: str
+    attention_embed: str
     activations: str
     whole: Path | None
 
@@ -45,7 +46,13 @@ class Golden:
         if self.theirs:
             found = json.loads((MAXTEXT / "inputs.json").read_text(encoding="utf-8"))[kind]
             if kind == "logical":
-                return {k: {"partition_spec": n, "shape": s} for k, (n, s) in found[self.model].items()}
+                logical = {k: {"partition_spec": n, "shape": s} for k, (n, s) in found[self.model].items()}
+                for key in (k for k in logical if "['self_attention']" in k):
+                    names = logical[key]["partition_spec"]
+                    logical[key]["partition_spec"] = [
+                        self.attention_embed if n == "embed" else n for n in names
+                    ]
+                return logical
             named = found[self.activations]
         else:
             data = json.loads((GOLDENS / "ep-as-cp-8" / FILE_NAMES[kind]).read_text(encoding="utf-8"))
@@ -66,6 +73,7 @@ def goldens(whose: str) -> list[Golden]:
             {name: case[name] for name in ("devices", "slices", "ici", "dcn")},
             case["sha256"],
             case.get("model", ""),
+            case.get("attention_embed", "embed"),
             case.get("activations", ""),
             DATA / case["whole"] if "whole" in case else None,
         )

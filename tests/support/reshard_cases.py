@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 from math import prod
 from typing import Any
 
@@ -14,7 +15,14 @@ from lowshard.comm import run_loopback
 from lowshard.errors import LowshardError
 from lowshard.kernels import MXFP8Tensor
 from lowshard.kernels.mxfp8_tensor import swizzled_bytes
-from lowshard.reshard import DimSharding, ReshardPlan, SwizzledMXFP8, TensorLayout, build_reshard_plan
+from lowshard.reshard import (
+    DimSharding,
+    ParameterMetadata,
+    ReshardPlan,
+    SwizzledMXFP8,
+    TensorLayout,
+    build_reshard_plan,
+)
 
 DTYPES = ("float32", "uint8", "bfloat16", "float64", "int16")
 
@@ -68,6 +76,41 @@ def random_cut(rng: np.random.Generator, length: int, parts: int) -> DimSharding
         inner = sorted(rng.integers(0, length + 1, parts - 1).tolist())
         return DimSharding(length, parts, points=(0, *inner, length))
     return DimSharding(length, parts, split="ceil" if kind == "ceil" else "balanced")
+
+
+GtpSide = tuple[list[ParameterMetadata], dict[int, np.ndarray]]
+
+
+def gtp_pair(rng: np.random.Generator) -> tuple[GtpSide, GtpSide]:
+    """Return two sides of one int64 tensor over ranks of their own, at least one under GTP: records and arrays.
+
+    Made by slicing: whole -> what tensor parallelism gives a rank -> padded with rows of -1 -> pieces of equal length.
+    """
+    rows, plain, first, sides = int(rng.choice([6, 12, 24])), int(rng.integers(3)), 0, []
+    whole = np.arange(1, rows * 6 + 1).reshape(rows, 6)
+    for side in range(2):
+        dim, pieces = int(rng.integers(2)), 1 if side == plain else int(rng.integers(1, 5))
+        width = whole.shape[dim]
+        halves, thirds = [width // 2] * 2, [width // 3, width * 2 // 3]
+        kinds = (([width], 1, 1), ([width], 2, 1), ([width], 3, 1), (halves, 3, 2), (thirds, 2, 1))
+        blocks, tp, stride = kinds[int(rng.integers(len(kinds)))]  # blocks are dealt one by one
+        dealt = [np.split(block, tp, dim) for block in np.split(whole, np.cumsum(blocks)[:-1], dim)]
+        locals_ = [np.concatenate(own, dim) for own in zip(*dealt, strict=True)]
+        pads = [n for n in range(8) if (len(locals_[0]) + n) % pieces == 0]
+        pad = 0 if side == plain else int(rng.choice(pads))
+        records, arrays = [], {}
+        for t, g in product(range(tp), range(pieces)):
+            rank = first + g * tp + t
+            arrays[rank] = np.split(np.pad(locals_[t], ((0, pad), (0, 0)), constant_values=-1), pieces)[g]
+            records.append(ParameterMetadata(
+                "w", arrays[rank].shape, "int64", is_tp=True, partition_dim=dim, partition_stride=stride,
+                partition_sizes=tuple(n // tp for n in blocks) if stride < len(blocks) else None, owner_rank=rank,
+                tensor_parallel_group_ranks=tuple(first + g * tp + i for i in range(tp)), is_gtp=side != plain,
+                gtp_remat_group_ranks=tuple(first + i * tp + t for i in range(pieces)), gtp_pad_length=pad,
+            ))  # fmt: skip
+        sides.append((records, arrays))
+        first += tp * pieces
+    return sides[0], sides[1]
 
 
 def random_case(rng: np.random.Generator, world: int | None = None) -> Case:

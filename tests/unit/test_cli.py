@@ -39,6 +39,19 @@ def test_wrong_usage_is_exit_code_2(argv: list[str], capsys: pytest.CaptureFixtu
     assert "usage: lowshard" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("line", "hint"),
+    [
+        ("bench allreduce", "did you mean all_reduce"), ("inspcet x", "did you mean inspect?"),
+        ("reshard a b --tp 2", "did you mean --to tp=2?"), ("run x.py -n 2", "options stand before the program"),
+    ],
+)  # fmt: skip
+def test_wrong_usage_says_what_was_meant(line: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(line.split())
+    assert hint in capsys.readouterr().err
+
+
 def test_an_error_of_ours_is_one_line_and_its_exit_code(
     capsys: pytest.CaptureFixture[str], tmp_path: object
 ) -> None:

@@ -39,7 +39,7 @@ KERNELS = {
     "changes": words("{differ,gather,scatter}_{1,2,4,8,16}"),
     "checksum": words("checksum_{start,add}"),
     "step": words("{adamw,sgd}_{1,4}"),
-    "fold": words("fold_{bf16,f16,f32,e4m3,e5m2,i8,i16,i32,u8,u16,u32}_{1,4} fold_{f64,i64,u64}_{1,2}"),
+    "fold": words("fold_{bf16,f16,f32,i8,i16,i32,u8,u16,u32}_{1,4} fold_{f64,i64,u64}_{1,2}"),
 }
 
 # Kernels, the most registers of a thread, and the last GPU for which that holds. With 48, five CTAs of 256
@@ -68,8 +68,8 @@ INSTRUCTIONS = [
     # Subnormals count, though CuPy has the compiler flush them: a fold does so twice, in its exact division.
     (r"sum_\w+", ALWAYS, [r"FADD"]),
     (r"sum_\w+", NEVER, [r"FADD\.FTZ\S*"]),
-    (r"fold_(f32|b?f16|e4m3|e5m2)_\d", ALWAYS, [r"FADD", r"FMUL"]),
-    (r"fold_(f32|b?f16|e4m3|e5m2)_\d", NEVER, [r"FMUL\.FTZ\S*", r"FADD\.FTZ(.* FADD\.FTZ\S*){2}"]),
+    (r"fold_(f32|b?f16)_\d", ALWAYS, [r"FADD", r"FMUL"]),
+    (r"fold_(f32|b?f16)_\d", NEVER, [r"FMUL\.FTZ\S*", r"FADD\.FTZ(.* FADD\.FTZ\S*){2}"]),
 ]
 
 

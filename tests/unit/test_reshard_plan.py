@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from itertools import pairwise, product
 from typing import Any
 
@@ -11,7 +13,7 @@ import numpy as np
 import pytest
 from support import mode
 from support.recorded import oracle
-from support.reshard_cases import random_case, random_cut
+from support.reshard_cases import gtp_pair, random_case, random_cut
 
 from lowshard import DeviceMesh, Layout, Partial, Replicated, Sharded
 from lowshard.box import split_interval
@@ -174,6 +176,14 @@ def tp(ranks: tuple[int, ...], shape: tuple[int, ...], **fields: object) -> list
             tp((4,), (4,)),
             {4: [(0, ((0, 2),), ((0, 2),)), (2, ((0, 2),), ((2, 4),))]},
         ),
+        (  # GTP: of 6 rows, two pieces of 4; one rank has no record
+            tp((0,), (6, 2)),
+            [record(2, shape=(4, 2), is_gtp=True, gtp_remat_group_ranks=(1, 2), gtp_pad_length=2)],
+            {
+                1: [(0, ((0, 4), (0, 2)), ((0, 4), (0, 2)))],
+                2: [(0, ((4, 6), (0, 2)), ((0, 2), (0, 2)))],
+            },
+        ),
     ],
 )
 def test_records_make_the_plan_that_is_written_out(src: list, dst: list, expected: dict) -> None:
@@ -181,6 +191,26 @@ def test_records_make_the_plan_that_is_written_out(src: list, dst: list, expecte
     for rank, rows in expected.items():
         assert received(plan, rank) == rows
     plan.check_coverage()
+
+
+def test_gtp_is_slicing_by_hand(rng: np.random.Generator, full: bool) -> None:
+    seen = set()
+    for _ in range(2000 if full else 150):
+        sides = gtp_pair(rng)
+        for (src, given), (dst, wanted) in (sides, sides[::-1]):
+            plan = build_reshard_plan(src, dst)
+            plan.check_coverage()
+            for rank, expected in wanted.items():
+                out = np.where(expected < 0, expected, 0)  # rows of padding stay as they are
+                for m in plan.for_rank(rank).incoming:
+                    out[(*map(slice, *zip(*m.dst_box, strict=True)),)] = given[m.src_rank][
+                        (*map(slice, *zip(*m.src_box, strict=True)),)
+                    ]
+                assert np.array_equal(out, expected), (src, dst)
+                seen.add((dst[0].gtp_pad_length, bool((expected < 0).any()), bool((expected < 0).all())))
+        assert ReshardPlan.from_json(json.loads(json.dumps(plan.to_json()))).digest() == plan.digest()
+    assert {pad for pad, *_ in seen} == {*range(8)}
+    assert {(short, empty) for _, short, empty in seen} == {(False, False), (True, False), (True, True)}
 
 
 def parts(ranks: tuple[int, ...], widths: tuple[int, ...], **fields: object) -> list[ParameterMetadata]:
@@ -337,6 +367,13 @@ def test_names_are_resolved(args: tuple, resolved: str, expert: int | None) -> N
 
 
 BLOCKS = tp((0, 1), (6,), partition_sizes=(3, 3))
+GTP = [
+    record(
+        r, shape=(2,), is_tp=True, tensor_parallel_group_ranks=(r // 2 * 2, r // 2 * 2 + 1),
+        is_gtp=True, gtp_remat_group_ranks=(r % 2, r % 2 + 2),
+    )
+    for r in range(4)
+]  # fmt: skip
 QUARTERS = {"tp": (2, 1), "dp": (2, 2)}
 HALVES = Tiling.from_pieces((4,), "float32", [[((0, 2),)], [((0, 2),)]])
 ONE = {"w": Layout(DeviceMesh((1,), ("x",)), (4,), "float32", [Replicated()])}
@@ -363,6 +400,19 @@ REFUSED: dict[str, list[tuple[Callable[[], object], type[LowshardError], str]]] 
         (lambda: cut_by({}, {1: "tp"}), LayoutError, "dim 1"),  # was taken for copies
         (lambda: cut_by({0: "dp"}, {0: "tp"}), LayoutError, "dim 0"),
         (lambda: cut_by({0: DimSharding(8, 2)}, {}), LayoutError, "by="),
+    ],
+    "gtp": [
+        (partial(lambda x, f, n: build_reshard_plan([replace(r, **f) for r in x], tp((4,), (n,))), some, fields, rows),
+         PlanError, word)
+        for some, fields, rows, word in (
+            (GTP, {"gtp_pad_length": 4}, 8, "not all rows"),
+            (GTP[:1], {"gtp_remat_group_ranks": (1, 2)}, 8, r"rank 0 says .* \(1, 2\)"),
+            (GTP[:1], {"gtp_remat_group_ranks": (0, 0)}, 8, "names it once"),
+            (GTP[::2], {}, 8, "rank 1 has none"),
+            (GTP[:2], {}, 8, "of rank 2 names the group"),
+            (GTP, {}, 9, r"\[8\]"),
+            (GTP, {"gtp_pad_length": -1}, 8, "0 or more"),
+        )
     ],
     "records against the blocks of the other side": [
         (lambda: build_reshard_plan(

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.recorded import GOLDENS
+from support.recorded import GOLDENS, MAXTEXT
 
 from lowshard import cli
 from lowshard.rules import load_rules
@@ -160,7 +160,9 @@ def test_explain_by_name_pattern_or_logical_names(run: Any) -> None:
 
 
 def test_check_reports_everything_and_by_exit_code(run: Any, tmp_path: Path) -> None:
-    assert "0 errors, 1 warning, 0 notes" in run("check", "--rules", "default")  # name-split-off
+    assert "0 errors, 0 warnings, 0 notes" in run("check", "--rules", "default")
+    before = str(MAXTEXT / "rules/default.yml")
+    assert "0 errors, 1 warning, 0 notes" in run("check", "--rules", before)  # name-split-off
     assert "2 warnings" in run("check", *RULES, "--logical", LOGICAL)
     run("check", *RULES, "--logical", LOGICAL, "--werror", code=1)
     path = tmp_path / "bad.yml"
@@ -174,6 +176,21 @@ def test_check_reports_everything_and_by_exit_code(run: Any, tmp_path: Path) -> 
     assert {f["line"] for f in data["findings"] if f["severity"] == "error"} >= {1, 3, 4, 5}
     activations = str(GOLDENS / "ep-as-cp-8" / "input_shardings.json")
     assert "activation_kv_head_dim" in run("check", "--rules", "pure-fsdp", "--activations", activations)
+    for command in ("check", "dump", "explain"):
+        more = {"dump": ["-o", "-"], "explain": ["moe/wi"]}.get(command, [])
+        argv = [
+            command,
+            *more,
+            "--rules",
+            "default",
+            "--devices",
+            "16",
+            "--dcn",
+            "data=4",
+            "--logical",
+            LOGICAL,
+        ]
+        assert "--slices" in run(*argv, code=1 if command == "check" else 2)
     assert "give devices too" in run("check", "--rules", "default", "--ici", "fsdp=4", code=2)
     assert "give --devices too" in run(
         "explain", "--names", "a", "--rules", "default", "--ici", "fsdp=4", code=2

@@ -105,6 +105,7 @@ FIGURES = {
     ("deepseek2-16b", "pure-fsdp"): (15_708_381_196, {}),
     ("deepseek2-16b", "pipeline-large-moe"): (15_888_474_124, {}),
     ("deepseek2-16b", "ep-as-cp"): (31_534_800_908, {}),
+    ("deepseek2-16b", "fsdp-as-dp-for-attn"): (19_249_422_348, {"embed": 18}),
     ("qwen3-0.6b", "default"): (597_032_972, {"embed": 9}),
 }
 

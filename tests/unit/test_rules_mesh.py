@@ -92,6 +92,20 @@ def test_a_size_for_an_absent_axis_is_ignored_by_maxtext_and_refused_in_strict_m
     assert found.value.axis == "tensor"
 
 
+@pytest.mark.parametrize("dcn", [{"data": 4}, {"data": 4, "fsdp": -1}, {"fsdp": 2, "data": 2}])
+def test_sizes_across_one_slice_are_refused_in_strict_mode(dcn: dict[str, int]) -> None:
+    rules = load_rules("default", mode="strict")
+    with pytest.raises(RulesError, match=r"dcn asks for .*=.*--slices\), such as 4") as found:
+        rules.mesh(16, dcn=dcn)
+    assert found.value.axis == next(iter(dcn))
+    assert [f.code for f in rules.check(devices=16, dcn=dcn).errors] == ["size-across-one-slice"]
+    assert [f.code for f in load_rules("default").check(devices=16, dcn=dcn).warnings] == [
+        "size-across-one-slice"
+    ]
+    assert sizes(rules.mesh(16, dcn={"data": -1, "fsdp": 1})) == {"fsdp": 16}
+    assert sizes(rules.mesh(16, slices=4, dcn=dcn))
+
+
 def test_slices_that_do_not_divide_the_devices() -> None:
     with pytest.raises(RulesError, match="16 devices do not divide into 3 slices"):
         load_rules("default").mesh(16, slices=3)

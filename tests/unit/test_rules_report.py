@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.recorded import MAXTEXT
 
 from lowshard import DeviceMesh
 from lowshard.errors import CheckpointError
@@ -23,6 +24,7 @@ from lowshard.rules.checkpoint_rules import (
 from lowshard.rules.comparison import compare_dumps
 from lowshard.rules.golden import dump_text, named_shardings, parse_dump
 from lowshard.rules.logical_tensor import group_name, short_name
+from lowshard.rules.rules_check import SPLIT_OFF
 from lowshard.rules.rules_command import checkpoint_tensors
 
 RULES = """
@@ -347,7 +349,7 @@ def test_names_of_a_checkpoint_get_logical_axes_by_pattern() -> None:
     }
     tensors, findings = name_tensors(rules, shapes)
     assert [t.names for t in tensors] == [
-        ("vocab", "embed_vocab"), ("q_heads", "embed"), ("embed", "mlp"), ("mlp_moe", "embed_moe"), ("norm",),
+        ("vocab", "embed_vocab"), ("q_heads", "embed_attn"), ("embed", "mlp"), ("mlp_moe", "embed_moe"), ("norm",),
         (None, None), (),
     ]  # fmt: skip
     assert [f.tensors for f in findings] == [("mystery.table",)]
@@ -365,6 +367,24 @@ def test_names_of_a_checkpoint_get_logical_axes_by_pattern() -> None:
     ].local_shape(0) == (4, 16)
     assert split_unit("w") == ("w", "w")
     assert unit_layouts(layouts, lambda n: ("all", n)).keys() == {"all"}
+
+
+@pytest.mark.parametrize("has", [True, False])
+def test_newer_names_are_for_rules_that_have_them(has: bool) -> None:
+    text = "mesh_axes: [x]\nlogical_axis_rules: [[embed, [x]]]\n"
+    if has:  # in the layer alone
+        rules = [[name, []] for name in SPLIT_OFF]
+        text += f"lowshard: {{layers: [{{match: 'l.*', logical_axis_rules: {rules}}}]}}\n"
+    names = ["q_proj", "mlp.gate", "shared_experts.up_proj", "mlp.shared_expert.down_proj", "mlp.up_proj"]
+    tensors, _ = name_tensors(
+        parse_rules(text, base=None), {f"l.0.{n}.weight": ((8, 8), "f32") for n in names}
+    )
+    router, shared = (
+        ("embed_router", ("mlp_shared", "embed_shared")) if has else ("embed_moe", ("mlp", "embed"))
+    )
+    assert [t.names for t in tensors] == [
+        ("q_heads", "embed_attn" if has else "embed"), (None, router), shared, shared[::-1], ("mlp", "embed"),
+    ]  # fmt: skip
 
 
 def test_a_file_s_own_patterns_come_in_place_of_the_ready_made_ones() -> None:
@@ -414,18 +434,30 @@ def test_a_checkpoint_is_known_by_its_headers(tmp_path: Path) -> None:
 
 
 def test_a_file_without_a_rule_for_a_name_that_was_split_off_is_warned_of() -> None:
-    found = load_rules("ep-as-cp").check()
+    found = load_rules(MAXTEXT / "rules/ep-as-dp.yml").check()
     (finding,) = [f for f in found.findings if f.code == "name-split-off"]
     assert finding.severity == "warning"
-    assert "'embed_attn'" in finding.text
-    assert "add [embed_attn, [fsdp, expert]]" in finding.text
+    assert all(repr(name) in finding.text for name in SPLIT_OFF)
+    assert (
+        "add [embed_attn, [fsdp, fsdp_transpose]], [embed_attn, [fsdp]], [embed_router, [fsdp]]"
+        in finding.text
+    )
+    assert finding.text.endswith("[embed_shared, [fsdp]], [mlp_shared, [fsdp_transpose]]")
     both = parse_rules(RULES).check()
     (finding,) = [f for f in both.findings if f.code == "name-split-off"]
     assert "[embed_attn, [fsdp]], [embed_attn, [tensor, data]], [embed_attn, [data]]" in finding.text
+    assert all(
+        f"[{name}, [" in finding.text for name in SPLIT_OFF
+    )  # a router without embed_moe was embed's once
 
 
 @pytest.mark.parametrize(
-    "rules", ["- [embed_attn, []]\n  - [embed, [fsdp]]", "- [embed, []]", "- [mlp, [fsdp]]"]
+    "rules",
+    [
+        "- [embed_attn, []]\n  - [embed_router, []]\n  - [embed_shared, []]\n  - [embed, [fsdp]]",
+        "- [embed, []]",
+        "- [vocab, [fsdp]]",
+    ],
 )
 def test_no_warning_where_the_name_has_a_rule_or_nothing_would_be_lost(rules: str) -> None:
     found = parse_rules(f"mesh_axes: [fsdp]\nlogical_axis_rules:\n  {rules}", base=None).check()
@@ -433,8 +465,9 @@ def test_no_warning_where_the_name_has_a_rule_or_nothing_would_be_lost(rules: st
 
 
 def test_weights_that_use_the_name_are_told_with_the_rules_to_add() -> None:
-    found = report(RULES, {"w": (("embed_attn", "mpl"), (8, 8))})
+    found = report(RULES + "  - [heads, []]\n", {"w": (("embed_attn", "mpl", "head_dim"), (8, 8, 8))})
     texts = [f.text for f in found.findings if f.code == "name-without-rule"]
     assert "name-split-off" not in codes(found)
     assert any("'embed_attn'" in t and "add [embed_attn, [fsdp]]" in t for t in texts)
     assert any("'mpl'" in t and "did you mean mlp?" in t for t in texts)
+    assert any("'head_dim'" in t and "did you mean" not in t for t in texts)  # no misspelt heads

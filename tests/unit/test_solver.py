@@ -58,7 +58,7 @@ def random_case(
 # ---- the choice
 
 
-def exhaustive(found: ActionSet, budget: float | None, allows_shards: bool) -> Any:
+def exhaustive(found: ActionSet, budget: float | None, allows_shards: bool, allowed: set[Any]) -> Any:
     """Return the documented choice by trying every combination, or why there is none."""
     every = [
         c
@@ -72,13 +72,18 @@ def exhaustive(found: ActionSet, budget: float | None, allows_shards: bool) -> A
         if not every:
             return BudgetError
     every = [c for c in every if allows_shards or not any(x.reduces_to_shards for x in c)]
+    every = [c for c in every if all(found.transitions(a, x.row) <= allowed for a, x in enumerate(c))]
     if not every:
         return PolicyError
     best = every[0]
     for combination in every[1:]:
         if sum(x.cost_bytes for x in combination) < sum(x.cost_bytes for x in best):
             best = combination
-    return tuple(x.row for x in best)
+    rows = tuple(x.row for x in best)
+    moves = [m.collective for each in found.action(rows).reshards for m in each]
+    return (
+        PolicyError if "all_to_all" in moves and ("S", "S") not in allowed else rows
+    )  # nested or split anew
 
 
 @pytest.mark.parametrize("rules", ["documented", "extended"])
@@ -92,8 +97,9 @@ def test_greedy_is_the_exhaustive_choice(rules: str, rng: Rng, full: bool) -> No
         layouts, args = random_case(rng, op, rules, mesh)
         found = action_set(op, layouts, rules=rules, **args)  # type: ignore[arg-type]
         allows = bool(rng.integers(2))
-        expected = exhaustive(found, budget, allows)
-        greedy = GreedyReshard(allow_partial_to_sharded=allows)
+        allowed = {pair for pair in product("PRS", repeat=2) if rng.random() < 0.8}
+        expected = exhaustive(found, budget, allows, allowed)
+        greedy = GreedyReshard(allow_partial_to_sharded=allows, allowed_transitions=allowed)
         if isinstance(expected, type):
             kinds.add(expected)
             with pytest.raises(expected):

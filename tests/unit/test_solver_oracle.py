@@ -3,15 +3,26 @@ a pick that preserves values instead."""
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
+import numpy as np
 import pytest
 from support import mode
 from support.recorded import oracle
 
 from lowshard import DeviceMesh, Layout, Partial, Replicated, Sharded, ShardingError
 from lowshard.errors import BudgetError, PolicyError
-from lowshard.solver import AxisAssignment, GreedyReshard, NoReshard, PartialsOnly, build_action_set, pick
+from lowshard.solver import (
+    AxisAssignment,
+    GreedyReshard,
+    NoReshard,
+    PartialsOnly,
+    action_set,
+    build_action_set,
+    pick,
+)
+from lowshard.solver.greedy import needed_bytes
 
 DATA: dict[str, Any] = oracle("max_greedy")
 ITEM = {1: "int8", 2: "float16", 4: "float32", 8: "float64"}
@@ -84,6 +95,54 @@ def test_a_published_case(case: dict[str, Any]) -> None:
     assert codes(action.outputs[0]) == expected["output"]
     assert action.cost_bytes == expected["cost_bytes"]
     assert moves(action) == expected_moves(expected)
+
+
+LETTERS = [(a, b) for a in "PRS" for b in "PRS" if a != b or a == "S"]
+
+
+def test_what_is_not_allowed_is_never_chosen(rng: np.random.Generator, full: bool) -> None:
+    """Beside trying every action on the published cases, with random sets of allowed transitions."""
+    seen = set()
+    for case, rules in product(DATA["cases"], ("documented", "extended")):
+        budget, flag = mesh_of(case).smallest_budget_bytes, case["flag"]["allow_partial_to_sharded"]
+        layouts = [layout(mesh_of(case), given) for given in case["inputs"]]
+        found = action_set(case["op"], layouts, rules, **case["args"])
+        fits = [
+            (
+                x.cost_bytes,
+                x.rows,
+                {(str(m.source)[0], str(m.target)[0]) for each in x.reshards for m in each},
+            )
+            for x in found.actions()
+            if budget is None or needed_bytes(found, x.rows) <= budget
+        ]
+        for _ in range(20 if full else 2):
+            allowed = {pair for pair in LETTERS if rng.random() < 0.6}
+            left = [x for x in fits if x[2] <= allowed and (flag or ("P", "S") not in x[2])]
+            greedy = GreedyReshard("silent", flag, allowed)
+            seen.add((bool(left), bool(fits)))
+            if left:
+                assert greedy(found, layouts).rows == min(left, key=lambda x: x[0])[1], (case["id"], allowed)
+            else:
+                with pytest.raises(PolicyError if fits else BudgetError):
+                    greedy(found, layouts)
+    assert len(seen) == 3
+
+
+def test_a_refusal_says_which_transitions_to_allow() -> None:
+    given = Layout(DeviceMesh((4,), ("tp",)), (8, 8), "float32", (Partial(),))
+    greedy = GreedyReshard(allowed_transitions=[("S", "R")])
+    with pytest.raises(
+        PolicyError, match=r"(?s)'tp' .*\(P -> R, P -> S\): .*=True and add .*'S'.*not allowed: P -> S"
+    ):
+        pick("relu", [given], solver=greedy)
+    mesh = DeviceMesh((2, 2), ("a", "b"))
+    nested = [Layout.from_spec(mesh, (8,), "float32", [names]) for names in (("a", "b"), ("b", "a"))]
+    with pytest.raises(PolicyError, match="nesting"):
+        pick("add", nested, solver=greedy)
+    for wrong in ("PR", ["PR"], [("P",)], [("S0", "R")], 3, {("P", "R"): 1}):
+        with pytest.raises(ShardingError, match="allowed_transitions is a set of pairs"):
+            GreedyReshard(allowed_transitions=wrong)  # type: ignore[arg-type]
 
 
 SOLVERS = {

@@ -324,13 +324,11 @@ def test_files_that_are_no_patterns(tmp_path: Path, text: str, said: str) -> Non
 
 
 def test_what_the_words_for_fused_weights_do_and_refuse(tmp_path: Path) -> None:
-    own, shapes = (
-        tmp_path / "own.yaml",
-        {"e.gate_up_proj_blocks": (2, 12, 1, 16), "e.gate_up_proj_scales": (2, 12, 1)},
-    )
+    own = tmp_path / "own.yaml"
+    shapes = {"e.gate_up_proj_blocks": (2, 12, 1, 16), "e.gate_up_proj_scales": (2, 12, 1)}
     own.write_text("rules: [{pattern: '**', strategy: {gate_up: {axis: 1, interleaved: true}}}]")
     made = NamePatterns.load(own).strategies(shapes, 4)
-    assert [[s.pieces(shapes[n], 1)[0][1] for n, s in made.items()]] == [[(4, 8), (4, 8)]]
+    assert [s.pieces(shapes[n], 1)[0][1] for n, s in made.items()] == [(4, 8), (4, 8)]
     own.write_text("rules: [{pattern: '**', strategy: stacked_qkv}]")
     with pytest.raises(ShardingError, match="this model has 2 and 8: use grouped_qkv"):
         NamePatterns.load(own).strategies({"qkv": (48, 4)}, 2, Sizes(8, 2))

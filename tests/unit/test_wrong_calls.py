@@ -198,7 +198,9 @@ CALLS: dict[str, Prepare] = {
     "pick with an axis": lambda: call(pick, op="softmax", layouts=[A], axis=1),
     "pick with a shape": lambda: call(pick, op="reshape", layouts=[A], shape=(4, 8)),
     "pick with sizes": lambda: call(pick, op="split", layouts=[A], sizes=(2, 2), axis=1),
-    "GreedyReshard": lambda: call(GreedyReshard, on_reshard="warn", allow_partial_to_sharded=True),
+    "GreedyReshard": lambda: call(
+        GreedyReshard, on_reshard="warn", allow_partial_to_sharded=True, allowed_transitions=[("P", "R")]
+    ),
     "GreedyReshard()": lambda: call(
         lambda offer, layouts: GreedyReshard()(offer, layouts), offer=OFFERED, layouts=[A, B]
     ),
@@ -332,7 +334,8 @@ CALLS: dict[str, Prepare] = {
         name="w", shape=(4, 4), dtype="bf16", element_size=2, is_tp=True, partition_dim=1, partition_stride=1,
         partition_sizes=(2, 2), num_experts=2, owner_rank=1, tensor_parallel_group_ranks=(1,),
         expert_parallel_group_ranks=(1,), data_parallel_group_ranks=(1,), pipeline_parallel_group_ranks=(0, 1),
-        resolved_name="w", global_expert_index=0, partition_copies=1, expert_dim=None,
+        resolved_name="w", global_expert_index=0, partition_copies=1, expert_dim=None, is_gtp=True,
+        gtp_remat_group_ranks=(1,), gtp_pad_length=0,
     ),
     "TensorLayout.sharded": lambda: call(
         TensorLayout.sharded, shape=(8, 6), dtype="bf16", axes={"a": (2, 1)}, dims={0: "a"}, offset=1

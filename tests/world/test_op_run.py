@@ -20,7 +20,7 @@ from lowshard.errors import (
 )
 from lowshard.op import KERNELS, run_action
 from lowshard.op.op_part import _GROUPS
-from lowshard.solver import AxisAssignment, GreedyReshard, build_action_set, pick
+from lowshard.solver import AxisAssignment, GreedyReshard, PerShard, build_action_set, pick
 
 MESH = DeviceMesh((2,), ("tp",))
 X = Layout(MESH, (4, 6), "float32", (Sharded(1),))
@@ -55,6 +55,24 @@ def test_one_ranks_wrong_operand_is_every_ranks_error() -> None:
     assert all("rank 1" in str(e) and "shape (4, 3)" in str(e) for e in errors)
     errors = everywhere(2, lambda comm: run_action(action, [part(comm)] * (1 + comm.rank), comm))
     assert all("takes 1 operands" in str(e) for e in errors)
+
+
+def test_an_argument_may_have_a_value_a_rank() -> None:
+    x = Layout(DeviceMesh((2,), ("tp",), ranks=(1, 0)), (4, 6), "float32", (Sharded(1),))
+    cut = AxisAssignment((Sharded(1),), Sharded(1))
+
+    def times(*values: float) -> Any:
+        extras = {"value": PerShard(values)}
+        return build_action_set([cut], layouts=[x], op="mul_scalar", extras=extras).action([cut])
+
+    made = lc.run_loopback(2, lambda comm: run_action(times(2, 3), [part(comm, x)], comm)[0], 10)
+    assert [set(shard.flat) for shard in made] == [{3.0}, {2.0}]
+    assert times(2, 3) == times(2, 3) != times(2, 3.0)
+    assert len({times(*v).digest() for v in ((2, 3), (2, 3.0), (3, 2))}) == 3
+    with pytest.raises(LayoutError, match="value has 3 for 2"):
+        times(1, 2, 3)
+    with pytest.raises(LayoutError, match="'value' is a number"):
+        pick("mul_scalar", [x], value=PerShard((2, 3)))
 
 
 def test_ranks_with_other_actions_are_told() -> None:

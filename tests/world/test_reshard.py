@@ -12,6 +12,7 @@ from support.reshard_cases import (
     LIMIT_S,
     WAYS,
     arrays_of,
+    gtp_pair,
     local_part,
     on_all,
     random_case,
@@ -47,6 +48,30 @@ def test_a_reshard_is_slicing_the_whole(rng: np.random.Generator) -> None:
         moved = run_loopback(case.ranks, lambda comm, case=case: run_case(comm, case, False), LIMIT_S)
         assert [s for s, _ in moved] == [case.plan.sent_bytes(r) for r in range(case.ranks)]
         assert [r for _, r in moved] == [case.plan.received_bytes(r) for r in range(case.ranks)]
+
+
+def test_gtp_pieces_come_with_their_padding_or_without(rng: np.random.Generator) -> None:
+    for padded in [True, False] * (20 if mode.full() else 2):
+        (there, given), (here, wanted) = gtp_pair(rng)
+        plan, back = build_reshard_plan(there, here), build_reshard_plan(here, there)
+        held = {r: x if padded else x[(x > 0).all(1)] for r, x in (given | wanted).items()}
+
+        def work(
+            comm: Communicator, plan: Any = plan, back: Any = back, held: Any = held, given: Any = given
+        ) -> None:
+            mine = held[comm.rank]
+            out = {"w": np.minimum(mine, 0)}
+            src, dst = ({"w": mine.copy()}, None) if comm.rank in given else (None, out)
+            with Refit(plan, comm, src, dst, delta="auto") as refit:
+                for version in range(3):
+                    refit.push(version) if src else refit.pull()
+                    assert src or np.array_equal(refit.weights["w"], np.where(mine > 0, mine + version, -1))
+                    if src:
+                        src["w"] += mine > 0
+            execute_reshard_plan(back, None if src else {"w": mine}, out if src else None, comm)
+            assert not src or np.array_equal(out["w"], mine)
+
+        run_loopback(len(held), work, LIMIT_S)
 
 
 @pytest.mark.parametrize("way", WAYS)

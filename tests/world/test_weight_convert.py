@@ -293,7 +293,7 @@ def test_rule_cuts_that_cannot_be_are_refused(plain: Path, tmp_path: Path) -> No
     for settings, error, match in (
         (Settings(str(plain), str(out), None, "fsdp=2", to_rules="nonesuch.yml"), RulesError, "nonesuch.yml"),
         (Settings(str(plain), str(out), None, "fsdp=0", to_rules="pure-fsdp"), RulesError, "fsdp=0"),
-        (Settings(str(plain), str(out), None, "tp=2"), ShardingError, "neither was given"),
+        (Settings(str(plain), str(out), None, "tp=2"), ShardingError, "model_type None: give --strategies"),
         (Settings(str(ranks), str(out), None, "fsdp=2", to_rules="pure-fsdp", from_rules="pure-fsdp"),
          ShardingError, "--from"),
         (Settings(str(ranks), str(out), None, "fsdp=2", "fsdp=3", to_rules="pure-fsdp", from_rules="pure-fsdp"),
@@ -411,7 +411,7 @@ def test_the_report_says_what_was_compared_with_what(plain: Path, tmp_path: Path
     a, b = tmp_path / "a", tmp_path / "b"
     assert run(plain, a, "--to", "tp=2", "--strategies", "llama") == 0
     said = capsys.readouterr().out
-    assert f"input: {plain} has no checksums, so damage done to it before this run cannot be seen" in said
+    assert f"input: {plain} has no checksums: not verified" in said
     assert f"output: {total / 1e6:.1f} MB read again and compared with the input" in said
     assert (
         run(a, b, "--to", "tp=3", "--strategies", "llama", "--heads", HEADS, "--kv-heads", KV, "--no-verify")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil, inf
@@ -180,7 +181,10 @@ class GraphSolver:
         bytes_, tensor, layout = held[0]
         nodes = space.graph.nodes
         where = nodes[step].label if step < len(nodes) else "the end"
-        others = ", ".join(f"{space.graph.tensors[t].name} {show_bytes(b)}" for b, t, _ in held[1:4])
+        kinds = Counter[str]()
+        for size, each, _ in held:
+            kinds[space.graph.tensors[each].kind] += size
+        together = ", ".join(f"{kind}s {show_bytes(size)}" for kind, size in kinds.most_common())
         info, need = space.graph.tensors[tensor], ceil(least.peak_bytes)
         limit = f"{budget:,.0f} bytes a device on mesh {space.mesh}"
         said, proved = f"graph {space.graph.name!r} does not fit into {limit}: it needs", ""
@@ -192,10 +196,10 @@ class GraphSolver:
                 "raise time_limit_s. The leanest that was found needs"
             )
         return BudgetError(
-            f"{said} {need:,} bytes at {where} (step {step}). The tightest tensor is {info.kind} {info.name!r}, "
-            f"{bytes_:,} bytes a device even as {space.family[tensor].layouts[layout]}"
-            f"{'; beside it ' + others if others else ''}. The smallest budget{proved} that would do is {need} bytes: "
-            f"give budget_bytes={need}, or a mesh of more ranks"
+            f"{said} {need:,} bytes at {where} (step {step}), for {len(held)} tensors at once ({together}). The "
+            f"tightest tensor is {info.kind} {info.name!r}, {bytes_:,} bytes a device even as "
+            f"{space.family[tensor].layouts[layout]}, the largest of them. The smallest budget{proved} that would do "
+            f"is {need} bytes: give budget_bytes={need}, or a mesh of more ranks"
         )
 
     def _greedy(self, space: Space) -> Schedule | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,23 @@ _REALS = frozenset(("eps", "scale", "value"))
 """The arguments that may be floats; but for these, dtypes and texts all are integers, True or False, or sequences."""
 _TEXTS = frozenset(("layout", "mode", "subscripts"))
 _MOST_DEPTH = 3
+
+
+@dataclass(frozen=True)
+class PerShard:
+    """An argument of an op that has a value of its own on each rank: one of `extras`, or put in by `finalize`.
+
+    The results must be what the row says they are; that is the rule's part, so `pick` takes none.
+
+    Args:
+        values: one a rank of the mesh, in row-major order. All ranks name all of them.
+    """
+
+    values: tuple[Any, ...]
+
+    def __post_init__(self) -> None:
+        values = items(self.values, "PerShard has a sequence of values, one a rank", LayoutError)
+        object.__setattr__(self, "values", _freeze(values))
 
 
 def plain_args(op: str, args: Mapping[str, Any]) -> dict[str, Any]:
@@ -55,6 +73,8 @@ def told_apart(value: Any) -> Any:
         return tuple(map(told_apart, value))
     if type(value) in (int, str):
         return value
+    if isinstance(value, PerShard):
+        return PerShard, told_apart(value.values)
     return type(value), repr(value) if type(value) is float else value
 
 

@@ -204,11 +204,11 @@ NOT_TAKEN = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError
 
 
 def find_rule(op: object) -> Rule:
-    """Return the rule of an op, or raise LayoutError with the ops that have one."""
+    """Return the rule of an op, or raise LayoutError with the nearest ops, or all."""
     found = RULES.get(op) if isinstance(op, str) else None
     if found is None:
-        known = f"there are rules for {', '.join(sorted(RULES))}"
-        raise LayoutError(f"no rule for op {brief(op)}; {known}{nearest(op, RULES)}")
+        hint = nearest(op, RULES) or f"; there are rules for {', '.join(sorted(RULES))}"
+        raise LayoutError(f"no rule for op {brief(op)}{hint}")
     return found
 
 

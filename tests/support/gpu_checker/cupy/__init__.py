@@ -10,12 +10,11 @@ import numpy as _numpy
 
 from cupy import _array, checker, cuda
 from cupy._array import RawKernel, RawModule, asarray, copyto, empty_like, ndarray
+from cupy.cuda import nccl  # noqa: F401
 
 __version__ = "14.2.0"
 __all__ = ["RawKernel", "RawModule", "asarray", "checker", "copyto", "cuda", "empty_like", "ndarray"]
 array, empty = asarray, ndarray
-
-
 get_default_memory_pool = partial(SimpleNamespace, free_all_blocks=int)
 
 

@@ -9,72 +9,38 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-import sys
 import time
-import weakref
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from numpy.lib.array_utils import byte_bounds
 
-from cupy import _device
-from cupy._device import Access, Work, accesses_of, current_ptr, of_thread, put
-from cupy.checker import LOCK, OFF, count, need, report, where
+from cupy import cuda
+from cupy._memory import Access, blocks
+from cupy.checker import OFF, count, locked, need, report, where
+from cupy.cuda import get_current_stream, put
 
 Host = npt.NDArray[Any]
 
 _DTYPES = "?bhilqBHILQefdFDpP"  # of NumPy, that CuPy has
 _ABOUT = ("dtype", "shape", "strides", "ndim", "size", "nbytes", "itemsize")
 _OF_UNKNOWN_SIZE = ("argwhere", "flatnonzero", "nonzero", "unique")  # the host waits for these
-_POISON = 0xA5  # what nobody can take for a result
 _ROOM = 1 << 21  # accesses of a launch that are compared
+_seen = np.empty((_ROOM, 5), np.uint64)
 _THREADS, _LANES = 256, 32
 _FLUSHED = "quantize"  # these kernels run as CuPy compiles them: fp32 subnormals count as zero there
 _LOAD, _ADD = 0, 2
 
 
-def stream() -> _device.Stream:
-    return _device.stream_at(current_ptr())
-
-
-class MemoryPointer(NamedTuple):
-    """An address in memory of the device, which it keeps from being given back."""
-
-    mem: Any
-    ptr: int
-
-    def __add__(self, offset: int) -> MemoryPointer:  # type: ignore[override]
-        return MemoryPointer(self.mem, self.ptr + offset)
-
-    def copy_from_device_async(self, source: MemoryPointer, size: int) -> None:
-        sys.modules["cupy.cuda"].runtime.memcpyAsync(self.ptr, source.ptr, size, 3, current_ptr())
-
-
-class _Owner:
-    """Keeps memory of the pool from being given back."""
-
-
-def allocate(size: int) -> MemoryPointer:
-    """Return memory of the current stream's arena."""
-    block, owner = _device.allocate(size, current_ptr()), _Owner()
-    weakref.finalize(owner, _device.release, block).atexit = False
-    if not OFF and stream().capture is None:
-        put("an allocation", lambda: ctypes.memset(block.begin, _POISON, block.capacity) and ())
-    return MemoryPointer(owner, block.begin)
-
-
 def _operate(name: str, out: Host | None, reads: Sequence[Host], function: Callable[[], Any]) -> None:
     """Put an operation on the current stream that sets an array, or asks for a value, from others."""
     accesses: list[Access] = []
-    for array in () if OFF else (*reads, *([] if out is None else [out])):
-        accesses += accesses_of(array, array is out)
-        words = [stride for stride, extent in zip(array.strides, array.shape, strict=True) if extent > 1]
-        words += [array.ctypes.data] * bool(array.size)
-        is_aligned = all(word % array.dtype.alignment == 0 for word in words)
-        need(is_aligned or name in ("get", "copy"), f"{name} of an array that is not aligned to its elements")
+    for array in reads if out is None else [*reads, out]:
+        accesses += [Access(*byte_bounds(array), array is out)] if array.size else []
+        is_right = array.flags.aligned or name in ("get", "copy")
+        need(is_right, f"{name} of an array that is not aligned to its elements")
 
     def run() -> list[Access]:
         with np.errstate(all="ignore"):
@@ -83,8 +49,7 @@ def _operate(name: str, out: Host | None, reads: Sequence[Host], function: Calla
             np.copyto(out, value, casting="unsafe")
         return accesses
 
-    count("device_to_device_copies", name == "copy")
-    put(f"cupy's {name}", run, "cupy_operations")
+    put(f"cupy's {name}", run, "device_to_device_copies" if name == "copy" else "")
 
 
 def _bare(value: Any, arrays: list[ndarray]) -> Any:
@@ -113,10 +78,11 @@ def compute(name: str, function: Callable[..., Any], args: Any, options: Any, ou
     values: list[Any] = []
     args, options = _bare(tuple(args), arrays), {key: _bare(value, arrays) for key, value in options.items()}
     if name in _OF_UNKNOWN_SIZE:
-        _device.wait("streamSynchronize", current_ptr())
+        cuda.wait(get_current_stream)
     # Under the lock: else what is ahead may be done in between, after the result of too early a call was used.
-    with LOCK, np.errstate(all="ignore"):
-        is_early = any(one.done < n for one, n in stream().clock.items()) or stream().capture is not None
+    with locked(), np.errstate(all="ignore"):
+        stream = get_current_stream()
+        is_early = stream.capture is not None or not cuda.has_run(stream.comes_after())
         if out is None:
             values.append(function(*args, **options))  # for its shape, be it of values that are not there yet
             if (seen := _view(values[0], arrays)) is not None:
@@ -133,23 +99,20 @@ class ndarray(np.lib.mixins.NDArrayOperatorsMixin):
     """An array on the device; NumPy sees its memory as `_host`."""
 
     __cuda_array_interface__: Any = None
-    flags = property(lambda self: SimpleNamespace(c_contiguous=self._host.flags.c_contiguous))
+    flags = property(lambda self: self._host.flags)
     T = property(lambda self: self._view(self._host.T))
-    device = property(lambda self: sys.modules["cupy.cuda"].Device())
-    data = property(lambda self: MemoryPointer(self._memory.mem, int(self._host.ctypes.data)))
+    device = property(lambda self: cuda.Device())
+    data = property(lambda self: cuda.MemoryPointer(self._memory.mem, int(self._host.ctypes.data)))
 
-    def __init__(self, shape: Any, dtype: Any = float, memptr: Any = None, strides: Any = None) -> None:
+    def __init__(self, shape: Any, dtype: Any = float, memptr: Any = None) -> None:
         shape = (int(shape),) if isinstance(shape, (int, np.integer)) else tuple(map(int, shape))
         kind = np.dtype(dtype)
         if memptr is None and kind.name != "bfloat16" and kind.char not in _DTYPES:
             raise ValueError(f"Unsupported dtype {kind}")
-        low, high = 0, math.prod(shape) * kind.itemsize
-        if strides is not None:
-            ends = [(extent - 1) * stride for extent, stride in zip(shape, strides, strict=True)]
-            low, high = sum(min(0, end) for end in ends), sum(max(0, end) for end in ends) + kind.itemsize
-        self._memory = memptr or (of_thread.allocator or allocate)(high)
-        raw: Any = (ctypes.c_char * max(high - low, 1)).from_address(self._memory.ptr + low)
-        self._host: Host = np.ndarray(shape, kind, raw, -low, strides)
+        size = math.prod(shape) * kind.itemsize
+        self._memory = memptr or cuda.get_allocator()(size)
+        raw: Any = (ctypes.c_char * max(size, 1)).from_address(self._memory.ptr)
+        self._host: Host = np.ndarray(shape, kind, raw)
 
     def _view(self, host: Host) -> ndarray:
         made = ndarray.__new__(ndarray)
@@ -175,12 +138,12 @@ class ndarray(np.lib.mixins.NDArrayOperatorsMixin):
         return compute(ufunc.__name__, ufunc, args, options, out[0])
 
     def get(self) -> Host:
-        _device.refuse_in_capture(stream().capture)
+        made = np.empty(self.shape, self.dtype)
+        cuda.refuse_in_capture(get_current_stream().capture)
         count("device_to_host_copies")
         count("pcie_bytes", self.nbytes)
-        made = np.empty(self.shape, self.dtype)
         _operate("get", None, [self._host], lambda: np.copyto(made, self._host))
-        _device.wait("streamSynchronize", current_ptr())
+        cuda.wait(get_current_stream)
         return made
 
     def fill(self, value: Any) -> None:
@@ -195,14 +158,13 @@ class ndarray(np.lib.mixins.NDArrayOperatorsMixin):
         given = _bare(value, reads)
         target = self._host if reads[is_copy:] else self._host[bare]
 
-        def scatter() -> Host:
+        def run() -> Host:
             self._host[bare] = given
-            return self._host
+            return target
 
-        if reads[is_copy:]:
-            _operate("scatter", target, [one._host for one in reads], scatter)
-        elif not is_copy or given.__array_interface__ != target.__array_interface__:  # as in `x[1:] += y`
-            _operate("copy" if is_copy else "fill", target, [one._host for one in reads], lambda: given)
+        if not is_copy or given.__array_interface__ != target.__array_interface__:  # as in `x[1:] += y`
+            name = "scatter" if reads[is_copy:] else "copy" if is_copy else "fill"
+            _operate(name, target, [one._host for one in reads], run)
 
 
 def _bare_key(key: Any) -> tuple[Any, list[ndarray]]:
@@ -229,14 +191,14 @@ def asarray(value: Any, dtype: Any = None, order: str = "C", *, blocking: bool =
         return value if dtype is None else value.astype(dtype, copy=False)
     values = np.array(value, dtype, order="C")
     made = ndarray(values.shape, values.dtype)
-    if not OFF and stream().capture is not None:
+    if get_current_stream().capture is not None:
         what = f"an upload of {values.nbytes} bytes within a capture, at {where()}"
         report(f"{what}: its event is never done, and CuPy gives no page-locked memory back any more")
     for kind, number in (("host_to_device_copies", 1), ("uploads", 1), ("pcie_bytes", values.nbytes)):
         count(kind, number)
     _operate("upload", made._host, [], lambda: values)
     if blocking:
-        _device.wait("streamSynchronize", current_ptr())
+        cuda.wait(get_current_stream)
     return made
 
 
@@ -250,65 +212,52 @@ class RawModule:
     def __init__(self, *, code: str, options: tuple[str, ...] = ()) -> None:
         need('#include "' not in code, "an include of a file of one's own is left in the source")
 
-    def compile(self) -> None:
-        pass
-
     def get_function(self, name: str) -> Any:
         def launch(grid: Sequence[int], block: Sequence[int], args: Sequence[Any]) -> None:
-            place = where()
             is_right = 0 < grid[0] < 1 << 31 and len(grid) == 1 and tuple(block) == (_THREADS,)
-            need(is_right, f"kernel {name}: a grid of {grid} and blocks of {block}")
-            is_right = all(type(arg) is int and -(1 << 63) <= arg < 1 << 64 for arg in args)
-            need(is_right, f"kernel {name}: an argument that CuPy does not pass as 64 bits")
-            put(f"kernel {name}", lambda: _run(name, grid[0], args, place), "launches")
+            is_right = is_right and all(type(arg) is int and -(1 << 63) <= arg < 1 << 64 for arg in args)
+            need(
+                is_right, f"kernel {name} has a grid of {grid}, blocks of {block}, 64 bits for each of {args}"
+            )
+            put(f"kernel {name}", functools.partial(_run, name, grid[0], args, where()), "launches")
 
         return (lambda *args: count("launches")) if OFF else launch
 
 
-class RawKernel:
-    """A kernel that keeps its stream busy for some nanoseconds: `spin` of the tests, `hold` of the benchmarks."""
+def RawKernel(code: str, name: str) -> Any:
+    """Return a kernel that keeps its stream busy for some nanoseconds: `spin` of tests, `hold` of benchmarks."""
+    need(name in ("spin", "hold"), f"the checker runs no kernel {name} of a test's own")
 
-    def __init__(self, code: str, name: str) -> None:
-        need(name in ("spin", "hold"), f"the checker runs no kernel {name} of a test's own")
+    def launch(grid: Sequence[int], block: Sequence[int], args: Sequence[Any]) -> None:
+        ends_s: list[float] = []
 
-    def __call__(self, grid: Sequence[int], block: Sequence[int], args: Sequence[Any]) -> None:
-        def make() -> Work:
-            ends_s: list[float] = []
+        def ready() -> str | None:
+            ends_s.append(time.monotonic() + int(args[0]) * 1e-9)
+            return None if time.monotonic() >= ends_s[0] else ""
 
-            def ready() -> bool:
-                ends_s.append(time.monotonic() + int(args[0]) * 1e-9)
-                return time.monotonic() >= ends_s[0]
+        put("a kernel that takes its time", list, ready=ready)
 
-            return Work(list, ready)
-
-        put("a kernel that takes its time", list, make=make)
-
-
-@functools.cache
-def _host_build() -> tuple[Any, npt.NDArray[np.uint64]]:
-    sys.path.append(str(Path(__file__).resolve().parents[3]))
-    from support import cuda_host
-
-    return cuda_host, np.empty((_ROOM, 5), np.uint64)
+    return launch
 
 
 def _run(name: str, ctas: int, args: Sequence[int], place: str) -> list[Access]:
     """Run a kernel to its end and return what it has touched. The lock is held: one launch at a time."""
-    host, room = _host_build()
-    library = host.host_library()[0]
+    from support import cuda_host  # this needs lowshard, which imports cupy
+
+    library = cuda_host.host_library()[0]
     need(hasattr(library, name), f"there is no kernel {name}", place)
-    library.lowshard_trace(ctypes.c_void_p(room.ctypes.data), ctypes.c_size_t(_ROOM))
-    error = host.run_on_host(name, ctas, _THREADS, args, (0, ctas), name.startswith(_FLUSHED))
+    library.lowshard_trace(ctypes.c_void_p(_seen.ctypes.data), ctypes.c_size_t(_ROOM))
+    error = cuda_host.run_on_host(name, ctas, _THREADS, args, (0, ctas), name.startswith(_FLUSHED))
     found = library.lowshard_trace(None, ctypes.c_size_t(0))
     need(not error, f"kernel {name}: {error}", place)
     count("launches_seen_in_part", found > _ROOM)
-    rows = room[: min(found, _ROOM)].astype(np.int64)
+    rows = _seen[: min(found, _ROOM)].astype(np.int64)
     rows = rows[np.argsort(rows[:, 0], kind="stable")]
     threads = np.where(rows[:, 4] == _ADD, -1, rows[:, 2] * _LANES + rows[:, 3])  # adds do not race with adds
     sides = np.stack([rows[:, 0], rows[:, 0] + rows[:, 1], threads])
     stores, loads = sides[:, rows[:, 4] != _LOAD], sides[:, rows[:, 4] == _LOAD]
     _compare_threads(name, place, stores, loads)
-    return [*_joined(loads, False), *_joined(stores, True)]
+    return [*_by_block(loads, False), *_by_block(stores, True)]
 
 
 def _compare_threads(name: str, place: str, stores: Any, loads: Any) -> None:
@@ -330,18 +279,9 @@ def _compare_threads(name: str, place: str, stores: Any, loads: Any) -> None:
             report(f"race: a thread of kernel {name} reads byte {byte:#x} and another writes it, at {place}")
 
 
-def _joined(sides: Any, writes: bool) -> list[Access]:
-    """Return the accesses of a launch, an `Access` for each block."""
-    (begins, ends, _), found = sides, list[Access]()
-    if len(begins):
-        ends = np.maximum.accumulate(ends)
-        cut = np.flatnonzero(begins[1:] > ends[:-1]) + 1
-        begins, ends = begins[np.r_[0, cut]], ends[np.r_[cut - 1, len(ends) - 1]]
-    while len(begins):
-        block = _device.block_at(int(begins[0]))
-        end = ends[0] if block is None else block.begin + block.capacity
-        inside = max(1, int(np.searchsorted(begins, end)))
-        pieces = (begins[:inside], ends[:inside]) if inside > 1 else None
-        found.append(Access(int(begins[0]), int(ends[inside - 1]), writes, pieces))
-        begins, ends = begins[inside:], ends[inside:]
-    return found
+def _by_block(side: Any, writes: bool) -> list[Access]:
+    """Return loads or stores of a launch, together for each block of memory."""
+    begins, ends, _ = side
+    which = np.searchsorted([block.begin for block in blocks], begins, side="right")
+    parts = [which == one for one in np.unique(which)]
+    return [Access(int(begins[part].min()), int(ends[part].max()), writes) for part in parts]

@@ -4,8 +4,6 @@ Environment:
     LOWSHARD_CHECKER: "off" for a stand-in that checks nothing and runs no kernel, to time the host.
     LOWSHARD_CHECKER_REPORT: a file that gets a line for each report.
     LOWSHARD_CHECKER_COUNTS: a file that gets a line of JSON when the process ends.
-    LOWSHARD_CHECKER_LAG: how often an event or stream that is done answers "not ready" before it says so.
-    LOWSHARD_CHECKER_LIMIT_S: seconds after which a wait that has no deadline of its own is called a hang.
 """
 
 from __future__ import annotations
@@ -18,43 +16,33 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import FrameType
 
 OFF = os.environ.get("LOWSHARD_CHECKER") == "off"
-LAG = 0 if OFF else int(os.environ.get("LOWSHARD_CHECKER_LAG", "2"))
-LIMIT_S = float(os.environ.get("LOWSHARD_CHECKER_LIMIT_S", "60"))
-PAUSE_S = 0.0002
+LAG = 0 if OFF else 2  # how often an event or stream that is done answers "not ready" before it says so
+LIMIT_S, PAUSE_S = 60.0, 0.0002  # a wait of the host that takes so long hangs
 _FOLDER = str(Path(__file__).parent)
 _FRAMES = 4  # of the program, in the name of a place
 _found: dict[str, None] = {}
 _counts: Counter[str] = Counter()
-at_exit: list[Callable[[], None]] = []
-"""What looks for more faults when the process ends, before the counts are written."""
+_lock = threading.RLock()
 
 
-class _Lock:
-    """A lock under which no garbage is collected: what lowshard does in a `__del__` would find things half done."""
-
-    def __init__(self) -> None:
-        self._lock, self._collected = threading.RLock(), list[bool]()
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-        self._collected.append(gc.isenabled())
+@contextmanager
+def locked() -> Iterator[None]:
+    """Look at the state of the device, or change it: a `__del__` that the collector calls would find it half done."""
+    with _lock:
+        is_collected = gc.isenabled()
         gc.disable()
-
-    def __exit__(self, *exc: object) -> None:
-        if self._collected.pop():
-            gc.enable()
-        self._lock.release()
-
-
-LOCK = _Lock()
-"""Held by whatever looks at the state of the device, or changes it."""
+        try:
+            yield
+        finally:
+            if is_collected:
+                gc.enable()
 
 
 class Misuse(AssertionError):
@@ -76,7 +64,7 @@ def count(what: str, number: int = 1) -> None:
 
 def report(text: str) -> None:
     """Write a fault down, unless the same one has been."""
-    with LOCK:
+    with locked():
         if text in _found:
             return
         _found[text] = None
@@ -115,11 +103,7 @@ def where() -> str:
 
 @atexit.register
 def _write_counts() -> None:
-    for look in at_exit:
-        with suppress(Misuse):
-            look()
     if path := os.environ.get("LOWSHARD_CHECKER_COUNTS"):
         copies = sum(number for name, number in _counts.items() if name.endswith("_copies"))
-        line = {**dict.fromkeys(("launches", "collectives", "allocations", "host_waits"), 0), **_counts}
         with open(path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(line | {"copies": copies}) + "\n")
+            file.write(json.dumps(_counts | Counter(copies=copies)) + "\n")

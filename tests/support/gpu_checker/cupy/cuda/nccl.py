@@ -7,18 +7,17 @@ may be, until the communicator is aborted; it is reported once the host waits fo
 
 from __future__ import annotations
 
-import copy
+import atexit
 import ctypes
-import functools
 import hashlib
-import json
 import os
+import pickle
 import secrets
 import shutil
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partialmethod
+from functools import partial, partialmethod, reduce
 from itertools import combinations, product
 from pathlib import Path
 from typing import Any
@@ -26,9 +25,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from cupy import _device, checker, cuda
-from cupy._device import Access, Work, of_thread, serials
-from cupy.checker import LOCK, OFF, count, need, wait_until, where
+from cupy import cuda
+from cupy._memory import Access, block_of, serials
+from cupy.checker import OFF, Misuse, locked, need, wait_until, where
 
 available = True
 _CODES = ("i1", "u1", "i4", "u4", "i8", "u8", "f2", "f4", "f8", ml_dtypes.bfloat16)
@@ -50,124 +49,70 @@ class NcclError(RuntimeError):
     status = property(lambda self: self.args[0])
 
 
-def get_version() -> int:
-    return 23203
-
-
-get_unique_id = functools.partial(secrets.token_bytes, 128)
+get_version = partial(int, 23203)
+get_unique_id = partial(secrets.token_bytes, 128)
 
 
 class _Call:
     """A call of one rank: gives its bytes to the others, awaits theirs, and writes the result of all.
 
-    `head` is what the others have to ask for too, `peer` the other one of a message, else -1.
+    `head` is what the others have to ask for too, `ends` the names and ranks of those that take part, of which this is
+    `end`: they count their calls of a channel. A graph makes the same call again.
     """
 
     def __init__(
-        self, comm: NcclCommunicator, name: str, stream: int, touched: list[Access], target: int, head: list[Any],
-        peer: int, result: Callable[[list[bytes]], bytes],
+        self, comm: NcclCommunicator, name: str, stream: int, touched: list[Access], head: list[Any],
+        channel: str, ends: dict[str, int], end: str, result: Callable[[list[bytes]], bytes],
     ) -> None:  # fmt: skip
-        self.comm, self.name, self.stream, self.touched, self.target = comm, name, stream, touched, target
-        self.head, self.peer, self.result, self.stuck, self.mine = head, peer, result, "", ""
-        self.awaited, self.given = dict[int, str](), dict[int, tuple[Any, bytes]]()
-
-    def numbered(self) -> _Call:
-        """Return it as one of those that a communicator makes, or a graph repeats: with names of what is given."""
-        made, comm, key = copy.copy(self), self.comm, (self.name if self.peer >= 0 else "", self.peer)
-        comm.numbers[key] += 1
-        if self.peer < 0:
-            made.awaited = {rank: f"call {comm.numbers[key]} of {rank}" for rank in range(comm.ranks)}
-            made.mine = made.awaited[comm.rank]
-        else:
-            ends = (comm.rank, self.peer)[:: 1 if self.name == "send" else -1]
-            names = [
-                f"message {comm.numbers[key]} {way} {ends[0]} to {ends[1]}" for way in ("from", "taken from")
-            ]
-            made.mine, made.awaited = names[self.name == "recv"], {self.peer: names[self.name == "send"]}
-        return made
+        self.comm, self.name, self.stream, self.touched, self.head = comm, name, stream, touched, head
+        self.channel, self.ends, self.end, self.result = channel, ends, end, result
 
     def give(self) -> None:
+        self.comm.numbers[self.channel, self.end] += 1
+        number = self.comm.numbers[self.channel, self.end]
+        self.names, self.given = {end: f"{self.channel} {number} of {end}" for end in self.ends}, list[Any]()
         sent = [ctypes.string_at(one.low, one.high - one.low) for one in self.touched if not one.writes]
-        self.comm.post(self.mine, self.head, b"".join(sent))
+        self.comm.post(self.names[self.end], self.head, b"".join(sent))
 
-    def is_ready(self) -> bool:
-        """Say whether the others have given theirs, and note what keeps them from it."""
-        comm = self.comm
-        left = [rank for rank in self.awaited if comm.has(f"bye.{rank}")]
-        missing = [rank for rank, name in self.awaited.items() if not self.given and not comm.has(name)]
-        if gone := set(left) & set(missing):
-            self.stuck = f"rank {min(gone)} has left before {self.mine}, {self.head}"
-        if not missing and not self.given:
-            self.given = {rank: comm.find(name) for rank, name in self.awaited.items()}
-            for rank, (head, _) in self.given.items():
-                if head != self.head:
-                    self.stuck = f"{self.mine} is {self.head} on rank {comm.rank}, and {head} on rank {rank}"
-        return not missing and not self.stuck
+    def is_missing(self) -> str | None:
+        """Return None where the others have given theirs, else "", or what keeps them from it."""
+        comm, mine = self.comm, self.names[self.end]
+        if not self.given:
+            left = {rank for rank in self.ends.values() if comm.has(f"bye.{rank}")}
+            missing = {self.ends[end] for end, name in self.names.items() if not comm.has(name)}
+            if missing:
+                gone = min(left & missing, default=None)
+                return "" if gone is None else f"rank {gone} has left before {mine}, {self.head}"
+            self.given = [comm.find(name) for name in self.names.values()]
+        for (head, _), rank in zip(self.given, self.ends.values(), strict=True):
+            if head != self.head:
+                return f"{mine} is {self.head} on rank {comm.rank}, and {head} on rank {rank}"
+        return None
 
     def run(self) -> None:
-        made = self.result([body for _, body in self.given.values()])
-        ctypes.memmove(self.target, made, len(made))
-        if self.peer >= 0:
-            self.comm.take_away(*self.awaited.values())
+        if made := self.result([body for _, body in self.given]):
+            ctypes.memmove(self.touched[0].low, made, len(made))
 
 
 def groupStart() -> None:
-    of_thread.groups += 1
+    cuda.of_thread.groups += 1
 
 
 def groupEnd() -> None:
-    need(of_thread.groups > 0, "groupEnd without groupStart")
-    of_thread.groups -= 1
-    if of_thread.groups:
+    need(cuda.of_thread.groups > 0, "groupEnd without groupStart")
+    cuda.of_thread.groups -= 1
+    if cuda.of_thread.groups:
         return
-    count("collectives", OFF)
-    calls, of_thread.calls = of_thread.calls, []
+    calls, cuda.of_thread.calls = cuda.of_thread.calls, []
     for comm in dict.fromkeys(call.comm for call in calls):
         comm.need_life("the end of a group")
         some = [call for call in calls if call.comm is comm]
         is_one = len({call.stream for call in some}) == 1
         need(is_one, "calls of a communicator in one group are on several streams")
         for one, two in combinations(some, 2):
-            for a, b in product(one.touched, two.touched):
-                is_apart = not (a.writes or b.writes) or not a.crosses(b)
-                need(is_apart, f"{one.name} and {two.name} of one group use the same memory, one writes it")
-        _queue(comm, some)
-
-
-def _queue(comm: NcclCommunicator, calls: list[_Call]) -> None:
-    """Put calls of a communicator on its stream as one operation."""
-
-    def make() -> Work:
-        parts, given = [call.numbered() for call in calls], list[str]()
-
-        def ready() -> bool:
-            for part in () if given or comm.ended else parts:
-                part.give()
-            given[:] = [part.mine for part in parts if part.peer < 0] or ["messages"]
-            is_ready = comm.ended or all([part.is_ready() for part in parts])  # each says what it is stuck in
-            work.stuck = "" if is_ready else next((part.stuck for part in parts if part.stuck), "")
-            return bool(is_ready)
-
-        def run() -> list[Access]:
-            for part in () if comm.ended else parts:
-                part.run()
-            if not comm.ended and given != ["messages"]:
-                comm.take_away(*comm.shared)  # who has given for this operation is done with the one before
-                comm.shared = given
-            return [] if comm.ended else [access for call in calls for access in call.touched]
-
-        work = Work(run, ready)
-        return work
-
-    with LOCK:
-        # NCCL orders the kernels of a communicator among themselves, whichever streams they are on.
-        at = _device.stream_at(calls[0].stream)
-        if at.capture is None:
-            _device.merge(at.clock, comm.clock)
-        names = "+".join(sorted({call.name for call in calls}))
-        _device.put(f"NCCL's {names}", None, "collectives", at.ptr, make)
-        if at.capture is None:
-            _device.merge(comm.clock, at.clock)
+            is_apart = not any(a.conflicts_with(b) for a, b in product(one.touched, two.touched))
+            need(is_apart, f"{one.name} and {two.name} of one group use the same memory, one writes it")
+        comm.queue(some)
 
 
 class NcclCommunicator:
@@ -178,12 +123,12 @@ class NcclCommunicator:
         if ndev > cuda.runtime.getDeviceCount() and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
             raise NcclError(5)  # invalid usage
         self.rank, self.ranks, self.ended, self.comm = rank, ndev, "", next(serials)
-        self.numbers: Counter[tuple[str, int]] = Counter()
-        self.clock: _device.Clock = {}
-        self.shared: list[str] = []  # what this rank has left for all others, and not taken away
+        self.numbers: Counter[tuple[str, str]] = Counter()
+        self.clock = cuda.Clock()
+        self.given = defaultdict[tuple[str, str], list[str]](list)  # and not taken away
         self._folder = _ROOT / hashlib.sha256(commId).hexdigest()[:24]
         self._folder.mkdir(parents=True, exist_ok=True)
-        checker.at_exit.append(lambda: None if self.ended else self._leave("the end"))
+        atexit.register(self._at_exit)
         self._meet("hello", None)
 
     def need_life(self, name: str) -> None:
@@ -202,22 +147,51 @@ class NcclCommunicator:
         need(at % item == 0 or not elems, f"{name}: {at:#x} is not aligned to an element of {item} bytes")
         found = [Access(at, at + elems * item, writes)] if elems else []
         for access in found:
-            _device.block_of(access, f"NCCL's {name}", where(), next(serials))
+            block_of(access, f"NCCL's {name}", where(), next(serials))
         return found
 
     def _submit(self, name: str, stream: int, *what: Any) -> None:
-        _device.stream_at(stream)
-        call = _Call(self, name, stream, *what)
-        if of_thread.groups:
-            of_thread.calls.append(call)
-        else:
-            _queue(self, [call])
+        cuda.stream_at(stream)
+        groupStart()
+        cuda.of_thread.calls.append(_Call(self, name, stream, *what))
+        groupEnd()
+
+    def queue(self, calls: list[_Call]) -> None:
+        """Put calls on their stream as one operation."""
+        is_given: list[bool] = []
+
+        def ready() -> str | None:
+            if self.ended:
+                return None
+            for call in () if is_given else calls:
+                call.give()
+            is_given[:] = [True]
+            found = [call.is_missing() for call in calls]  # each says what it is stuck in
+            return max((why for why in found if why is not None), default=None)
+
+        def run() -> list[Access]:
+            is_given.clear()
+            if self.ended or OFF:
+                return []
+            for call in calls:
+                call.run()
+            # Who has given in a channel is done with what was given there before.
+            for call in calls:
+                self._take_away(*self.given.pop((call.channel, call.end), []))
+            for call in calls:
+                self.given[call.channel, call.end].append(call.names[call.end])
+            return [access for call in calls for access in call.touched]
+
+        with locked():
+            # NCCL orders the kernels of a communicator among themselves, whichever streams they are on.
+            at = cuda.stream_at(calls[0].stream)
+            at.clock = cuda.merged(at.clock, {} if at.capture else self.clock)
+            names = "+".join(sorted({call.name for call in calls}))
+            cuda.put(f"NCCL's {names}", run, "collectives", at.ptr, ready)
+            self.clock = cuda.merged(self.clock, {} if at.capture else at.clock)
 
     def _collective(self, name: str, source: int, target: int, elems: int, datatype: int, *rest: int) -> None:
         """Make a call of all ranks: its last arguments are an op or a root, if it has one, and the stream."""
-        if OFF:
-            count("collectives", not of_thread.groups)
-            return
         (reads, writes, ahead, word), (*words, stream) = _RULES[name], rest
         value = words[0] if word else -1
         need(-1 <= value < {"op": len(_OPS), "root": self.ranks, "": 0}[word], f"{name}: {word} {value}")
@@ -225,7 +199,7 @@ class NcclCommunicator:
         kind, part = _TYPES[datatype], elems * _TYPES[datatype].itemsize
         if word != "root" or value == self.rank:
             touched += self._access(name, source, elems * (self.ranks if reads else 1), datatype, False)
-            is_apart = len(touched) < 2 or not touched[0].crosses(touched[1])
+            is_apart = len(touched) < 2 or not touched[0].conflicts_with(touched[1])
             is_right = is_apart or source == target + ahead * self.rank * part
             need(is_right, f"{name}: its arrays overlap, and it is not in place as NCCL has it")
 
@@ -235,40 +209,45 @@ class NcclCommunicator:
             first = part * self.rank if reads else 0
             return _reduced([one[first : first + part] for one in given], kind, value)
 
-        self._submit(name, stream, touched, target, [name, elems, kind.name, *words], -1, result)
+        head, ends = [name, elems, kind.name, *words], {str(rank): rank for rank in range(self.ranks)}
+        self._submit(name, stream, touched, head, "call", ends, str(self.rank), result)
 
     def _message(self, name: str, at: int, elems: int, datatype: int, peer: int, stream: int) -> None:
-        if OFF:
-            return
         need(0 <= peer < self.ranks, f"{name}: rank {peer} of {self.ranks}")
         touched = self._access(name, at, elems, datatype, name == "recv")
-        head = ["message", elems, _TYPES[datatype].name]
-        self._submit(name, stream, touched, at, head, peer, b"".join if name == "recv" else lambda given: b"")
+        sender, receiver = (self.rank, peer) if name == "send" else (peer, self.rank)
+        head, channel = ["message", elems, _TYPES[datatype].name], f"message {sender} to {receiver}"
+        result = b"".join if name == "recv" else lambda given: b""
+        self._submit(name, stream, touched, head, channel, {"send": sender, "recv": receiver}, name, result)
 
     def commSplit(self, color: int, key: int) -> NcclCommunicator | None:
         """Return a communicator of the ranks that give the same colour, which is -1 for none."""
         self.need_life("commSplit")
-        need(not of_thread.groups, "commSplit within a group")
-        need(
-            _device.is_known(self.clock),
-            "commSplit while work of the communicator may be under way: it may hang",
-        )
-        self.numbers["split", 0] += 1
-        name = f"split {self.numbers['split', 0]}"
+        need(not cuda.of_thread.groups, "commSplit within a group")
+        is_idle = cuda.is_known(self.clock)
+        need(is_idle, "commSplit while work of the communicator may be under way: it may hang")
+        self.numbers["split", ""] += 1
+        name = f"split {self.numbers['split', '']}"
         asked = self._meet(name, [color, key])
         members = sorted((other[1], rank) for rank, other in enumerate(asked) if other[0] == color)
         unique = hashlib.sha512(f"{self._folder} {name} {color}".encode()).digest() * 2
         return None if color < 0 else NcclCommunicator(len(members), unique, members.index((key, self.rank)))
 
+    def _at_exit(self) -> None:
+        if not self.ended:
+            cuda.advance()
+            with suppress(Misuse):  # which is reported
+                cuda.stuck()
+            self._leave("the end")
+
     def destroy(self) -> None:
-        self.need_life("destroy")
-        _device.host_waits(dict(self.clock), "ncclCommDestroy")
+        cuda.host_waits(self.clock, "ncclCommDestroy")
         self._leave("destroy")
         wait_until(lambda: not self._folder.exists() or self._all_have("bye"), "ncclCommDestroy")
 
     def abort(self) -> None:
         self._leave("abort")
-        _device.advance()
+        cuda.advance()
 
     def _leave(self, how: str) -> None:
         self.need_life(how)
@@ -280,12 +259,11 @@ class NcclCommunicator:
     def post(self, name: str, head: Any, body: bytes = b"") -> None:
         made = self._folder / f".{name}"
         with suppress(FileNotFoundError):  # all ranks have left
-            made.write_bytes(json.dumps(head).encode() + b"\n" + body)
+            made.write_bytes(pickle.dumps((head, body)))
             made.rename(self._folder / name)
 
-    def find(self, name: str) -> tuple[Any, bytes]:
-        head, _, body = (self._folder / name).read_bytes().partition(b"\n")
-        return json.loads(head), body
+    def find(self, name: str) -> Any:
+        return pickle.loads((self._folder / name).read_bytes())
 
     def has(self, name: str) -> bool:
         return (self._folder / name).exists()
@@ -298,17 +276,15 @@ class NcclCommunicator:
         wait_until(lambda: self._all_have(name), f"{name} of rank {self.rank} of {self.ranks}")
         return [self.find(f"{name}.{rank}")[0] for rank in range(self.ranks)]
 
-    def take_away(self, *names: str) -> None:
+    def _take_away(self, *names: str) -> None:
         for name in names:
             (self._folder / name).unlink(missing_ok=True)
 
-
-for _names, _way in (
-    (("rank_id", "size", "device_id", "check_async_error"), NcclCommunicator._asked),
-    (_RULES, NcclCommunicator._collective), (("send", "recv"), NcclCommunicator._message),
-):  # fmt: skip
-    for _name in _names:
-        setattr(NcclCommunicator, _name, partialmethod(_way, _name))
+    allReduce, reduceScatter, allGather, broadcast = map(partial(partialmethod, _collective), _RULES)
+    send, recv = map(partial(partialmethod, _message), ("send", "recv"))
+    rank_id, size, device_id, check_async_error = map(
+        partial(partialmethod, _asked), ("rank_id", "size", "device_id", "check_async_error")
+    )
 
 
 def _reduced(given: list[bytes], kind: np.dtype[Any], op: int) -> bytes:
@@ -316,4 +292,4 @@ def _reduced(given: list[bytes], kind: np.dtype[Any], op: int) -> bytes:
     with np.errstate(all="ignore"):
         if op == _AVERAGE:
             arrays = [(array * kind.type(1 / len(given))).astype(kind) for array in arrays]
-        return functools.reduce(_OPS[op], arrays).astype(kind, copy=False).tobytes()
+        return reduce(_OPS[op], arrays).astype(kind, copy=False).tobytes()
