@@ -6,6 +6,7 @@ import math
 
 from lowshard.argument import number, truth, whole
 from lowshard.errors import BufferMismatchError, KernelError
+from lowshard.foreign_array import require_native
 from lowshard.kernels.buffer import Array, address, dtype_name, is_gpu, require_apart, require_array
 from lowshard.kernels.engine import engine_for
 from lowshard.kernels.kernel_stream import Stream, takes_stream
@@ -105,11 +106,7 @@ def _checked(named: dict[str, Array]) -> list[Array]:
                 f"{name} of an optimizer step is float32 [{arrays[0].size}], got {dtype_name(array.dtype)} "
                 f"{list(array.shape)}"
             )
-        if not array.dtype.isnative:
-            raise BufferMismatchError(
-                f"{name} of an optimizer step is in the machine's byte order, got dtype {array.dtype.str}; pass "
-                f"{name}.astype(numpy.float32)"
-            )
+        require_native(array, name)
         if not array.flags.c_contiguous or (name != "grad" and not getattr(array.flags, "writeable", True)):
             raise BufferMismatchError(f"{name} of an optimizer step is contiguous and writeable")
         if is_gpu(array) and address(array) % 4:  # an error there leaves the whole context unusable

@@ -7,16 +7,16 @@ Microscaling Formats v1.0 section 5.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal
 
 import numpy as np
 
-from lowshard.argument import brief
+from lowshard.argument import brief, quoted
 from lowshard.errors import DependencyError, DTypeError
 
-Kind = Literal["float", "int", "uint", "bool", "scale"]
+Kind = Literal["float", "int", "uint", "bool", "scale", "opaque"]
 
 
 @dataclass(frozen=True)
@@ -84,13 +84,19 @@ _ROWS = (
     DType("bool", "bool", "bool", 8, "BOOL", None, True),
 )
 
+_OPAQUE = tuple(
+    DType(f"opaque {name}", "", "opaque", 64 if name == "C64" else 8, name, None, True)
+    for name in ("F4", "F6_E2M3", "F6_E3M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "C64")
+)
+"""What safetensors has beside these: stored and sharded as unsigned integers of so many bits, never computed with."""
+
 _ALIASES = {
     "fp64": "float64", "fp32": "float32", "fp16": "float16", "fp8_e4m3": "float8_e4m3fn",
     "float8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2", "float8_e8m0": "float8_e8m0fnu",
     "bool_": "bool",
 }  # fmt: skip
 
-_BY_NAME: dict[str, DType] = {}
+_BY_NAME: dict[str, DType] = {row.name: row for row in _OPAQUE}
 for _row in _ROWS:
     for _name in (_row.name, _row.short, _row.safetensors):
         _BY_NAME[_name] = _row
@@ -99,7 +105,7 @@ for _name, _target in _ALIASES.items():
 
 
 def all_dtypes() -> tuple[DType, ...]:
-    """Every element type lowshard carries, widest float first."""
+    """Every element type lowshard computes with, widest float first."""
     return _ROWS
 
 
@@ -108,39 +114,31 @@ def get(dtype: object) -> DType:
     if isinstance(dtype, DType):
         return dtype
     name = dtype if isinstance(dtype, str) else _name_of(dtype)
-    row = _BY_NAME.get(name)
+    row = _BY_NAME.get(name.partition("[")[0] if name.startswith("opaque ") else name)
+    if row is not None and row.kind == "opaque":
+        return replace(row, name=name)
     # Other names are for people: ml_dtypes' own float8_e4m3 has infinities, and is not float8_e4m3fn.
     if row is None or (name != row.name and not isinstance(dtype, str)):
-        known = ", ".join(r.name for r in _ROWS)
-        code = _name_of_code(dtype)
-        raise DTypeError(
-            f"dtype {brief(dtype)} is not one that lowshard carries; it knows {known}; "
-            + (
-                f"for NumPy's code {brief(dtype)} write {code!r}"
-                if code
-                else "what is moved and not computed with goes as its bytes, a view of uint8"
-            )
-        )
+        known, code = ", ".join(r.name for r in _ROWS), _name_of_code(dtype)
+        advice = "what is moved and not computed with goes as its bytes, a view of uint8"
+        if code:
+            advice = f"for NumPy's code {brief(dtype)} write {code!r}"
+        raise DTypeError(f"dtype {brief(dtype)} is not one that lowshard carries; it knows {known}; {advice}")
     return row
 
 
 def from_safetensors(name: object) -> DType:
     """Return the row that a safetensors header names, or raise DTypeError."""
-    for row in _ROWS:
-        if row.safetensors == name:
-            return row
-    raise DTypeError(
-        f"safetensors dtype {name!r} is not one that lowshard reads; it reads "
-        f"{', '.join(r.safetensors for r in _ROWS)}"
-    )
+    known = {row.safetensors: row for row in (*_ROWS, *_OPAQUE)}
+    if not isinstance(name, str) or name not in known:
+        raise DTypeError(f"unknown dtype {quoted(name)}; lowshard reads {', '.join(known)}")
+    return known[name]
 
 
 def _name_of_code(dtype: object) -> str:
     """Return the name that a type code of NumPy such as f4 stands for, or nothing."""
-    if not isinstance(dtype, str) or len(dtype) > 3:
-        return ""
     try:
-        name = np.dtype(dtype).name
+        name = np.dtype(dtype).name if isinstance(dtype, str) and len(dtype) < 4 else ""
     except Exception:  # NumPy raises what it likes of what is no code
         return ""
     return name if name in _BY_NAME else ""
@@ -160,7 +158,7 @@ def _name_of(dtype: object) -> str:
 @cache
 def _numpy_dtype(row: DType) -> np.dtype[Any]:
     if row.in_numpy:
-        return np.dtype(row.name)
+        return np.dtype(f"u{row.itemsize_bytes}" if row.kind == "opaque" else row.name)
     try:
         import ml_dtypes
     except ImportError as error:

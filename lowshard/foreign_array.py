@@ -73,6 +73,8 @@ def view_in_call(value: object, name: str, writes: bool = False) -> Array:
 
 def _seen_by(see: Seen, value: Any, name: str, writes: bool) -> Array:
     if see is _as_it_is or (see is _buffer_view and not _has_buffer(value)):
+        if isinstance(value, np.ndarray):
+            require_native(value, name)
         is_sub = type(value) is not np.ndarray and isinstance(value, np.ndarray)
         return base_view(value, name) if is_sub else value
     try:
@@ -95,9 +97,18 @@ def base_view(array: np.ndarray, name: str) -> np.ndarray:
     """Return NumPy's array as a plain one: a subclass, such as matrix, may slice and reshape in ways of its own."""
     if type(array) is not np.ndarray and isinstance(array, np.ma.MaskedArray):
         raise BufferMismatchError(
-            f"{name} is an array without a mask, which would be lost; pass {name}.data, or {name}.filled(value)"
+            f"{name} is an array without a mask, which would be lost; pass {_call(name, 'filled(value)')} or its .data"
         )
     return array.view(np.ndarray)
+
+
+def require_native(array: Array, name: str) -> None:
+    """Raise BufferMismatchError where the bytes of an array's elements are in another order than the machine's."""
+    if not array.dtype.isnative:
+        raise BufferMismatchError(
+            f"{name} is in the machine's byte order, got {array.dtype.str}; pass "
+            f"{_call(name, 'astype')}({_call(name, 'dtype')}.newbyteorder('='))"
+        )
 
 
 def view_or_same(value: object, writes: bool = False) -> Any:
@@ -118,7 +129,8 @@ def like(result: Any, given: object = None, *, apart: bool = False) -> Any:
     if kind is np.ndarray or result is None or not _is_foreign(given) or _is_foreign(result):
         return result
     if _is_torch(kind):
-        return _to_torch(result.copy() if apart and _is_read_only(result) else result)
+        is_read_only = isinstance(result, np.ndarray) and not result.flags.writeable
+        return _to_torch(result.copy() if apart and is_read_only else result)
     if _is_jax(kind):
         return _to_jax(result, given)
     namespace = getattr(kind, "__array_namespace__", None)  # of the array API standard
@@ -315,10 +327,6 @@ def _call(name: str, method: str) -> str:
     return f"{name if all(map(str.isidentifier, name.split('.'))) else 'x'}.{method}"
 
 
-def _is_read_only(array: Array) -> bool:
-    return isinstance(array, np.ndarray) and not array.flags.writeable
-
-
 def _to_torch(result: Array) -> Any:
     torch = sys.modules["torch"]
     row = dtypes.get(result.dtype)
@@ -327,7 +335,7 @@ def _to_torch(result: Array) -> Any:
         made = torch.from_dlpack(whole)
     else:
         # torch has no read-only tensors, and warns of an array that is.
-        made = torch.from_numpy(np.asarray(_Writeable(whole)) if _is_read_only(whole) else whole)
+        made = torch.from_numpy(whole if whole.flags.writeable else np.asarray(_Writeable(whole)))
     return made if row.in_numpy else made.view(getattr(torch, row.name))
 
 

@@ -41,7 +41,7 @@ Spec = tuple[SpecEntry, ...]
 _TEXT = re.compile(r"(?P<dtype>[A-Za-z0-9_]+)\[(?P<shape>[0-9, ]*)\](?P<axes>(?:\s+\S+)*)\s*\Z")
 _SHAPE = "a global shape is a sequence of extents >= 0 such as (1024, 4096)"
 _MESH = "a layout lies on a DeviceMesh, such as DeviceMesh((2, 4), ('dp', 'tp'))"
-_SCALE_PARTIAL = "an e8m0 scale has no sum and no zero: make the layout of the values instead"
+_SCALE_PARTIAL = "a scale, or an opaque dtype, has no sum and no zero: make the layout of the values instead"
 
 
 @dataclass(frozen=True, init=False)
@@ -179,7 +179,7 @@ class Layout:
                 f"the partial axes of one layout share one op (sum and avg may mix), got {sorted(ops)}: "
                 "reduce one axis before the other becomes partial"
             )
-        if ops and row.kind == "scale":
+        if ops and row.kind in ("scale", "opaque"):
             raise DTypeError(f"Partial of dtype {row.name}: {_SCALE_PARTIAL}")
         put = object.__setattr__
         put(self, "mesh", mesh)

@@ -20,7 +20,7 @@ from lowshard.argument import path as check_path
 from lowshard.box import Box, full_box, shape_of, volume
 from lowshard.checkpoint.checkpoint_index import INDEX_NAME, Index, Part, read_index
 from lowshard.checkpoint.crc import Key, crc32
-from lowshard.checkpoint.header import FilePath, Header, Stamp, TensorEntry, read_header
+from lowshard.checkpoint.header import TORCH, FilePath, Header, Stamp, TensorEntry, header_box, read_header
 from lowshard.checkpoint.hf_index import DATA_NAME, HF_INDEX, files_of_set, is_sparse_delta, lies_beside
 from lowshard.checkpoint.read_shares import disjoint
 from lowshard.errors import CheckpointError
@@ -79,6 +79,11 @@ class StoredTensor:
     digest: str | None = None
     """Of its content, as `lowshard.reshard.digest` has it; None where no index says it."""
 
+    @property
+    def said_shape(self) -> tuple[int, ...]:
+        """The shape as a header has it, which counts elements of 4 and 6 bits where `shape` counts bytes."""
+        return shape_of(header_box(self.dtype, full_box(self.shape)))
+
     def check_digest(self, found: str, where: str) -> None:
         """Compare the digest of what was read with the index's."""
         if self.digest not in (None, found):
@@ -99,6 +104,8 @@ class Catalog:
     """Ranks that a sharded checkpoint was saved by; None for plain files."""
     digest: str
     """32 hex digits of names, shapes, dtypes, places and sizes."""
+    has_metadata: bool = False
+    """Whether its files have a `__metadata__`, which may be empty."""
     stamps: Mapping[str, Stamp | None] = field(default_factory=dict, compare=False, repr=False)
     """Of each plain file, by path; data files of a sharded checkpoint are never replaced under their name."""
     copies: tuple[tuple[StoredTensor, StoredPart], ...] = field(default=(), compare=False, repr=False)
@@ -153,14 +160,15 @@ class Catalog:
         path = check_path(files, _FILES, CheckpointError)
         if path.name == INDEX_NAME:
             path = path.parent
-        if path.name == HF_INDEX:
+        if path.name.endswith(".json") and ".safetensors.index." in path.name:
             return _of_hugging_face(path)
         if not os.path.isdir(path):
             return _of_plain([path], str(path))
         if os.path.exists(path / INDEX_NAME):
             return _of_index(path)
-        if os.path.exists(path / HF_INDEX):
-            return _of_hugging_face(path / HF_INDEX)
+        indexes = list(path.glob("*.safetensors.index.json"))  # that of diffusers has another name
+        if path / HF_INDEX in indexes or len(indexes) == 1:
+            return _of_hugging_face(path / HF_INDEX if path / HF_INDEX in indexes else indexes[0])
         if os.path.exists(path / "model.safetensors"):
             return _of_plain([path / "model.safetensors"], str(path))
         found = sorted(p for p in path.glob("*.safetensors") if not p.name.startswith("."))
@@ -177,14 +185,13 @@ class Catalog:
                     "fetch the rest"
                 )
             return _of_plain(found, str(path))
-        ranks = (
-            ""
-            if not found
-            else "; what ranks hold, one file each: Catalog.of_rank_files, lowshard reshard --from"
-        )
+        advice = "; what ranks hold, one file each: Catalog.of_rank_files, lowshard reshard --from"
+        if not found:
+            torch = sorted(p.name for p in path.glob("*") if p.suffix in (".bin", ".pt", ".pth"))
+            advice = f". {torch[0]} looks like torch's: {TORCH}" if torch else ""
         raise CheckpointError(
             f"{path}: a checkpoint's folder has {INDEX_NAME}, {HF_INDEX}, model.safetensors or one .safetensors "
-            f"file; it has {len(found)} of those files and no index{ranks}"
+            f"file; it has {len(found)} of those files and no index{advice}"
         )
 
     @classmethod
@@ -235,7 +242,7 @@ class Catalog:
             tensors[name] = StoredTensor(name, tiling.dtype, tiling.shape, tuple(parts), tiling=tiling)
             copies += [(tensors[name], part) for part in others]
         where = f"{len(headers)} rank files such as {headers[0].path}"
-        return cls(where, tensors, {}, len(headers), _digest(tensors), _stamps(headers), tuple(copies))
+        return cls(where, tensors, {}, len(headers), _digest(tensors), False, _stamps(headers), tuple(copies))
 
 
 def _of_plain(paths: Sequence[Path], where: str) -> Catalog:
@@ -265,7 +272,8 @@ def plain_catalog(headers: Sequence[Header], where: str) -> Catalog:
             tensors[entry.name] = StoredTensor(
                 entry.name, entry.dtype, entry.shape, (part,) if entry.size_elems else ()
             )
-    return Catalog(where, tensors, metadata, None, _digest(tensors), _stamps(headers))
+    has_metadata = any(header.has_metadata for header in headers)
+    return Catalog(where, tensors, metadata, None, _digest(tensors), has_metadata, _stamps(headers))
 
 
 def _stamps(headers: Iterable[Header]) -> dict[str, Stamp | None]:
@@ -285,20 +293,23 @@ def _of_hugging_face(path: Path) -> Catalog:
             )
         held.setdefault(file, []).append(name)
     headers = []
-    for file, names in held.items():
+    for file, names in sorted(held.items()):
         if not os.path.exists(path.parent / file):
             raise CheckpointError(_missing(path.parent / file, path.name, names))
         headers.append(read_header(path.parent / file))
         for name in (*headers[-1].tensors, *names):
             headers[-1].entry(name)
-            if weight_map.get(name) != file:
+            if (other := weight_map.get(name)) != file:
+                said = (
+                    f"places it in {other}"
+                    if other
+                    else "does not list it: fetch both anew, or take the file alone"
+                )
                 raise CheckpointError(
-                    f"{headers[-1].path}: tensor {name!r} is in the file, {path.name} places it in "
-                    f"{weight_map.get(name)}"
+                    f"{headers[-1].path}: tensor {name!r} is in the file, {path.name} {said}"
                 )
     made = plain_catalog(headers, str(path.parent))
-    ordered = {name: made.tensors[name] for name in weight_map}
-    return replace(made, tensors=ordered, metadata={**made.metadata, **metadata}, digest=_digest(ordered))
+    return replace(made, metadata={**made.metadata, **metadata})
 
 
 _HF_KEYS = ("weight_map", "metadata")
@@ -339,7 +350,8 @@ def index_catalog(folder: Path, index: Index, entry_of: Callable[[str, Part], Te
             for p in t.parts
         )
         tensors[name] = StoredTensor(name, t.dtype, t.shape, parts, t.strategy, t.tiling, t.digest)
-    return Catalog(str(folder), tensors, index.metadata, index.num_ranks, _digest(tensors))
+    said = index.metadata
+    return Catalog(str(folder), tensors, said or {}, index.num_ranks, _digest(tensors), said is not None)
 
 
 def part_entry(name: str, part: Part, index: Index, header: Header) -> TensorEntry:

@@ -76,7 +76,7 @@ class Index:
     token: str
     files: Mapping[str, IndexedFile]
     tensors: Mapping[str, IndexedTensor]
-    metadata: Mapping[str, str]
+    metadata: Mapping[str, str] | None
 
     def encode(self) -> bytes:
         """Return the index file's bytes."""
@@ -89,7 +89,7 @@ class Index:
             "version": _VERSION,
             "ranks": self.num_ranks,
             "token": self.token,
-            "metadata": dict(self.metadata),
+            "metadata": None if self.metadata is None else dict(self.metadata),
             "files": [[name, f.size_bytes, f.header_crc32] for name, f in self.files.items()],
             "tensors": {
                 name: {
@@ -164,15 +164,9 @@ class _TensorData:
 
 @reader("index of a sharded checkpoint", CheckpointError)
 def _read(
-    format: str,
-    version: int,
-    ranks: int,
-    token: str,
-    metadata: Mapping[str, str],
-    files: tuple[tuple[str, int, int], ...],
-    tensors: Mapping[str, _TensorData],
-    tilings: tuple[Tiling, ...],
-) -> Index:
+    format: str, version: int, ranks: int, token: str, metadata: Mapping[str, str] | None,
+    files: tuple[tuple[str, int, int], ...], tensors: Mapping[str, _TensorData], tilings: tuple[Tiling, ...],
+) -> Index:  # fmt: skip
     check_whole(ranks, f"a checkpoint is saved by 1 to {_MOST_RANKS} ranks", CheckpointError, 1, _MOST_RANKS)
     listed = {name: IndexedFile(size, crc) for name, size, crc in files}
     names = list(listed)

@@ -78,9 +78,11 @@ class Commit:
     """The claim, open for writing on every rank."""
 
     def __init__(
-        self, target: Path, comm: Communicator, what: str, prepare: Callable[[int], object] | None = None
-    ) -> None:
+        self, target: Path, comm: Communicator, what: str, prepare: Callable[[int], object] | None = None,
+        final: Path | None = None,
+    ) -> None:  # fmt: skip
         self.target, self.comm = target, comm
+        self._final = final or target  # what the claim, which is called after the target, becomes
         self.path = target.parent if target.name == INDEX_NAME else target
         self.token, self.fd = "", -1
         self._what, self._prepare = what, prepare
@@ -120,12 +122,15 @@ class Commit:
         self._files.append(self.target.with_name(name))
         return self._files[-1]
 
+    def rename(self, file: str, name: str) -> None:
+        """Give a data file another name, before the commit."""
+        self._files.append(self.target.with_name(name))
+        os.replace(self.target.with_name(file), self._files[-1])
+
     def commit(
-        self,
-        said: str = "",
-        complete: Callable[[Sequence[str]], object] = lambda texts: None,
+        self, said: str = "", complete: Callable[[Sequence[str]], object] = lambda texts: None,
         after: Callable[[], object] = lambda: None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Put the new checkpoint in place, for good."""
         self._is_ready = True  # once rank 0 has heard of all ranks it may commit
         texts = share_text(self.comm.control, said)
@@ -143,9 +148,9 @@ class Commit:
             folder.mkdir(exist_ok=True)
             sync_folder(folder.parent)
         with suppress(FileNotFoundError):  # any other error is one of the rename as well
-            if not stat.S_ISREG(os.stat(self.target).st_mode):
+            if not stat.S_ISREG(os.stat(self._final).st_mode):
                 raise CheckpointError(
-                    f"{self.target}: is not a regular file, and a save does not replace it: give another path, or "
+                    f"{self._final}: is not a regular file, and a save does not replace it: give another path, or "
                     "remove it"
                 )
         with suppress(OSError):
@@ -171,7 +176,7 @@ class Commit:
         os.fsync(self.fd)
         sync_folder(self.target.parent)  # the names of data files, before the index that speaks of them
         try:
-            os.replace(self.claim, self.target)  # the commit
+            os.replace(self.claim, self._final)  # the commit
         except FileNotFoundError as error:
             if not os.path.isdir(self.target.parent):  # somebody has removed all of it
                 raise
@@ -205,7 +210,7 @@ class Commit:
     def _in_place(self) -> bool | None:
         """Return whether the claim is what lies at the target; None where the system does not say."""
         try:
-            return os.path.samestat(os.fstat(self.fd), os.stat(self.target, follow_symlinks=False))
+            return os.path.samestat(os.fstat(self.fd), os.stat(self._final, follow_symlinks=False))
         except FileNotFoundError:
             return False
         except OSError:

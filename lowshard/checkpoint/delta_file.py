@@ -217,9 +217,7 @@ def chain_of(deltas: Sequence[Delta], base: str, base_where: str) -> tuple[Delta
         reached = max((d.version for d in left if d.digest == base), default=-1)
         newer = next((d for d in left if d.version > reached), None)
         if newer is None:
-            raise CheckpointError(
-                f"{base_where}: is the newest version of the chain already: {left[-1].where}"
-            )
+            return ()  # it is the newest version already
         raise CheckpointError(
             f"{base_where}: holds {base}, and no delta stands on that: {newer.where} stands on {newer.base_digest} "
             f"(version {newer.base_version}). Take the checkpoint that it was made from, or add the deltas that lead "
@@ -274,7 +272,7 @@ class DeltaChain:
                         f"{need_bytes[name] / 1e6:.0f} MB, and there is room for {memory_bytes / 1e6:.0f} MB: apply "
                         "fewer deltas at a time, one result on the other, or give more memory"
                     )
-        if (found := model_digest(digests)) != chain[-1].digest:
+        if chain and (found := model_digest(digests)) != chain[-1].digest:
             raise CheckpointError(
                 f"{chain[-1].where}: makes a model of the digest {chain[-1].digest}, and its tensors have {found}: a "
                 "delta of the chain is damaged"

@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate
 from math import prod
 from types import MappingProxyType
 from typing import Any
@@ -24,6 +26,7 @@ from typing import Any
 from lowshard import dtypes
 from lowshard.argument import MOST_DIMS, instance, is_text, quoted
 from lowshard.argument import path as check_path
+from lowshard.box import Box, full_box, shape_of
 from lowshard.errors import CheckpointError, DTypeError
 from lowshard.nearest import nearest
 from lowshard.reading import parse_json
@@ -38,16 +41,29 @@ Not the device: the hosts of one network file system number it differently.
 MAX_HEADER_BYTES = 100_000_000
 """The format's own limit."""
 _PREFIX_BYTES = 8
+TORCH = "torch.load it with weights_only=True, and safetensors.torch.save_file what comes"
+_OTHER_FILES = {
+    b"version https://git-lfs": "a Git LFS pointer in place of the file: fetch that with `git lfs pull`",
+    b"<": "a page of a web server (HTML) in place of the file: download that anew, signed in where that is asked for",
+    b"PK\3\4": f"a zip, as torch.save writes (.pt, .bin), and no safetensors file: {TORCH}",
+    b"\x80": f"a pickle, as torch.save wrote before version 1.6, and no safetensors file: {TORCH}",
+    b"GGUF": "a GGUF file and no safetensors file: take the model that it was made from",
+    b"{": "JSON, an index or what a server answered, and no safetensors file: pass the checkpoint's folder",
+    bytes(8): "empty, as a download or a save leaves it that did not end: fetch it anew",
+}
+"""What else lies under such names, by its first bytes, and what to do about it."""
 _MAX_ARRAY_BYTES = 2**63 - 1  # NumPy's limit, empty dims left out
 _METADATA = "__metadata__"
+PACKED_BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
+"""Of elements that fill no whole byte. A header's shape counts them; elsewhere the last dim is in bytes."""
 
 # The library stores wide elements first (so that all are aligned) and, within a width, in the
 # reverse of its own dtype list; ties go by name.
 _FILE_ORDER = {
     name: place
     for place, name in enumerate(
-        ("U64", "I64", "F64", "F32", "U32", "I32", "BF16", "F16", "U16", "I16",
-         "F8_E8M0", "F8_E4M3", "F8_E5M2", "I8", "U8", "BOOL")
+        ("U64", "I64", "F64", "C64", "F32", "U32", "I32", "BF16", "F16", "U16", "I16", "F8_E5M2FNUZ", "F8_E4M3FNUZ",
+         "F8_E8M0", "F8_E4M3", "F8_E5M2", "I8", "U8", "F6_E3M2", "F6_E2M3", "F4", "BOOL")
     )
 }  # fmt: skip
 
@@ -89,6 +105,8 @@ class Header:
     """Where the data starts in the file."""
     file_bytes: int
     """Size of the whole file."""
+    has_metadata: bool = False
+    """Whether it has a `__metadata__`, which may be empty."""
     stamp: Stamp | None = field(default=None, compare=False, repr=False)
     """Of the file that was read; None where nobody asked the system."""
 
@@ -151,6 +169,10 @@ def header_from_fd(fd: int, path: FilePath) -> Header:
             f"this one has {file_bytes} bytes"
         )
     length = int.from_bytes(_pread(fd, _PREFIX_BYTES, 0, where), "little")
+    head = os.pread(fd, 32, 0).lstrip()
+    other = next((found for start, found in _OTHER_FILES.items() if head.startswith(start)), None)
+    if other is not None and (length > file_bytes or not length):
+        raise CheckpointError(f"{where}: is {other}")
     if length > min(MAX_HEADER_BYTES, file_bytes - _PREFIX_BYTES):
         raise CheckpointError(
             f"{where}: the header's length is {length} bytes, the format allows {MAX_HEADER_BYTES} and only "
@@ -169,7 +191,9 @@ def header_from_fd(fd: int, path: FilePath) -> Header:
     entries.sort(key=lambda e: (e.start, e.stop))
     _check_cover(entries, data_start, file_bytes, where)
     tensors = MappingProxyType({e.name: e for e in entries})
-    return Header(where, tensors, MappingProxyType(metadata), data_start, file_bytes, stamp)
+    return Header(
+        where, tensors, MappingProxyType(metadata), data_start, file_bytes, given is not None, stamp
+    )
 
 
 def stamp_of(fd: int) -> Stamp:
@@ -179,9 +203,13 @@ def stamp_of(fd: int) -> Stamp:
 
 
 def encode_header(
-    tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str] | None = None
-) -> tuple[bytes, list[TensorEntry]]:
-    """Return a file's bytes before the data, as the safetensors library writes them, and its entries in their order."""
+    tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str] | None = None,
+    keep_order: bool = False,
+) -> tuple[bytes, list[TensorEntry]]:  # fmt: skip
+    """Return a file's bytes before the data, as the safetensors library writes them, and its entries in their order.
+
+    With `keep_order` that is the order given, unless a tensor would not begin at a multiple of its element's bytes.
+    """
     where = "a safetensors header"
     rows = {name: dtypes.get(dtype) for name, (dtype, _) in tensors.items()}
     for name, (_, shape) in tensors.items():
@@ -191,11 +219,23 @@ def encode_header(
     if metadata is not None:
         fields[_METADATA] = dict(sorted(check_metadata(metadata, where).items()))
     spans: list[tuple[str, int, int]] = []
-    begin = 0
-    for name in sorted(tensors, key=lambda n: (_FILE_ORDER[rows[n].safetensors], n)):
-        shape = tensors[name][1]
-        end = begin + prod(shape) * rows[name].itemsize_bytes
-        fields[name] = {"dtype": rows[name].safetensors, "shape": list(shape), "data_offsets": [begin, end]}
+    begin, order = 0, list(tensors)
+    size_bytes = {name: prod(shape) * rows[name].itemsize_bytes for name, (_, shape) in tensors.items()}
+    starts = accumulate(size_bytes.values(), initial=0)
+    if not keep_order or any(at % rows[n].itemsize_bytes for n, at in zip(order, starts, strict=False)):
+        order.sort(key=lambda n: (_FILE_ORDER[rows[n].safetensors], n))
+    for name in order:
+        shape, end = tensors[name][1], begin + size_bytes[name]
+        said = shape_of(header_box(rows[name].name, full_box(shape)))
+        if in_memory(dtypes.from_safetensors(rows[name].safetensors), said) != (
+            rows[name].name,
+            tuple(shape),
+        ):
+            raise CheckpointError(
+                f"{where}: tensor {quoted(name)}: {rows[name].name} {list(shape)} does not hold whole elements of "
+                f"{PACKED_BITS[rows[name].safetensors]} bits: cut it elsewhere, or not at all"
+            )
+        fields[name] = {"dtype": rows[name].safetensors, "shape": list(said), "data_offsets": [begin, end]}
         spans.append((name, begin, end))
         begin = end
     text = json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode()
@@ -258,12 +298,10 @@ def _entry(name: str, value: Any, data_start: int, file_bytes: int, path: str) -
     try:
         row = dtypes.from_safetensors(value["dtype"])
     except DTypeError as error:
-        known = ", ".join(r.safetensors for r in dtypes.all_dtypes())
-        raise CheckpointError(
-            f"{where}: unknown dtype {quoted(value['dtype'])}; lowshard reads {known}"
-        ) from error
+        raise CheckpointError(f"{where}: {error}") from error
     shape, offsets = value["shape"], value["data_offsets"]
-    need = _check_shape(shape, row, where)
+    _check_shape(shape, row, where)
+    need = prod(in_memory(row, tuple(shape))[1]) * row.itemsize_bytes
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_extent, offsets)):
         raise CheckpointError(
             f"{where}: data_offsets are two integers >= 0 (begin, end), got {quoted(offsets)}"
@@ -279,11 +317,34 @@ def _entry(name: str, value: Any, data_start: int, file_bytes: int, path: str) -
             f"{where}: its data ends at byte {data_start + end}, the file at {file_bytes}: the file is "
             "truncated, or its header is wrong"
         )
-    return TensorEntry(name, row.name, tuple(shape), data_start + begin, data_start + end)
+    return TensorEntry(name, *in_memory(row, tuple(shape)), data_start + begin, data_start + end)
 
 
-def _check_shape(shape: Any, row: dtypes.DType, where: str) -> int:
-    """Return the bytes of a tensor, or raise CheckpointError where no array can have the shape."""
+def in_memory(row: dtypes.DType, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
+    """Return the dtype and shape of the array that a tensor of a header is read as: of F4 and F6, bytes.
+
+    Where rows do not fill whole bytes it is all bytes in one dim, and the dtype has the header's shape behind its name.
+    """
+    bits = PACKED_BITS.get(row.safetensors)
+    if bits is None:
+        return row.name, shape
+    if shape and shape[-1] * bits % 8 == 0:
+        return row.name, (*shape[:-1], shape[-1] * bits // 8)
+    return f"{row.name}{list(shape)}", (-(-prod(shape) * bits // 8),)
+
+
+def header_box(dtype: str, box: Box) -> Box:
+    """Return a box of such an array in the coordinates of the header's shape."""
+    bits = PACKED_BITS.get(dtypes.get(dtype).safetensors)
+    if bits is None:
+        return box
+    if "[" in dtype:
+        return full_box([int(n) for n in re.findall(r"\d+", dtype.partition("[")[2])])
+    return (*box[:-1], (box[-1][0] * 8 // bits, box[-1][1] * 8 // bits))
+
+
+def _check_shape(shape: Any, row: dtypes.DType, where: str) -> None:
+    """Raise CheckpointError where no array can have the shape."""
     if not isinstance(shape, list | tuple) or not all(map(_is_extent, shape)):
         raise CheckpointError(f"{where}: a shape is a list of integers >= 0 and < 2^63, got {quoted(shape)}")
     if len(shape) > MOST_DIMS:
@@ -292,7 +353,6 @@ def _check_shape(shape: Any, row: dtypes.DType, where: str) -> int:
         raise CheckpointError(
             f"{where}: {row.safetensors} {quoted(list(shape))} is larger than any array can be"
         )
-    return prod(shape) * row.itemsize_bytes
 
 
 def _check_cover(entries: Iterable[TensorEntry], data_start: int, file_bytes: int, where: str) -> None:

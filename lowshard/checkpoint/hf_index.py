@@ -44,14 +44,6 @@ def is_sparse_delta(metadata: Mapping[str, str]) -> bool:
     return metadata.get("sparse", "").lower() == "true" and "model_version" in metadata
 
 
-def plain_metadata(metadata: Mapping[str, str]) -> dict[str, str] | None:
-    """Return what stands in the header of a file of whole tensors, or None for nothing."""
-    # Readers of Hugging Face refuse a file that has metadata and names no format there.
-    if not metadata:
-        return None
-    return dict(metadata) if "format" in metadata else {"format": "pt", **metadata}
-
-
 def write_index(
     folder: Path, private: Path, files: Mapping[str, str] | None, size_bytes: int, is_in_place: Callable[[], bool]
 ) -> None:  # fmt: skip
@@ -62,9 +54,8 @@ def write_index(
     if not files:
         path.unlink(missing_ok=True)
         return
-    data = {"metadata": {"total_size": size_bytes}, "weight_map": dict(sorted(files.items()))}
     try:
-        _write_locked(private, path, json.dumps(data, indent=2, ensure_ascii=False) + "\n")
+        _write_locked(private, path, index_text(files, size_bytes))
     except OSError:  # readers of the index find none then, rather than one of the checkpoint before
         with suppress(OSError):
             private.unlink(missing_ok=True)
@@ -72,6 +63,12 @@ def write_index(
         raise
     if not is_in_place():
         path.unlink(missing_ok=True)
+
+
+def index_text(files: Mapping[str, str], size_bytes: int) -> str:
+    """Return the text of an index: the file of each tensor, as transformers writes it."""
+    data = {"metadata": {"total_size": size_bytes}, "weight_map": dict(sorted(files.items()))}
+    return json.dumps(data, indent=2, ensure_ascii=False) + "\n"
 
 
 def _write_locked(private: Path, path: Path, text: str) -> None:

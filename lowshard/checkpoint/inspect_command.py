@@ -127,7 +127,7 @@ def _rows(overview: Overview, each: bool) -> Iterator[tuple[str, str, str, str]]
 
     groups: dict[tuple[str, str, str, str], list[str]] = {}
     for tensor in overview.catalog.tensors.values():
-        shape = _short(f"[{', '.join(map(str, tensor.shape))}]", 20)
+        shape = _short(f"[{', '.join(map(str, tensor.said_shape))}]", 20)
         key = tensor.name if each else group_name(tensor.name)
         row = key, dtypes.get(tensor.dtype).safetensors, shape, _short(split_text(tensor), 20)
         groups.setdefault(row, []).append(tensor.name)
@@ -136,11 +136,12 @@ def _rows(overview: Overview, each: bool) -> Iterator[tuple[str, str, str, str]]
 
 
 def _one(overview: Overview, tensor: StoredTensor) -> Iterator[str]:
+    from lowshard.checkpoint.header import header_box
     from lowshard.checkpoint.overview import held, rank_of, split_text
 
     size_bytes = sum(part.entry.size_bytes for part in tensor.parts)
     yield tensor.name
-    yield f"{tensor.dtype} [{', '.join(map(str, tensor.shape))}], {_mb(size_bytes)} MB, {split_text(tensor)}"
+    yield f"{tensor.dtype} [{', '.join(map(str, tensor.said_shape))}], {_mb(size_bytes)} MB, {split_text(tensor)}"
     if tensor.strategy is not None:
         yield _short(f"strategy: {tensor.strategy}", _WIDTH)
     for path in dict.fromkeys(part.file for part in tensor.parts):
@@ -151,7 +152,7 @@ def _one(overview: Overview, tensor: StoredTensor) -> Iterator[str]:
             if part.file == path:
                 crc = "no checksum" if part.crc32 is None else f"crc32 {part.crc32:08x}"
                 state = "  DAMAGED" if overview.problem(part) else ""
-                yield f"  {_short(box_text(part.box), 52)}  {crc}{state}"
+                yield f"  {_short(box_text(header_box(tensor.dtype, part.box)), 52)}  {crc}{state}"
     same: dict[tuple[Box, ...], list[int]] = {}
     for number, boxes in held(tensor).items():
         same.setdefault(boxes, []).append(number)
@@ -160,7 +161,7 @@ def _one(overview: Overview, tensor: StoredTensor) -> Iterator[str]:
     for boxes, holders in same.items():
         yield _short(f"  rank{'s' * (len(holders) > 1)} {', '.join(map(str, holders))}", _WIDTH)
         for box in boxes:
-            yield _short(f"    {box_text(box)}", _WIDTH)
+            yield _short(f"    {box_text(header_box(tensor.dtype, box))}", _WIDTH)
     yield ""
 
 

@@ -25,7 +25,7 @@ from lowshard.checkpoint.catalog import (
     part_entry,
 )
 from lowshard.checkpoint.checkpoint_index import INDEX_NAME, Part, read_index
-from lowshard.checkpoint.header import FilePath, Header, TensorEntry
+from lowshard.checkpoint.header import FilePath, Header, TensorEntry, header_box
 from lowshard.content_hash import model_digest, tensor_digest
 from lowshard.errors import CheckpointError
 from lowshard.kernels.unit_weights import SUMS
@@ -91,21 +91,22 @@ class Overview:
         return {
             "name": tensor.name,
             "dtype": tensor.dtype,
-            "shape": list(tensor.shape),
+            "shape": list(tensor.said_shape),
             "bytes": sum(p.entry.size_bytes for p in tensor.parts),
             "strategy": tensor.strategy,
             "cut": split_text(tensor),
             "digest": tensor.digest,
             "parts": [
                 {
-                    "file": Path(p.file).name, "key": p.entry.name, "box": [list(i) for i in p.box],
+                    "file": Path(p.file).name, "key": p.entry.name,
+                    "box": [list(i) for i in header_box(tensor.dtype, p.box)],
                     "bytes": p.entry.size_bytes, "crc32": None if p.crc32 is None else f"{p.crc32:08x}",
                     "problem": self.problem(p),
                 }
                 for p in tensor.parts
             ],
             "held": [
-                {"rank": rank, "boxes": [[list(i) for i in box] for box in boxes]}
+                {"rank": rank, "boxes": [[list(i) for i in header_box(tensor.dtype, box)] for box in boxes]}
                 for rank, boxes in held(tensor).items()
             ],
         }  # fmt: skip

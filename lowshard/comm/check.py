@@ -17,7 +17,7 @@ import numpy as np
 from lowshard import dtypes
 from lowshard.argument import MOST_DIMS, brief, kind_of, number, real, wholes
 from lowshard.errors import BufferMismatchError, CommError, DTypeError, LowshardError
-from lowshard.foreign_array import READ_ONLY, base_view, view_in_call
+from lowshard.foreign_array import READ_ONLY, base_view, require_native, view_in_call
 from lowshard.gpu_stream import Stream
 from lowshard.kernels.buffer import address
 from lowshard.nearest import nearest
@@ -69,11 +69,7 @@ def flat(buf: Array, name: str, xp: ModuleType, transport: str, writes: bool) ->
             f"got {kind_of(buf)}{_array_instead(buf, name, xp, writes)}"
         )
     dtypes.get(buf.dtype)
-    if not buf.dtype.isnative:  # same name in the table, but other bytes than the peers'
-        raise BufferMismatchError(
-            f"{name} is in the machine's byte order, got dtype {buf.dtype.str}; pass "
-            f"{name}.astype({name}.dtype.newbyteorder('='))"
-        )
+    require_native(buf, name)  # same name in the table, but other bytes than the peers'
     if not buf.flags.c_contiguous:
         raise BufferMismatchError(
             f"{name} is C-contiguous, got strides {buf.strides} for shape {buf.shape}; pass "

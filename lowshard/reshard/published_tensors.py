@@ -8,7 +8,7 @@ from typing import Any
 from lowshard import dtypes
 from lowshard.argument import brief, is_text, mapping
 from lowshard.errors import BufferMismatchError, PlanError
-from lowshard.foreign_array import READ_ONLY
+from lowshard.foreign_array import READ_ONLY, require_native
 from lowshard.kernels.buffer import is_gpu, require_array
 from lowshard.reshard.tensor_layout import TensorLayout, as_tensor_layout
 
@@ -69,6 +69,7 @@ def local_arrays(
 def array_of(layout: TensorLayout, shape: tuple[int, ...], given: object, rank: int, name: str) -> Array:
     """Return a rank's array of a tensor, checked against local shape and dtype."""
     array, dtype = require_array(given, name), dtypes.get(layout.dtype)
+    require_native(array, name)
     is_other = array.dtype.itemsize != dtype.itemsize_bytes if is_gpu(array) else array.dtype != dtype.numpy
     if array.shape != shape or is_other:
         raise BufferMismatchError(

@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from lowshard.kernels.bit_sums import content_sum
 from lowshard.kernels.unit_weights import SUMS
 from lowshard.tiling import Tiling
 from lowshard.weights.convert_plan import MIN_MEMORY_BYTES, ConvertPlan, Settings, as_damage
-from lowshard.weights.save import Item, ShardFile, commit_index
+from lowshard.weights.save import Item, ShardFile, commit_index, commit_plain
 
 _COMPANIONS = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
@@ -182,7 +183,9 @@ class _Worker:
                 comm, target,
                 lambda: DeltaChain.of(plan.deltas, base, plan.catalog.where, self._spare_bytes), "reshard",
             )  # fmt: skip
-        with Commit(target if plan.is_one_file else target / INDEX_NAME, comm, "reshard") as commit:
+        place = target if plan.is_one_file else target / INDEX_NAME
+        with Commit(place, comm, "reshard", final=plan.final) as commit:
+            after = partial(_copy_companions, Path(settings.source), target, commit.claim)
             rows = commit.step(lambda: self._write(commit))
             digests = self._all_digests(outputs, self._sums)
             read = self._all_digests(inputs, self._input_sums)
@@ -191,14 +194,13 @@ class _Worker:
                 commit.step(self._verify_output)
             if plan.is_one_file:
                 commit.commit()
+            elif plan.is_hugging_face:
+                commit_plain(commit, rows, sum(t.size_bytes for t, _ in plan.saved.values()), after)
             else:
                 saved = plan.saved
                 if plan.merged:  # files of whole tensors are no ranks
                     saved = {n: (Tiling.whole(t.shape, t.dtype), said) for n, (t, said) in saved.items()}
-                commit_index(
-                    commit, rows, saved, 1 if plan.merged else plan.num_ranks, plan.metadata,
-                    lambda: _copy_companions(Path(settings.source), target, commit.claim),
-                )  # fmt: skip
+                commit_index(commit, rows, saved, 1 if plan.merged else plan.num_ranks, plan.metadata, after)
         sums = np.array(list(self._counts.values()), np.int64)
         comm.all_reduce(sums, sums)
         files, checksummed, read_bytes, written, verified = map(int, sums)
@@ -266,7 +268,9 @@ class _Worker:
             work = work or [(0, [])]  # a checkpoint without tensors is a file too
         for rank, items in work:
             path = single or commit.data_file(rank, plan.num_ranks)
-            with ShardFile(path, items, plan.metadata, commit.fd if single else None) as file:
+            with ShardFile(
+                path, items, plan.metadata, commit.fd if single else None, as_is=plan.merged
+            ) as file:
                 for key, _, array in self._content(items, self._input_sums):
                     file.put(key, array)
                     self._counts["written"] += array.nbytes

@@ -18,7 +18,7 @@ from lowshard.box import Box, full_box
 from lowshard.checkpoint.catalog import Catalog
 from lowshard.checkpoint.checkpoint_index import INDEX_NAME
 from lowshard.checkpoint.delta_file import Delta, check_deltas, open_deltas
-from lowshard.checkpoint.header import read_header
+from lowshard.checkpoint.header import PACKED_BITS, read_header
 from lowshard.checkpoint.hf_index import DATA_NAME, HF_INDEX, SIZES, files_of_set, is_foreign
 from lowshard.checkpoint.read_shares import Share, shares
 from lowshard.errors import CheckpointError, ShardingError
@@ -101,6 +101,8 @@ class ConvertPlan:
     deltas: tuple[Delta, ...]
     place: str
     """The folder or file that is put in place: the settings' target, or the one file of a plain folder that is that."""
+    is_hugging_face: bool
+    """The place is a folder as transformers writes it, without an index of ours."""
 
     @classmethod
     def of(cls, settings: Settings) -> ConvertPlan:
@@ -120,6 +122,7 @@ class ConvertPlan:
             )
         check_deltas(deltas, catalog)
         shapes = {name: (t.dtype, t.shape) for name, t in catalog.tensors.items()}
+        said = {name: (t.dtype, t.said_shape) for name, t in catalog.tensors.items()}
         quantised = _quantised(shapes, catalog.where) if settings.mxfp8 else {}
         made: Mapping[str, tuple[Tiling, object]]
         if settings.merged:
@@ -130,25 +133,31 @@ class ConvertPlan:
             made = {name: (kept[name], t.strategy or "as before") for name, t in catalog.tensors.items()}
         elif settings.to_rules is not None:
             ruled = RuledGrid.parse(settings.to_rules, settings.to)
-            count, made = ruled.num_ranks, ruled.tilings(shapes, _sizes(settings).weight_block)
+            count, made = ruled.num_ranks, ruled.tilings(said, _sizes(settings).weight_block)
         else:
-            grid = Grid.parse(settings.to)
-            stored = dict(shapes)
+            grid, stored = Grid.parse(settings.to), dict(said)
             for name, form in quantised.items() if settings.align else ():
                 stored = {**form.stored(name, shapes[name][1]), **stored}
             cut = grid.tilings(stored, patterns_of(settings), _sizes(settings), settings.align)
             count, made = grid.num_ranks, {name: cut[name] for name in shapes}
+        made = {n: (_in_memory(n, t, shapes[n][1]), strategy) for n, (t, strategy) in made.items()}
         for name, form in quantised.items():
             _check_blocks(name, form, *made[name])
         return cls(
             catalog, count, {n: t for n, (t, _) in made.items()}, {n: str(s) for n, (_, s) in made.items()},
-            quantised, settings.merged, deltas, settings.target,
+            quantised, settings.merged, deltas, settings.target, _is_hugging_face(settings),
         )  # fmt: skip
 
     @property
     def is_one_file(self) -> bool:
         """Whether the output is one plain file."""
         return self.merged and self.place.endswith(".safetensors")
+
+    @property
+    def final(self) -> Path:
+        """What is put in place last: the one plain file, or the index."""
+        index = HF_INDEX if self.is_hugging_face else INDEX_NAME
+        return Path(self.place) if self.is_one_file else Path(self.place) / index
 
     def items(self, rank: int) -> list[Item]:
         """Return what goes into the output file of a rank; a quantised tensor's codes are followed by its scales."""
@@ -162,11 +171,9 @@ class ConvertPlan:
             for part, box in form.boxes(share.name, share.box, tiling.shape).items():
                 boxes.append((part, stored[part].dtype, box))
         if self.merged:
-            boxes += [
-                (name, tiling.dtype, full_box(tiling.shape))
-                for name, (tiling, _) in self.saved.items()
-                if rank in tiling and not tiling.size_elems
-            ]
+            known = {box[0]: box for box in boxes}
+            mine = ((name, tiling) for name, (tiling, _) in self.saved.items() if rank in tiling)
+            boxes = [known.get(name, (name, t.dtype, full_box(t.shape))) for name, t in mine]
         return items_of(boxes, {name: tiling.shape for name, (tiling, _) in self.saved.items()})
 
     def values(self, item: Item) -> Box:
@@ -205,9 +212,10 @@ class ConvertPlan:
         return found
 
     @property
-    def metadata(self) -> dict[str, str]:
-        """Text by text, as the input has it."""
-        return {key: value for key, value in self.catalog.metadata.items() if key not in SIZES}
+    def metadata(self) -> dict[str, str] | None:
+        """Text by text, as the input has it; None where it has none."""
+        found = {key: value for key, value in self.catalog.metadata.items() if key not in SIZES}
+        return found if found or self.catalog.has_metadata else None
 
 
 # ---- the output's tensors
@@ -220,11 +228,16 @@ def _quantised(shapes: Shapes, where: str) -> dict[str, BlockFormat]:
         name
         for name, (dtype, shape) in sorted(shapes.items())
         if len(shape) >= 2
-        and dtype in ("float32", "bfloat16", "float16")
+        and (dtype in ("float32", "bfloat16", "float16") or dtypes.get(dtype).kind == "opaque")
         and name.rpartition(".")[2] != "bias"
         and not _NOT_LINEAR & set(name.split("."))
         and name not in scales
     ]
+    if opaque := [name for name in linear if dtypes.get(shapes[name][0]).kind == "opaque"]:
+        raise ShardingError(
+            f"{where}: --mxfp8 quantises values, and lowshard does not compute with {opaque[0]!r}, which is "
+            f"{dtypes.get(shapes[opaque[0]][0]).safetensors}: reshard without --mxfp8"
+        )
     block = FORMAT.block[-1]
     found = {name: FORMAT for name in linear if shapes[name][1][-1] % block == 0}
     if linear and not found:
@@ -253,6 +266,21 @@ def _check_blocks(name: str, form: BlockFormat, tiling: Tiling, strategy: object
             raise ShardingError(
                 f"{name} {list(tiling.shape)}: {error}; or reshard with --align blocks"
             ) from error
+
+
+def _in_memory(name: str, tiling: Tiling, shape: tuple[int, ...]) -> Tiling:
+    """Return a tiling in the bytes that elements of 4 and 6 bits lie in, or raise ShardingError where it cuts one."""
+    if tiling.shape == shape:
+        return tiling
+    whole = full_box(shape)
+    if len(tiling.holders()) < 2:
+        tiles = tuple(tuple(Tile(whole, whole) for _ in mine[:1]) for mine in tiling.rank_tiles)
+        return Tiling(
+            shape, tiling.dtype, tiles, tuple(None if s is None else shape for s in tiling.local_shapes)
+        )
+    kind = dtypes.get(tiling.dtype).safetensors
+    form = BlockFormat(kind, PACKED_BITS[kind], (1,), "uint8", "uint8", "low_first")
+    return replace(tiling.stored(name, form)[name], dtype=tiling.dtype)
 
 
 def _whole_files(
@@ -285,7 +313,15 @@ def _whole_files(
 
 def _checkpoint_path(path: str) -> str:
     """Return the folder of a checkpoint, also where its index was given, or its file."""
-    return os.path.dirname(path) or "." if os.path.basename(path) in (INDEX_NAME, HF_INDEX) else path
+    return os.path.dirname(path) or "." if path.endswith(".json") else path
+
+
+def _is_hugging_face(settings: Settings) -> bool:
+    """Return whether config.json lies beside whole tensors in a folder: beside the input, or the output."""
+    source, target = Path(_checkpoint_path(settings.source)), Path(settings.target)
+    places = source if source.is_dir() else source.parent, target
+    is_ours = target.suffix == ".safetensors" or (target / INDEX_NAME).exists()
+    return settings.merged and not is_ours and any((place / "config.json").is_file() for place in places)
 
 
 def _holds_whole_tensors(catalog: Catalog) -> bool:

@@ -50,15 +50,9 @@ class LoadReport:
 
 
 def load(
-    files: Files | Catalog,
-    plan: LoadPlan,
-    comm: Communicator | None = None,
-    *,
-    verify: bool = True,
-    mapped: bool = False,
-    progress: Progress | None = None,
-    reports: list[LoadReport] | None = None,
-) -> dict[str, np.ndarray]:
+    files: Files | Catalog, plan: LoadPlan, comm: Communicator | None = None, *, verify: bool = True,
+    mapped: bool = False, progress: Progress | None = None, reports: list[LoadReport] | None = None,
+) -> dict[str, np.ndarray]:  # fmt: skip
     """Return this rank's arrays, by name, read as the plan says.
 
     Collective: all ranks of the communicator call this. Beside the arrays a rank needs some 20 MB. Checksums that

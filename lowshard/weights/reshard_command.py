@@ -285,6 +285,8 @@ def _show(report: ConvertReport, settings: Settings, target: str | None) -> int:
     )
     if settings.to and not settings.to_rules and settings.strategies is None:
         print(f"  sharded by the name patterns {patterns_of(settings).where}")
+    if settings.deltas and not report.applied:
+        print(f"  deltas: none applied, {settings.source} has the newest version already")
     if report.applied:
         print(f"  deltas: {report.applied} applied, up to version {report.version}")
     if report.checksummed_bytes:

@@ -25,8 +25,7 @@ from lowshard.checkpoint import hf_index
 from lowshard.checkpoint.checkpoint_index import INDEX_NAME, Index, IndexedFile, IndexedTensor, Part
 from lowshard.checkpoint.commit import Commit, together
 from lowshard.checkpoint.crc import crc32
-from lowshard.checkpoint.header import FilePath, encode_header
-from lowshard.checkpoint.hf_index import plain_metadata
+from lowshard.checkpoint.header import FilePath, encode_header, header_box
 from lowshard.checkpoint.own_parts import Parts, State, check_turn, write_parts
 from lowshard.checkpoint.writer import check_labels, check_state, reserve, write_at, write_state
 from lowshard.comm import Communicator, agree, loopback
@@ -140,7 +139,7 @@ def save(
     def write(over: Communicator, parts: Parts) -> None:
         with Commit(folder / INDEX_NAME, over, "save") as commit:
             rows = commit.step(lambda: _write_own(commit, parts, tilings, labels))
-            commit_index(commit, rows, tensors, over.size, labels)
+            commit_index(commit, rows, tensors, over.size, labels or None)
 
     return write_parts(comm, path, "save", tilings, state, wait=wait, is_copy=False, write=write)
 
@@ -188,7 +187,7 @@ def items_of(boxes: Iterable[tuple[str, str, Box]], shapes: Mapping[str, tuple[i
     """Return items for (name, dtype, box): whole tensors have their name in the file, slices say which they are."""
     made: dict[str, Item] = {}
     for name, dtype, box in boxes:
-        key = marked = name if box == full_box(shapes[name]) else name + box_text(box)
+        key = marked = name if box == full_box(shapes[name]) else name + box_text(header_box(dtype, box))
         number = 1
         while key in made or (key != name and key in shapes):
             key, number = f"{marked}@{number}", number + 1
@@ -200,14 +199,19 @@ class ShardFile:
     """A data file in the making, of full size from the start. Use it in a `with` block."""
 
     def __init__(
-        self, path: Path, items: Iterable[Item], metadata: Mapping[str, str], fd: int | None = None
-    ) -> None:
+        self, path: Path, items: Iterable[Item], metadata: Mapping[str, str] | None, fd: int | None = None, *,
+        as_is: bool = False,
+    ) -> None:  # fmt: skip
         self.path, self._given = path, fd
         self._items = {item.key: item for item in items}
-        is_whole = all(item.key == item.name for item in self._items.values())
+        if any(item.key != item.name for item in self._items.values()):
+            metadata = {"lowshard": _SLICES}
+        elif not as_is:  # readers of Hugging Face refuse a file that has metadata and names no format there
+            metadata = {"format": "pt", **metadata} if metadata else None
         self._head, entries = encode_header(
             {k: (i.dtype, shape_of(i.box)) for k, i in self._items.items()},
-            plain_metadata(metadata) if is_whole else {"lowshard": _SLICES},
+            metadata,
+            as_is,
         )
         self.entries = {e.name: e for e in entries}
         self.size_bytes = entries[-1].stop if entries else len(self._head)
@@ -276,13 +280,9 @@ def _next_box(box: Box, done_elems: int, shape: Sequence[int]) -> Box:
 
 
 def commit_index(
-    commit: Commit,
-    rows: Iterable[dict[str, Any]],
-    tensors: Mapping[str, tuple[Tiling, str | None]],
-    num_ranks: int,
-    metadata: Mapping[str, str],
-    after: Callable[[], object] = lambda: None,
-) -> None:
+    commit: Commit, rows: Iterable[dict[str, Any]], tensors: Mapping[str, tuple[Tiling, str | None]], num_ranks: int,
+    metadata: Mapping[str, str] | None, after: Callable[[], object] = lambda: None,
+) -> None:  # fmt: skip
     """Put an index in place that names the data files of all ranks: from then on they are the checkpoint."""
 
     whole: dict[str, str] = {}
@@ -317,6 +317,23 @@ def commit_index(
         after()
 
     commit.commit(json.dumps(list(rows)), write_index, finish)
+
+
+def commit_plain(
+    commit: Commit, rows: Iterable[dict[str, Any]], size_bytes: int, after: Callable[[], object]
+) -> None:
+    """Put files of whole tensors in place under the names that transformers gives them, and their index last."""
+
+    def complete(texts: Sequence[str]) -> None:
+        made = sorted((row for text in texts for row in json.loads(text)), key=lambda row: str(row["file"]))
+        files: dict[str, str] = {}
+        for number, row in enumerate(made, 1):
+            name = f"model{f'-{number:05d}-of-{len(made):05d}' * (len(made) > 1)}.safetensors"
+            commit.rename(row["file"], name)
+            files |= {part[0]: name for part in row["parts"]}
+        write_at(commit.fd, memoryview(hf_index.index_text(files, size_bytes).encode()), 0)
+
+    commit.commit(json.dumps(list(rows)), complete, after)
 
 
 def _strategy(folder: Path, name: str, given: object) -> str:

@@ -10,6 +10,7 @@ import numpy as np
 from lowshard.argument import brief, instance, items, whole
 from lowshard.box import Box, full_box, shape_of
 from lowshard.errors import ShardIndexError, ShardingError
+from lowshard.foreign_array import view_of
 from lowshard.tiling import Tiling
 from lowshard.weights.quantization import Quantization
 from lowshard.weights.shard_rules import Rule, join
@@ -55,6 +56,8 @@ class Weight:
             if value is not None and not hasattr(value, "shape"):
                 raise ShardingError(f"{what} of {brief(name)} is an array or None, got {brief(value)}")
         self.name, self.quantization = name, quantization
+        if isinstance(array, np.ndarray):
+            view_of(array, name)
         self._make: Callable[[], Array] | None = None
         self._array: Array | None = array if hasattr(array, "shape") else _as_array(array, name)
         self.shape: tuple[int, ...] = tuple(self._array.shape)

@@ -141,13 +141,15 @@ class Sharded4(Saver):
 class Resharded(Sharded4):
     """`lowshard reshard`."""
 
+    companion = "config.json"
+
     def prepare(self) -> Saver:
         for version in (1, 2):
             source = self.folder / f"in{version}"
             source.mkdir(exist_ok=True)
             values = {f"w{i}": np.full((8, 6 + i), version * 10 + i, np.float32) for i in range(3)}
             save_file(values, source / "model.safetensors")
-            (source / "config.json").write_text(json.dumps({"num_attention_heads": version}))
+            (source / self.companion).write_text(json.dumps({"num_attention_heads": version}))
         (self.folder / "s.yaml").write_text("rules: [{pattern: '**', strategy: rowwise}]")
         return super().prepare()
 
@@ -156,7 +158,7 @@ class Resharded(Sharded4):
         convert(Settings(source, str(self.place), cut, f"tp={RANKS}", num_heads=8), comm)
 
     def own_files(self) -> set[str]:
-        return {"config.json", *super().own_files()}
+        return {self.companion, *super().own_files()}
 
 
 class WithHuggingFace(Sharded4):
@@ -189,7 +191,9 @@ class WholeTensors(WithHuggingFace):
 
 
 class MergedFolder(WithHuggingFace, Resharded):
-    """`lowshard reshard --merged` into a folder."""
+    """`lowshard reshard --merged` into a folder that is none of Hugging Face's."""
+
+    companion = "tokenizer.json"
 
     def save(self, version: int, comm: Communicator) -> None:
         source = str(self.folder / f"in{version}")

@@ -164,6 +164,12 @@ BAD_FILES: dict[str, tuple[bytes, str]] = {
     "hole between": (pack({"v": entry(), "w": entry(offsets=[9, 17])}, bytes(17)), "no hole"),
     "overlap": (pack({"v": entry(), "w": entry(offsets=[4, 12])}, bytes(12)), "overlaps"),
     "empty one inside another": (pack({"v": entry(), "w": entry("U8", [0], [4, 4])}, bytes(8)), "overlaps"),
+    "a pointer": (b"version https://git-lfs.github.com/spec/v1\noid sha256:0", "is a Git LFS pointer .*git lfs pull"),
+    "a page": (b"\n<!DOCTYPE html><html>", "is a page of a web server"),
+    "torch.save": (b"PK\3\4" + bytes(60), "is a zip, as torch.save writes .*save_file"),
+    "old torch.save": (b"\x80\x02\x8a\nl\xfc\x9cF\xf9", "is a pickle"),
+    "GGUF": (b"GGUF\3" + bytes(60), "is a GGUF file"), "JSON": (b'{"weight_map": {}}', "is JSON"),
+    "zeros": (bytes(64), "is empty, as a download"),
     "nested too deep": (pack(b'{"a":{"shape":[' + b"[" * 200_000), "nests too deep"),
 }  # fmt: skip
 

@@ -14,12 +14,19 @@ import pytest
 from support import mode
 from support.wrong_values import LAYOUT, MESH, MOVED, A, B, Prepare, call, floats, key, swept
 
-from lowshard import BufferPool, DeviceMesh, Layout, Partial, Replicated, Sharded, plan_redistribute
+from lowshard import BufferPool, DeviceMesh, Layout, Partial, Replicated, Sharded, execute, plan_redistribute
 from lowshard.checkpoint import Catalog, CheckpointReader, read_header
 from lowshard.comm import loopback, refuse, run_loopback, share_text
 from lowshard.cost import ClusterProfile
-from lowshard.errors import CheckpointError, CommError, LayoutError, LowshardError, SolverError
-from lowshard.fsdp import SGD, AdamW, FlatPlan, Param, Precision
+from lowshard.errors import (
+    BufferMismatchError,
+    CheckpointError,
+    CommError,
+    LayoutError,
+    LowshardError,
+    SolverError,
+)
+from lowshard.fsdp import FSDP, SGD, AdamW, FlatPlan, Param, Precision
 from lowshard.fsdp import ShardingStrategy as Shard
 from lowshard.kernels import (
     BoxTable,
@@ -42,11 +49,14 @@ from lowshard.op import prove, run_unsharded, unsharded
 from lowshard.reshard import (
     MXFP8ReshardTransform,
     ParameterMetadata,
+    Publisher,
+    Refit,
     ReshardPlan,
     TensorLayout,
     build_reshard_plan,
     digest,
     ensure_sendable,
+    execute_reshard_plan,
     kv_cache_layout,
     model_digest,
     resolve_name,
@@ -413,3 +423,28 @@ def test_a_load_of_another_form_says_what_to_give(tmp_path: Path) -> None:
     for shape, dtype, advice in (((5,), "float32", "give the shape"), ((8, 6), "float16", "then convert")):
         with pytest.raises(CheckpointError, match=advice):
             plan_load(tmp_path / "c", {"w": Layout(WHOLE.mesh, shape, dtype, (Replicated(),))})
+
+
+@pytest.mark.parametrize("kind", ["byte order", "mask"])
+def test_arrays_of_another_byte_order_or_with_a_mask_are_refused_wherever_they_come_in(
+    tmp_path: Path, kind: str
+) -> None:
+    """Kernels convert the byte order on their own, so they are not here."""
+    right, wrong = (
+        floats(8, 6),
+        floats(8, 6).astype(">f4") if kind == "byte order" else np.ma.array(floats(8, 6)),
+    )
+    layout, plan = TensorLayout.from_layout(WHOLE), plan_redistribute(WHOLE, WHOLE)
+    (comm,) = loopback(1)
+    engine = FSDP({"l": [Param("w", (8, 6))]}, comm)
+    moves = build_reshard_plan({"w": layout}, {"w": layout})
+    for refused in (
+        lambda: comm.all_reduce(wrong, right), lambda: execute(plan, wrong, comm),
+        lambda: execute(plan, right, comm, wrong), lambda: save(tmp_path / "c", {"w": (WHOLE, wrong)}),
+        lambda: digest({"w": (WHOLE, wrong)}), lambda: engine.fill(lambda name, box: wrong),
+        lambda: execute_reshard_plan(moves, {"w": wrong}, {"w": right}, comm),
+        lambda: Refit(moves, comm, {"w": right}, {"w": wrong}), lambda: Weight("w", wrong),
+        lambda: Publisher({"w": layout}, {"w": wrong}, address=f"unix:{tmp_path}/a"),
+    ):  # fmt: skip
+        with pytest.raises(BufferMismatchError, match=kind + r".*; pass .*(newbyteorder|filled)"):
+            refused()

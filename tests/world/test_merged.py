@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import json
+import os
+import struct
 import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import safetensors
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 from support.checkpoints import Values, attention_and_more, on_ranks, same, save_over, values_of
 
-from lowshard.checkpoint import Catalog
+from lowshard import DeviceMesh, Layout, Partial, dtypes
+from lowshard.checkpoint import Catalog, read_header, write_delta
 from lowshard.checkpoint.checkpoint_index import INDEX_NAME, read_index
+from lowshard.checkpoint.header import encode_header
 from lowshard.checkpoint.hf_index import HF_INDEX
 from lowshard.cli import main
+from lowshard.errors import CheckpointError, DTypeError
+from lowshard.fsdp import Param
 from lowshard.kernels import quantize_mxfp8
+from lowshard.reshard import digest
+from lowshard.solver import pick
 from lowshard.tiling import Tiling
 from lowshard.weights import ShardingStrategy, load, load_sharded, plan_load, remove_leftovers, save
 from lowshard.weights.checkpoint_convert import convert
@@ -113,9 +122,7 @@ def read_as_others_do(folder: Path) -> Values:
     found = {}
     for file in set(index["weight_map"].values()):
         with safe_open(folder / file, "np") as opened:
-            assert (opened.metadata() or {"format": "pt"})[
-                "format"
-            ] == "pt"  # else transformers refuses the file
+            assert opened.metadata() in (None, {"format": "pt"})  # else transformers refuses the file
             names = set(opened.keys())
             assert names == {n for n, f in index["weight_map"].items() if f == file}
             found |= {name: opened.get_tensor(name) for name in names}
@@ -132,7 +139,11 @@ def test_a_folder_with_an_index_of_hugging_face_s(cut: Path, tmp_path: Path, siz
     found = read_as_others_do(tmp_path / "hf")
     assert set(found) == set(VALUES)
     assert all(same(found[n], v) for n, v in VALUES.items())
-    assert len(list((tmp_path / "hf").glob("*.safetensors"))) == files
+    names = [f"model-{n:05d}-of-{files:05d}.safetensors" for n in range(1, files + 1)]
+    names = names if files > 1 else ["model.safetensors"]
+    assert {p.name for p in (tmp_path / "hf").iterdir()} == {
+        HF_INDEX, "config.json", "tokenizer.model", "chat_template.jinja", *names,
+    }  # fmt: skip
     for name in ("tokenizer.model", "chat_template.jinja"):
         assert (tmp_path / "hf" / name).read_text() == "t"
     # Our own readers, and the library's own reader of such folders, take it again.
@@ -143,6 +154,69 @@ def test_a_folder_with_an_index_of_hugging_face_s(cut: Path, tmp_path: Path, siz
     out = tmp_path / "again.safetensors"
     assert run(tmp_path / "hf" / HF_INDEX, out, "--merged") == 0
     assert out.read_bytes() == (tmp_path / "in.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("metadata", [None, {}, {"step": "5"}])
+def test_order_and_metadata_of_a_file_stay_as_they_were(
+    tmp_path: Path, metadata: dict[str, str] | None
+) -> None:
+    shapes = {
+        "b": ("float16", (4,)),
+        "a": ("float32", (2, 3)),
+        "none": ("float64", (0,)),
+        "c": ("float16", (1, 2)),
+    }
+    head, _ = encode_header(shapes, metadata, keep_order=True)
+    (tmp_path / "in.safetensors").write_bytes(head + bytes(range(36)))
+    (tmp_path / "s.yaml").write_text("rules: [{pattern: '**', strategy: rowwise}]")
+    cut = [tmp_path / "cut", "--to", "tp=2", "--strategies", tmp_path / "s.yaml"]
+    assert (
+        run(tmp_path / "in.safetensors", *cut) == run(cut[0], tmp_path / "out.safetensors", "--merged") == 0
+    )
+    assert (tmp_path / "out.safetensors").read_bytes() == head + bytes(range(36))
+    odd = {"a": ("uint8", (3,)), "b": ("float32", (2,))}  # readers need aligned ones
+    assert [e.name for e in encode_header(odd, keep_order=True)[1]] == ["b", "a"]
+
+
+def test_a_folder_of_hugging_face_s_is_whole_or_none_where_any_rename_fails(
+    cut: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (cut / "config.json").write_text("{}")
+    replace, left = os.replace, [0]
+
+    def fail(source: Any, target: Any) -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            raise OSError(5, "disk")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", fail)
+    for number in range(1, 6):  # four files, then the index
+        left[0] = number
+        assert run(cut, tmp_path / "hf", "--merged", "--file-size", "1KB") == 1
+        assert not (tmp_path / "hf").exists()
+    assert run(cut, tmp_path / "hf", "--merged", "--file-size", "1KB") == 0
+    assert run(cut, tmp_path / "hf", "--merged") == 2  # never one over another
+
+
+def test_indexes_of_others(tmp_path: Path) -> None:
+    save_file(
+        {"a": np.ones(2), "b": np.zeros(3)}, tmp_path / "diffusion_pytorch_model-00001-of-00002.safetensors"
+    )
+    save_file({"c": np.ones(2)}, tmp_path / "diffusion_pytorch_model-00002-of-00002.safetensors")
+    index = tmp_path / "diffusion_pytorch_model.safetensors.index.json"
+    files = dict(zip("abc", sorted(p.name for p in tmp_path.iterdir() for _ in range(2)), strict=False))
+    files["c"] = "diffusion_pytorch_model-00002-of-00002.safetensors"
+    index.write_text(json.dumps({"weight_map": files}))
+    assert [list(Catalog.open(path).tensors) for path in (tmp_path, index)] == [["a", "b", "c"]] * 2
+    index.write_text(json.dumps({"weight_map": {n: f for n, f in files.items() if n != "b"}}))
+    with pytest.raises(CheckpointError, match=r"tensor 'b' is in the file, .* does not list it: fetch"):
+        Catalog.open(tmp_path)
+    for path in tmp_path.iterdir():
+        path.unlink()
+    (tmp_path / "pytorch_model.bin").write_bytes(b"PK")
+    with pytest.raises(CheckpointError, match=r"pytorch_model.bin looks like torch's: .*save_file"):
+        Catalog.open(tmp_path)
 
 
 def test_a_folder_with_another_checkpoint_is_left_alone(
@@ -309,3 +383,96 @@ def test_files_with_the_names_that_slices_had_before_are_read(
     assert all(same(found[n], v) for n, v in values.items())
     save(tmp_path / "d", found.state)
     assert all(same(a, values[n]) for n, a in load_sharded(tmp_path / "d").items())
+
+
+# ---- dtypes that lowshard does not compute with
+
+OPAQUE = {
+    "c": ("C64", [4, 6], 192), "w": ("F32", [8, 64], 2048), "n2": ("F8_E5M2FNUZ", [8, 4], 32),
+    "n1": ("F8_E4M3FNUZ", [8, 4], 32), "e": ("F6_E3M2", [8, 16], 96), "g": ("F6_E2M3", [4, 8], 24),
+    "f": ("F4", [8, 64], 256), "none": ("F4", [0, 64], 0), "odd": ("F4", [3, 3], 5), "rows": ("F4", [2, 3], 3),
+}  # fmt: skip
+"""In the order of the library: dtype, shape and bytes as in a header."""
+
+
+@pytest.fixture
+def plain(tmp_path: Path) -> Path:
+    fields, at = {}, 0
+    for name, (dtype, shape, size) in OPAQUE.items():
+        fields[name], at = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + size]}, at + size
+    text = json.dumps(fields, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    path = tmp_path / "in.safetensors"
+    path.write_bytes(struct.pack("<Q", len(text)) + text + np.random.default_rng(0).bytes(at))
+    return path
+
+
+def cut_over(source: Path, target: Path, tp: int, **strategies: str) -> int:
+    rules = [
+        {"pattern": n, "strategy": strategies.get(n, "replicate" if n in "none rows odd" else "rowwise")}
+        for n in OPAQUE
+    ]
+    (source.parent / "p.yaml").write_text(json.dumps({"rules": rules}))
+    patterns = ["--to", f"tp={tp}", "--strategies", str(source.parent / "p.yaml")]
+    return main(["reshard", str(source), str(target), *patterns])
+
+
+def said(path: Path) -> dict[str, tuple[str, list[int]]]:
+    """Return what the library, which checks sizes, reads of a file; it refuses what does not fill whole bytes."""
+    return {n: (t["dtype"], t["shape"]) for n, t in safetensors.deserialize(path.read_bytes())}
+
+
+def test_they_are_inspected_cut_loaded_saved_and_put_together_again(plain: Path, capsys: Any) -> None:
+    folder = plain.parent
+    assert (
+        cut_over(plain, folder / "two", 2)
+        == cut_over(folder / "two", folder / "four", 2, f="columnwise", e="columnwise")
+        == 0
+    )
+    capsys.readouterr()
+    assert main(["inspect", str(folder / "four"), "--verify", "--json"]) == 0
+    found = {t["name"]: t for t in json.loads(capsys.readouterr().out)["tensors"]}
+    assert {n: t["shape"] for n, t in found.items()} == {n: shape for n, (_, shape, _) in OPAQUE.items()}
+    assert [p["box"] for p in found["e"]["parts"]] == [[[0, 8], [0, 8]], [[0, 8], [8, 16]]]
+    assert main(["inspect", str(plain)]) == 0
+    assert "F8_E4M3FNUZ [8, 4]  whole" in capsys.readouterr().out
+    rank = said(next(f for f in (folder / "four").glob("shard-*") if "odd" not in read_header(f).tensors))
+    assert rank["f[0:8, 0:32]"] == ("F4", [8, 32])
+    assert main(["reshard", str(folder / "four"), str(folder / "out.safetensors"), "--merged"]) == 0
+    state = load_sharded(folder / "four").state
+    save(folder / "saved.safetensors", state, merged=True)
+    for made in ("out.safetensors", "saved.safetensors"):
+        assert (folder / made).read_bytes() == plain.read_bytes()
+    assert digest(state) == Catalog.open(folder / "two").digests
+    raw = bytearray(plain.read_bytes())
+    raw[-20] ^= 1
+    (folder / "next.safetensors").write_bytes(raw)
+    assert write_delta(plain, folder / "next.safetensors", folder / "d.safetensors").changed_tensors == 1
+
+
+@pytest.mark.parametrize(
+    ("tp", "strategies"),
+    [(4, {"g": "columnwise"}), (64, {"f": "columnwise"}), (2, {"odd": "rowwise"}), (3, {"e": "columnwise"})],
+)  # fmt: skip
+def test_a_cut_within_a_byte_names_the_tensor(
+    plain: Path, capsys: Any, tp: int, strategies: dict[str, str]
+) -> None:
+    assert cut_over(plain, plain.parent / "out", tp, **strategies) == 2
+    assert f"error: {next(iter(strategies))} [" in capsys.readouterr().err
+    assert not (plain.parent / "out").exists()
+
+
+def test_nothing_computes_with_them(plain: Path, capsys: Any) -> None:
+    assert main(["reshard", str(plain), str(plain.parent / "o"), "--merged", "--mxfp8"]) == 2
+    assert "does not compute with 'c', which is C64" in capsys.readouterr().err
+    mesh = DeviceMesh((1,), ("x",))
+    for call in (
+        lambda: Layout(mesh, (4,), "opaque C64", (Partial(),)),
+        lambda: pick("cast", [Layout.from_spec(mesh, (4,), "float32", (None,))], dtype="opaque F4"),
+        lambda: dtypes.get("F4"),
+        lambda: dtypes.get(np.complex64),
+    ):
+        with pytest.raises(DTypeError, match=r"opaque|carries"):
+            call()
+    with pytest.raises(Exception, match="got opaque F4"):
+        Param("w", (4,), dtype="opaque F4")

@@ -198,6 +198,14 @@ def test_all_of_the_input_may_be_replaced_by_deltas(place: Path, run: Run) -> No
     run(place / "two" / INDEX_NAME, "--apply", delta, "-o", place / "two")
     run(place / "base.safetensors", "--apply", delta, "-o", place / "base.safetensors")
     assert all(holds(place / name, 1) for name in ("two", "base.safetensors"))
+    for base, out, more in (
+        (place / "two", "two", ()),
+        (place / "base.safetensors", "other.safetensors", ("-n", "2")),
+    ):
+        assert "none applied" in run(
+            base, "--apply", delta, "-o", place / out, *more
+        )  # a second time is no error
+        assert holds(place / out, 1)
 
 
 def test_a_folder_of_another_program_with_one_file_stays_one(place: Path, run: Run) -> None:

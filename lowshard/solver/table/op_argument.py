@@ -12,7 +12,7 @@ import numpy as np
 
 from lowshard import dtypes
 from lowshard.argument import MOST_ELEMS, brief, instance, items, whole
-from lowshard.errors import LayoutError
+from lowshard.errors import DTypeError, LayoutError
 
 MOST_ENTRIES = 10_000
 """In an argument that is a sequence; of the results of one op."""
@@ -47,7 +47,10 @@ def plain_args(op: str, args: Mapping[str, Any]) -> dict[str, Any]:
 def plain_argument(what: str, name: str, value: object) -> Any:
     """Return an argument as a dtype's name, a text, a number, True, False, None, or tuples of those."""
     if name == "dtype":
-        return dtypes.get(value).name
+        row = dtypes.get(value)
+        if row.kind == "opaque":
+            raise DTypeError(f"{what} is a dtype that lowshard computes with, got {row}")
+        return row.name
     if name in _TEXTS:
         return instance(value, str, f"{what} is text", LayoutError)
     return _number(value, what, name in _REALS, _MOST_DEPTH)
