@@ -188,7 +188,7 @@ def _requested(args: argparse.Namespace) -> Settings:
         (args.strategies is not None and not (shards_by_name or args.merged),
          "--strategies goes with --to or --from, and here neither asks it: leave it out"),
         (args.align is not None and (args.to is None or args.to_rules is not None),
-         "--align goes with --to and --strategies: leave it out"),
+         "--align goes with --to and name patterns: leave it out"),
         (args.ranks < 1, f"--ranks is at least 1, got {args.ranks}"),
     ):  # fmt: skip
         if is_wrong:
