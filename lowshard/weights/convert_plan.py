@@ -24,6 +24,7 @@ from lowshard.checkpoint.read_shares import Share, shares
 from lowshard.errors import CheckpointError, ShardingError
 from lowshard.tiling import Tile, Tiling
 from lowshard.weights.checkpoint_grid import Grid, in_rank_order, rank_tilings
+from lowshard.weights.compressed_tensors import check_config, mxfp8_scales
 from lowshard.weights.name_pattern import Align, NamePatterns, Sizes
 from lowshard.weights.quantization import Quantization
 from lowshard.weights.ruled import RuledGrid
@@ -103,6 +104,8 @@ class ConvertPlan:
     """The folder or file that is put in place: the settings' target, or the one file of a plain folder that is that."""
     is_hugging_face: bool
     """The place is a folder as transformers writes it, without an index of ours."""
+    told_scales: Mapping[str, str]
+    """There, the MXFP8 weights that its config.json is to speak of, by their scales, which are stored as uint8."""
 
     @classmethod
     def of(cls, settings: Settings) -> ConvertPlan:
@@ -143,9 +146,11 @@ class ConvertPlan:
         made = {n: (_in_memory(n, t, shapes[n][1]), strategy) for n, (t, strategy) in made.items()}
         for name, form in quantised.items():
             _check_blocks(name, form, *made[name])
+        is_hugging_face = _is_hugging_face(settings)
         return cls(
             catalog, count, {n: t for n, (t, _) in made.items()}, {n: str(s) for n, (_, s) in made.items()},
-            quantised, settings.merged, deltas, settings.target, _is_hugging_face(settings),
+            quantised, settings.merged, deltas, settings.target, is_hugging_face,
+            _told_scales(settings, shapes, quantised, is_hugging_face),
         )  # fmt: skip
 
     @property
@@ -165,11 +170,10 @@ class ConvertPlan:
         for share in self._shares.get(rank, ()):
             form, tiling = self.quantised.get(share.name), self.tilings[share.name]
             if form is None:
-                boxes.append((share.name, tiling.dtype, share.box))
+                boxes.append((share.name, self.saved[share.name][0].dtype, share.box))
                 continue
-            stored = form.stored(share.name, tiling.shape)
             for part, box in form.boxes(share.name, share.box, tiling.shape).items():
-                boxes.append((part, stored[part].dtype, box))
+                boxes.append((part, self.saved[part][0].dtype, box))
         if self.merged:
             known = {box[0]: box for box in boxes}
             mine = ((name, tiling) for name, (tiling, _) in self.saved.items() if rank in tiling)
@@ -209,6 +213,8 @@ class ConvertPlan:
                 continue
             for part, stored in tiling.stored(name, form).items():
                 found[part] = (stored, said if part == name else f"scales of {name}")
+        for name in self.told_scales:
+            found[name] = (replace(found[name][0], dtype="uint8"), found[name][1])
         return found
 
     @property
@@ -324,6 +330,23 @@ def _is_hugging_face(settings: Settings) -> bool:
     return settings.merged and not is_ours and any((place / "config.json").is_file() for place in places)
 
 
+def _told_scales(
+    settings: Settings, shapes: Shapes, quantised: Mapping[str, BlockFormat], is_hugging_face: bool
+) -> Mapping[str, str]:
+    stored = dict(shapes)
+    for name, form in quantised.items():
+        stored |= {part: (t.dtype, t.shape) for part, t in form.stored(name, shapes[name][1]).items()}
+    scales, target = mxfp8_scales(stored), Path(settings.target)
+    if is_hugging_face:
+        return check_config(config_of(settings), scales, stored, settings.target, bool(quantised))
+    if scales and target.suffix == ".safetensors" and (target.parent / "config.json").is_file():
+        raise CheckpointError(
+            f"{target}: config.json beside it does not say that weights are MXFP8, so other libraries would take codes "
+            "for values: give a folder as OUT, whose config.json says it, or a file elsewhere"
+        )
+    return {}
+
+
 def _holds_whole_tensors(catalog: Catalog) -> bool:
     return catalog.num_ranks is None or (
         catalog.num_ranks == 1 and all(len(tensor.parts) < 2 for tensor in catalog.tensors.values())
@@ -401,10 +424,11 @@ def as_damage(*paths: str) -> Iterator[None]:
         raise
 
 
-def _config_of(settings: Settings) -> Path:
-    """Return the path of the config.json beside the input, which need not be there."""
-    source = Path(settings.source)
-    return (source if os.path.isdir(source) else source.parent) / "config.json"
+def config_of(settings: Settings) -> Path:
+    """Return the path of the config.json beside the input, or else in the output; it need not be there."""
+    source = Path(_checkpoint_path(settings.source))
+    beside = (source if os.path.isdir(source) else source.parent) / "config.json"
+    return beside if beside.is_file() else Path(settings.target) / "config.json"
 
 
 def _sizes(settings: Settings) -> Sizes:
@@ -419,8 +443,8 @@ def patterns_of(settings: Settings) -> NamePatterns:
     """Return the name patterns that were asked for, or those for the model_type of a config.json beside the input."""
     if settings.strategies is not None:
         return NamePatterns.load(settings.strategies)
-    if os.path.exists(_config_of(settings)):
-        return NamePatterns.of_model(_config_of(settings))
+    if os.path.exists(config_of(settings)):
+        return NamePatterns.of_model(config_of(settings))
     raise ShardingError(
         "how tensors are sharded comes from the model_type of a config.json beside the checkpoint, from name patterns "
         "(--strategies llama.yaml) or from a mesh-and-rule file (--to-rules, and --from-rules for files of ranks "
