@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from math import prod
@@ -21,15 +21,15 @@ from lowshard.checkpoint.delta_file import Delta, check_deltas, open_deltas
 from lowshard.checkpoint.header import PACKED_BITS, read_header
 from lowshard.checkpoint.hf_index import DATA_NAME, HF_INDEX, SIZES, files_of_set, is_foreign
 from lowshard.checkpoint.read_shares import Share, shares
-from lowshard.errors import CheckpointError, LowshardError, ShardingError
+from lowshard.errors import CheckpointError, ShardingError
 from lowshard.tiling import Tile, Tiling
 from lowshard.weights.checkpoint_grid import Grid, in_rank_order, rank_tilings
 from lowshard.weights.compressed_tensors import check_config, mxfp8_scales
-from lowshard.weights.name_pattern import NamePatterns, Sizes
+from lowshard.weights.name_pattern import Align, NamePatterns, Sizes
 from lowshard.weights.quantization import Quantization
 from lowshard.weights.ruled import RuledGrid
 from lowshard.weights.save import Item, items_of
-from lowshard.weights.scale_rules import weights_of_scales
+from lowshard.weights.scale_rules import all_scales
 from lowshard.weights.sharded_load import saved_tilings
 from lowshard.weights.sharding_strategy import ShardingStrategy
 
@@ -62,6 +62,7 @@ class Settings:
     """Whole tensors: one plain file where the target ends in .safetensors, else files of at most file_bytes and
     an index of Hugging Face's."""
     file_bytes: int = 5_000_000_000
+    align: Align = None
     deltas: tuple[str, ...] = ()
     """Deltas that are applied on the way. Without `to` and `merged` the target then lies as the source does, whose
     place it may take."""
@@ -135,10 +136,13 @@ class ConvertPlan:
             made = {name: (kept[name], t.strategy or "as before") for name, t in catalog.tensors.items()}
         elif settings.to_rules is not None:
             ruled = RuledGrid.parse(settings.to_rules, settings.to)
-            count, made = ruled.num_ranks, ruled.tilings(said)
+            count, made = ruled.num_ranks, ruled.tilings(said, _sizes(settings).weight_block)
         else:
-            grid = Grid.parse(settings.to)
-            count, made = grid.num_ranks, grid.tilings(said, patterns_of(settings), _sizes(settings))
+            grid, stored = Grid.parse(settings.to), dict(said)
+            for name, form in quantised.items() if settings.align else ():
+                stored = {**form.stored(name, shapes[name][1]), **stored}
+            cut = grid.tilings(stored, patterns_of(settings), _sizes(settings), settings.align)
+            count, made = grid.num_ranks, {name: cut[name] for name in shapes}
         made = {n: (_in_memory(n, t, shapes[n][1]), strategy) for n, (t, strategy) in made.items()}
         for name, form in quantised.items():
             _check_blocks(name, form, *made[name])
@@ -225,7 +229,7 @@ class ConvertPlan:
 
 def _quantised(shapes: Shapes, where: str) -> dict[str, BlockFormat]:
     """Return the linear weights: float matrices (or stacked ones), no embedding, head or router."""
-    scales = weights_of_scales({name: shape for name, (_, shape) in shapes.items()})
+    scales = all_scales({name: shape for name, (_, shape) in shapes.items()})
     linear = [
         name
         for name, (dtype, shape) in sorted(shapes.items())
@@ -265,7 +269,9 @@ def _check_blocks(name: str, form: BlockFormat, tiling: Tiling, strategy: object
         try:
             Quantization.of(form).pieces(strategy, tiling.shape, index)
         except ShardingError as error:
-            raise ShardingError(f"{name} {list(tiling.shape)}: {error}") from error
+            raise ShardingError(
+                f"{name} {list(tiling.shape)}: {error}; or reshard with --align blocks"
+            ) from error
 
 
 def _in_memory(name: str, tiling: Tiling, shape: tuple[int, ...]) -> Tiling:
@@ -426,12 +432,11 @@ def config_of(settings: Settings) -> Path:
 
 
 def _sizes(settings: Settings) -> Sizes:
-    """Return the numbers of heads as they were given, or as a config.json beside the input has them."""
-    if settings.num_heads is not None:
-        return Sizes(settings.num_heads, settings.num_kv_heads)
-    with suppress(LowshardError):  # a strategy that asks for heads says that they are missing
-        return Sizes.from_config(config_of(settings))
-    return Sizes()
+    """Return the numbers of heads as they were given, and what a config.json beside the input has."""
+    found = Sizes.beside(settings.source)  # a strategy that asks for heads says that they are missing
+    if settings.num_heads is None:
+        return found
+    return replace(found, num_heads=settings.num_heads, num_kv_heads=settings.num_kv_heads)
 
 
 def patterns_of(settings: Settings) -> NamePatterns:
@@ -480,5 +485,5 @@ def _source(settings: Settings) -> Catalog:
                 "missing: put it back"
             )
     if isinstance(was, RuledGrid):
-        return Catalog.of_rank_files(files, was.rank_tilings(files))
+        return Catalog.of_rank_files(files, was.rank_tilings(files, _sizes(settings).weight_block))
     return Catalog.of_rank_files(files, rank_tilings(files, was, patterns_of(settings), _sizes(settings)))
