@@ -288,8 +288,8 @@ def test_names_without_a_rule_or_with_several_are_reported(tmp_path: Path) -> No
 
 
 def test_names_of_another_family_are_told_with_the_shipped_file_that_has_them() -> None:
-    with pytest.raises(ValueError, match=r"q_norm.*; all match in the shipped qwen$"):
-        NamePatterns.load("moe").strategies(qwen3_moe(), 2, Sizes(9, 3))
+    with pytest.raises(ValueError, match=r"experts.*; all match in the shipped qwen and moe$"):
+        NamePatterns.load("llama").strategies(qwen3_moe(), 2, Sizes(9, 3))
     with pytest.raises(ValueError, match=r"matches no pattern$"):
         NamePatterns.load("moe").strategies({"nowhere.w": (2, 2)}, 2, Sizes(9, 3))
 
