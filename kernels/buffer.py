@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -23,8 +23,11 @@ STREAM_FROM_BYTES = 4 << 20
 _LINE_BYTES = 64
 _ALIGNED_FROM_BYTES = 1 << 20
 
+_APART = "give arrays of their own"
+
 # Arrays of either library. They share the interface used here, and CuPy may not be installed.
 Array = Any
+Key = TypeVar("Key")
 
 
 def is_gpu(array: object) -> bool:
@@ -63,53 +66,77 @@ def require_out(
 
 def require_apart(out: Array, out_name: str, other: Array, name: str) -> None:
     """Raise BufferMismatchError when two buffers share memory: kernels write while they still read."""
-    if not may_overlap(out, other):
-        return
-    try:
-        shared = np.shares_memory(_outline(out), _outline(other), max_work=100_000)  # type: ignore[arg-type]
-    except np.exceptions.TooHardError:
-        shared = True  # their ranges cross and nobody can say cheaply that they are disjoint
-    if shared:
+    if share_memory(out, other):
         raise BufferMismatchError(f"{out_name} must not share memory with {name}; pass a separate buffer")
 
 
-def may_overlap(a: Array, b: Array) -> bool:
-    """Return whether the address ranges of two arrays in one place overlap; arrays apart never do."""
+def share_memory(a: Array, b: Array) -> bool:
+    """Return whether two arrays have a byte in common, by their strides; True also where that is too hard to tell."""
     if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
-        return np.may_share_memory(a, b)
-    ours, theirs = address_range(a), address_range(b)
-    return bool(a.size and b.size) and ours[0] < theirs[1] and theirs[0] < ours[1]
+        may = np.may_share_memory(a, b)
+    else:
+        ours, theirs = address_range(a), address_range(b)
+        may = bool(a.size and b.size) and ours[0] < theirs[1] and theirs[0] < ours[1]
+    try:  # columns of one array cross and share none
+        return may and np.shares_memory(_outline(a), _outline(b), max_work=100_000)  # type: ignore[arg-type]
+    except np.exceptions.TooHardError:  # no slices of one array are
+        return True
 
 
 def require_results_apart(
-    results: Sequence[tuple[str, Array]], rank: int, is_tied: Callable[[str, str], bool]
+    results: Sequence[tuple[Key, Array]],
+    rank: int,
+    may_share: Callable[[Key, Key, bool], bool],
+    sources: Sequence[tuple[Key, Array]] = (),
+    name_of: Callable[[Key], str] = str,
 ) -> None:
-    """Raise BufferMismatchError where results share memory: they would be written over one another.
+    """Raise BufferMismatchError where a result shares memory with another result or with a source.
 
-    One array under two names is let through where both get the same, as `is_tied` says.
+    One array behind two keys is let through where `may_share` says so of them, and of whether the second is a source.
     """
-    begun: list[tuple[int, str, Array]] = []
-    for begin, end, at in sorted((*address_range(a), at) for at, (_, a) in enumerate(results) if a.size):
-        name, array = results[at]
-        begun = [row for row in begun if row[0] > begin]
-        shared = [
-            other
-            for _, other, there in begun
-            if (not is_tied(name, other) if place_of(there) == place_of(array) else _share(there, array))
-        ]
-        if any(stride == 0 and extent > 1 for extent, stride in zip(array.shape, array.strides, strict=True)):
-            shared.append(name)
-        if shared:
-            what = f"elements of {name}" if shared[0] == name else f"{shared[0]} and {name}"
-            raise BufferMismatchError(
-                f"on rank {rank} {what} share memory, so that one is written over another; give arrays of their own"
-            )
-        begun.append((end, name, array))
+    rows = [*((*row, False) for row in results), *((*row, True) for row in sources)]
+    begun: tuple[list[tuple[int, Key, Array]], ...] = ([], [])  # results, sources
+    for begin, end, at in sorted((*address_range(a), at) for at, (_, a, _) in enumerate(rows) if a.size):
+        key, array, is_source = rows[at]
+        if not is_source and _overlaps_itself(array):
+            raise BufferMismatchError(f"on rank {rank} elements of {name_of(key)} share memory; {_APART}")
+        for kind in (0,) if is_source else (0, 1):
+            begun[kind][:] = [row for row in begun[kind] if row[0] > begin]
+            for _, other, there in begun[kind]:
+                pair = (other, key) if is_source else (key, other)
+                if place_of(there) == place_of(array):
+                    is_wrong = not may_share(*pair, is_source or kind == 1)
+                else:
+                    is_wrong = share_memory(there, array)
+                if is_wrong and (is_source or kind):
+                    raise BufferMismatchError(
+                        f"{name_of(pair[0])}: on rank {rank} its destination shares memory with the source of "
+                        f"{name_of(pair[1])}, which is read while the other is written; {_APART}"
+                    )
+                if is_wrong:
+                    raise BufferMismatchError(
+                        f"on rank {rank} {name_of(other)} and {name_of(key)} share memory, so that one is written over "
+                        f"the other; {_APART}"
+                    )
+        begun[is_source].append((end, key, array))
+
+
+def _overlaps_itself(array: Array) -> bool:
+    """Return whether elements of an array may share bytes, as those of a broadcast or of sliding windows do."""
+    reach = array.dtype.itemsize
+    for stride, extent in sorted(
+        (abs(s), n) for s, n in zip(array.strides, array.shape, strict=True) if n > 1
+    ):
+        if stride < reach:
+            return True
+        reach += (extent - 1) * stride
+    return False
 
 
 def place_of(array: Array) -> tuple[object, ...]:
     """Return a key that is equal for two arrays only if they are the same."""
-    return address(array), array.shape, array.strides, array.dtype
+    strides = tuple(s for s, n in zip(array.strides, array.shape, strict=True) if n > 1)
+    return address(array), array.shape, strides, array.dtype
 
 
 def twins_of(arrays: Mapping[str, Array], make: Callable[[Array], Array]) -> dict[str, Array]:
@@ -119,16 +146,6 @@ def twins_of(arrays: Mapping[str, Array], make: Callable[[Array], Array]) -> dic
         if place_of(array) not in made:
             made[place_of(array)] = make(array)
     return {name: made[place_of(array)] for name, array in arrays.items()}
-
-
-def _share(a: Array, b: Array) -> bool:
-    """Return whether two arrays with overlapping ranges share elements; False if that is hard to tell."""
-    if not (isinstance(a, np.ndarray) and isinstance(b, np.ndarray)):
-        return bool(a.flags.c_contiguous and b.flags.c_contiguous)
-    try:  # columns of one array cross and share none
-        return np.shares_memory(a, b, max_work=100_000)  # type: ignore[arg-type]  # the stubs know two values
-    except np.exceptions.TooHardError:
-        return False
 
 
 @cache

@@ -18,7 +18,7 @@ from lowshard.comm.work import Stream
 from lowshard.cost import ClusterProfile
 from lowshard.errors import BufferMismatchError, DTypeError, LowshardError, MeshError, PlanError
 from lowshard.foreign_array import READ_ONLY, like, view_in_call
-from lowshard.kernels.buffer import allocate, may_overlap
+from lowshard.kernels.buffer import allocate, require_results_apart, share_memory
 from lowshard.layout import Layout
 from lowshard.pool import BufferPool
 from lowshard.redistribute_plan import RedistributePlan, plan_redistribute
@@ -102,7 +102,8 @@ def execute_all(
     `execute` for each name; an array without an entry in `out` gets a new one. Nothing has moved when it raises.
 
     Raises:
-        BufferMismatchError: `local` or `out` does not fit the names of `plans`.
+        BufferMismatchError: `local` or `out` does not fit the names of `plans`, or an array of `out` shares memory with
+            another, or with one of `local`.
         LowshardError: as `execute`.
     """
     control_of(comm)
@@ -134,6 +135,12 @@ def _execute_all(
         error = BufferMismatchError(
             f"arrays were given for {sorted(map(str, strange))}, for which there is no plan"
         )
+    if error is None:
+        outs, sources = ([(n, a[i]) for n, a in seen.items() if a[i] is not None] for i in (1, 0))
+        try:  # all are read and written one after the other
+            require_results_apart(outs, comm.rank, lambda *_: False, sources)
+        except BufferMismatchError as found:
+            error = found
     words = None if error is not None else lambda: in_words({n: _words(plan) for n, plan in plans.items()})
     agree_on_plan(comm, digest.digest(), error, "execute_all", words)
     return {
@@ -344,7 +351,7 @@ def _argument_error(
         return None
     if comm.xp is np and not out.flags.writeable:
         return BufferMismatchError(f"out {READ_ONLY}")
-    if may_overlap(local, out):
+    if share_memory(local, out):
         return BufferMismatchError("out overlaps local; give it memory of its own, or pass out=None")
     return None
 

@@ -126,12 +126,12 @@ class Tiling:
         Args:
             shape: global shape.
             dtype: any name of the dtype table.
-            pieces: for each rank its boxes in the order in which they are joined (at least one, which
-                may be empty).
+            pieces: for each rank its boxes, which may be empty, in the order in which they are joined; [] for a rank
+                that takes no part.
             concat_axis: the dim along which they are joined; negative counts from the end.
 
         Raises:
-            LayoutError: a rank without a piece, a piece outside the array, or pieces of one rank that
+            LayoutError: no rank with a piece, a piece outside the array, or pieces of one rank that
                 differ in another dim than the joined one.
         """
         shape = _extents(shape)
@@ -141,7 +141,7 @@ class Tiling:
             raise LayoutError(f"concat_axis is a dim of shape {tuple(shape)}, got {concat_axis}")
         axis = concat_axis % ndim if ndim else 0
         tiles: list[tuple[Tile, ...]] = []
-        shapes: list[tuple[int, ...]] = []
+        shapes: list[tuple[int, ...] | None] = []
         rule = "pieces are, for each rank, a sequence of boxes of integers: ((start, stop), ...) of each dim"
         for rank, given in enumerate(items(pieces, rule, LayoutError)):
             boxes = [_box(box, rule) for box in items(given, rule, LayoutError)]
@@ -149,7 +149,9 @@ class Tiling:
             if wrong is not None:
                 raise LayoutError(f"{rule}: shape {shape} has {ndim}, got {brief(wrong)} for rank {rank}")
             if not boxes:
-                raise LayoutError(f"rank {rank} has no piece: give it an empty box of the right shape")
+                tiles.append(())
+                shapes.append(None)
+                continue
             at, mine = 0, []
             first = shape_of(boxes[0])
             for box in boxes:
@@ -164,6 +166,10 @@ class Tiling:
                 at += extent[axis] if ndim else 0
             tiles.append(tuple(mine))
             shapes.append((*first[:axis], at, *first[axis + 1 :]) if ndim else ())
+        if shapes and not any(tiles):
+            raise LayoutError(
+                "a tiling whose every rank has no piece holds nothing; give one a box, perhaps an empty one"
+            )
         return cls(tuple(shape), str(dtypes.get(dtype)), tuple(tiles), tuple(shapes))
 
     @classmethod

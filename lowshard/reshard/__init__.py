@@ -19,9 +19,10 @@ from lowshard.reshard.scale_slice import scale_slice_from_data_slice
 from lowshard.reshard.subscriber import Subscriber
 from lowshard.reshard.tensor_layout import TensorLayout
 from lowshard.reshard.version_server import Member
-from lowshard.transfer.transform_contract import ReshardTransform
+from lowshard.transfer.transform_contract import CastTransform, ReshardTransform
 
 __all__ = [
+    "CastTransform",
     "DimSharding",
     "Grid",
     "MXFP8ReshardTransform",

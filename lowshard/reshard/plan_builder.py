@@ -57,7 +57,12 @@ def build_reshard_plan(
                 pair = held.layout.with_rows(dict(held.rows)), to.layout.with_rows(dict(to.rows))
             elif from_records:
                 pair = _with_blocks(name, held, to)
-            entries.append(Entry(name, fed[name], *pair, dict(held.names), dict(to.names)))
+            entry = Entry(name, fed[name], *pair, dict(held.names), dict(to.names))
+            if from_records and entry.src.dtype != entry.dst.dtype:
+                raise entry.dtype_error(
+                    "records declare the dtype that is served; a CastTransform casts to it"
+                )
+            entries.append(entry)
     if not entries:
         raise PlanError("a reshard moves one tensor or more; the destination table is empty")
     if len(pools) > 1:

@@ -20,6 +20,7 @@ import threading
 import time
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal, Self, overload
 
@@ -72,7 +73,9 @@ class Publisher:
     TCP, from all ranks at once, with a connection for each pair of ranks.
 
     Each rank keeps one copy of its tensors for the newest version and one for the next, and one more for each
-    subscriber that is still copying an older one.
+    subscriber that is still copying an older one: for the deadline of the communicator (`timeout_s`; 60 s without one)
+    after it was offered, and as long as bytes of it are sent. A subscriber that was stopped for longer fails to take
+    that version, and its next pull takes the newest.
 
     Collective: all ranks of the communicator make it, publish, and close it. It closes without waiting when its `with`
     block ends by an exception, when nothing refers to it any more, and at the end of the program. A forked child cannot
@@ -223,8 +226,23 @@ class Publisher:
         return self._version
 
     def members(self) -> tuple[Member, ...]:
-        """Return the connected subscribers, on rank 0; an empty tuple elsewhere."""
-        return self._newest.members() if self._newest is not None else ()
+        """Return the connected subscribers, the same on every rank.
+
+        Collective: all ranks of the communicator call this. With several it waits for a `publish` in the background.
+
+        Raises:
+            CommError: it is closed, or rank 0 has gone; every rank raises it.
+            LowshardError: a pending error of a background publish.
+        """
+        found = () if self._newest is None else self._newest.members()
+        if self._comm.size == 1:
+            return found
+        error = self._background.settle()
+        if self._closed:
+            raise CommError("this Publisher is closed; make a new one")
+        agree(self._comm, b"members", error, "members")
+        rows = json.loads(share_text(self._comm, json.dumps([asdict(one) for one in found]))[0])
+        return tuple(Member(**row) for row in rows)
 
     @overload
     def publish(self, version: int, wait: Literal[True] = True, *, stream: Stream = None) -> None: ...
@@ -307,9 +325,12 @@ class Publisher:
         except LowshardError as found:
             error, version = error or found, -1
         agree(comm, str(version).encode(), error, "publish", lambda: f"version {version}")
-        held = sorted(self._newest.held()) if self._newest is not None else []
-        # Rank 0's number counts: after Ctrl-C another rank's may be ahead.
-        number, held = json.loads(share_text(comm, json.dumps([self._number + 1, held]))[0])
+        held = self._newest.held(comm.timeout_s) if self._newest is not None else set()
+        if self._server is not None:
+            held |= self._server.sending()
+        rows = [json.loads(row) for row in share_text(comm, json.dumps([self._number + 1, *held]))]
+        number = rows[0][0]  # rank 0's counts: after Ctrl-C another rank's may be ahead
+        held = {one for row in rows for one in row[1:]}
         try:
             self._store.fill(self._arrays, number, held)
         except LowshardError as found:

@@ -15,14 +15,15 @@ from lowshard.comm.agreement import agree, trade
 from lowshard.comm.communicator import Communicator
 from lowshard.errors import BufferMismatchError, MeshError, MismatchError
 from lowshard.foreign_array import READ_ONLY, view_of
-from lowshard.kernels.buffer import address_range, require_results_apart
+from lowshard.kernels.buffer import require_results_apart
+from lowshard.kernels.mxfp8 import FLOATS
 from lowshard.reshard.mxfp8_transform import ensure_sendable
 from lowshard.reshard.reshard_plan import Entry, Move, RankPlan, ReshardPlan
 from lowshard.transfer.conversion import Conversion
 from lowshard.transfer.item import Format, Item, bytes_of
 from lowshard.transfer.rounds import FirstError
 from lowshard.transfer.spans import box_span
-from lowshard.transfer.transform_contract import ReshardTransform, memory_of
+from lowshard.transfer.transform_contract import CastTransform, ReshardTransform, arrays_of, memory_of
 
 Array = Any
 
@@ -44,14 +45,16 @@ class Side:
         errors: FirstError,
     ) -> None:
         self.plan, self.comm, self._errors = plan, comm, errors
-        self.conversion = None if transform is None else Conversion(transform, comm.xp)
         self._transform = transform
+        self._cast = transform if isinstance(transform, CastTransform) else None
         self._src: dict[int, Array] = {}
         self._dst: dict[int, Array] = {}
         self._given: tuple[Mapping[str, Any], ...] = tuple(
             {name: errors.collect_error(view_of, a, str(name), writes) for name, a in (arrays or {}).items()}
             for arrays, writes in ((src, False), (dst, True))
         )
+        bound = transform if self._cast is None else self._cast.into(self._given[1])
+        self.conversion = None if bound is None else Conversion(bound, comm.xp)
         self.mine = RankPlan(comm.rank, {}, {}, ())
         self.quantised: list[int] = []  # numbers of sources that are quantised
 
@@ -65,6 +68,8 @@ class Side:
                 f"the plan has ranks up to {plan.world_size - 1}, but the communicator has {comm.size}; "
                 f"start {plan.world_size} ranks, as `lowshard run -n {plan.world_size}` does"
             )
+        for entry in plan.entries:
+            require_cast(entry, self._transform)
         self.mine = plan.for_rank(comm.rank)
         sends = [m for found in self.mine.sends.values() for m in found]
         forwarded = {m.entry for m in sends if self._is_forwarded(m)}
@@ -81,36 +86,35 @@ class Side:
                     )
                 continue
             self._dst[number] = self._array(1, name, entry)
+            if number in forwarded and self._is_cast(self._dst[number], entry):
+                raise MismatchError(
+                    f"{name}: a multicast plan hands on what was received; cast on the sender"
+                )
         self._require_apart()
 
     def _require_apart(self) -> None:
-        """Refuse destinations that overlap one another or sources, which peers read meanwhile."""
+        """Refuse destinations that share memory with one another or with sources, which peers read meanwhile."""
         rank, entries = self.comm.rank, self.plan.entries
         by_name = {e.dst_local_name(rank): n for n, e in enumerate(entries) if rank in e.dst}
-        results = [(entries[n].dst_local_name(rank), a) for n, a in self._dst.items()]
-        results += [(name, a) for name, a in memory_of(self._transform) if name in by_name]
-
-        def is_tied(name: str, other: str) -> bool:
-            a, b = entries[by_name[name]], entries[by_name[other]]
-            return a.src_name == b.src_name and a.dst.tiles(rank) == b.dst.tiles(rank)
-
-        require_results_apart(results, rank, is_tied)
-        whole = {
+        results = [*self._dst.items()]
+        results += [(by_name[name], a) for name, a in memory_of(self._transform) if name in by_name]
+        sources = [(n, a) for n, a in self._src.items() if n not in self.quantised]
+        for n in self.quantised:
+            sources += [(n, a) for a in arrays_of(self._given[0][entries[n].src_local_name(rank)])]
+        stays = {
             m.entry for m in self.mine.copies if m.src_box == m.dst_box == full_box(self._src[m.entry].shape)
-        }
-        numbers = [n for n in self._src if n not in self.quantised]
-        spans = np.array([address_range(self._src[n]) for n in numbers], np.int64).reshape(-1, 2)
-        for name, array in results:
-            begin, end = address_range(array)
-            for at in np.flatnonzero((spans[:, 0] < end) & (spans[:, 1] > begin)).tolist():
-                own, other = by_name[name], numbers[at]
-                stays = own in whole and entries[own].src_name == entries[other].src_name
-                if begin == end or (stays and (begin, end) == (*spans[at],)):
-                    continue  # nothing there, or it stays as it is
-                raise BufferMismatchError(
-                    f"{entries[own].name}: on rank {rank} its destination shares memory with the source of "
-                    f"{entries[other].name}, which is read while the other is written; give arrays of their own"
-                )
+        }.difference(self.quantised)
+
+        def may_share(number: int, other: int, is_source: bool) -> bool:
+            """Return whether one source feeds both, or what is a source stays as it is."""
+            a, b = entries[number], entries[other]
+            if a.src_name != b.src_name:
+                return False
+            return number in stays if is_source else a.dst.tiles(rank) == b.dst.tiles(rank)
+
+        require_results_apart(
+            results, rank, may_share, sources, lambda number: entries[number].dst_local_name(rank)
+        )
 
     def _look_up_source(self, entry: int) -> None:
         """Look up a source array; a quantised one is dequantised again."""
@@ -138,6 +142,8 @@ class Side:
             raise BufferMismatchError(f"{name}: {which} is a {xp.__name__} array, got {kind_of(array)}")
         got = dtypes.get(array.dtype).name
         fits = array.dtype.isnative and (got == row.name or (eight and got == "uint8"))
+        if self._cast is not None and array.dtype.isnative and {got, row.name} <= set(FLOATS):
+            fits = fits or self._cast.dtype == (got if side else row.name)
         if tuple(array.shape) not in (shape, filled) or not fits:
             raise BufferMismatchError(
                 f"{name}: rank {self.comm.rank} holds {row.name}{list(shape)} of this {which} tensor by the "
@@ -165,6 +171,7 @@ class Side:
                 and n not in self.quantised
                 and array.flags.c_contiguous
                 and not self._transforms(entry.src_local_name(rank))
+                and not self._is_cast(array, entry)
             )
             found.append(array if shown else None)
         return found
@@ -179,11 +186,18 @@ class Side:
 
     def close(self) -> None:
         """Drop the arrays."""
-        self._src, self._dst, self._given = {}, {}, ({}, {})
+        self._src, self._dst, self._given, self.conversion = {}, {}, ({}, {}), None
         self.sends, self.receives, self.copies = {}, {}, []
 
     def _transforms(self, name: str) -> bool:
         return self._transform is not None and self._transform.should_transform(name)
+
+    def _sent_dtype(self, entry: Entry) -> str:
+        return (entry.dst if self._cast is not None and self._cast.convert_on_send else entry.src).dtype
+
+    def _is_cast(self, array: Array, entry: Entry) -> bool:
+        """Return whether what an array holds is sent, or comes, in another dtype."""
+        return self._cast is not None and dtypes.get(array.dtype).name != self._sent_dtype(entry)
 
     def _is_forwarded(self, move: Move) -> bool:
         """Return whether a move's source is a destination array that multicast forwards."""
@@ -226,22 +240,25 @@ class Side:
         entry, rank = self.plan.entries[move.entry], self.comm.rank
         src_name, dst_name = entry.src_local_name(move.src_rank), entry.dst_local_name(move.dst_rank)
         item = Item(
-            move.id, entry.name, move.src_box, move.dst_box, entry.src.dtype, src_name=src_name, dst_name=dst_name,
-            array=move.entry, is_forwarded=self._is_forwarded(move),
+            move.id, entry.name, move.src_box, move.dst_box, self._sent_dtype(entry), src_name=src_name,
+            dst_name=dst_name, array=move.entry, is_forwarded=self._is_forwarded(move),
         )  # fmt: skip
         if item.is_forwarded:
             position = entry.dst.rank_map.position(move.dst_rank)
             item.turn = 0 if position is None else position[1].bit_length()
         if move.src_rank == rank:
             item.source = (self._dst if item.is_forwarded else self._src).get(move.entry)
-            item.makes = self._transforms(src_name) and not item.is_forwarded
+            item.is_cast = item.source is not None and self._is_cast(item.source, entry)
+            item.makes = item.is_cast or (self._transforms(src_name) and not item.is_forwarded)
         elif not item.is_forwarded:
             shape = entry.src.local_shape(move.src_rank)
             assert shape is not None
             item.remote_span = box_span(slices_of(move.src_box), shape, entry.src.itemsize_bytes)
         if move.dst_rank == rank:
             item.target = self._dst.get(move.entry)
-            item.stores = self._transforms(dst_name)
+            item.stores = self._transforms(dst_name) or (
+                item.target is not None and self._is_cast(item.target, entry)
+            )
         return item
 
     def _send_format(self, item: Item) -> list[Format]:
@@ -288,3 +305,10 @@ class Side:
             arrays += len(forms)
             digest.update(f"{item.number} {forms}".encode())
         return arrays, len(items), int.from_bytes(digest.digest(), "little")
+
+
+def require_cast(entry: Entry, transform: object) -> None:
+    """Raise PlanError if the sides of a tensor have two dtypes, and the transform does not give the second."""
+    given = transform.dtype if isinstance(transform, CastTransform) else None
+    if entry.src.dtype != entry.dst.dtype != given:
+        raise entry.dtype_error(f"pass transform=CastTransform({entry.dst.dtype!r}) on every rank")

@@ -72,7 +72,7 @@ class Kind:
 
     def moved_bytes(self, src_cell: int, dst_cell: int) -> int:
         """Return the bytes of one tensor that a destination cell receives from a source cell."""
-        return self.overlaps.moved_elems(src_cell, dst_cell) * self.src.itemsize_bytes
+        return self.overlaps.moved_elems(src_cell, dst_cell) * self.dst.itemsize_bytes
 
 
 def near_source(src: TensorLayout, src_cell: int, dst_rank: int, node_size: int, entry: int) -> int:

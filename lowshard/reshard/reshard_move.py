@@ -11,6 +11,9 @@ from lowshard.box import Box, volume
 from lowshard.errors import PlanError
 from lowshard.reshard.tensor_layout import TensorLayout
 
+_CAST = {"bfloat16", "float16", "float32"}
+"""Dtypes that a transform casts to one another."""
+
 
 class Move(NamedTuple):
     """One box that one rank sends to another, or copies locally."""
@@ -54,11 +57,14 @@ class Entry:
                 f"and the destination {list(self.dst.shape)} over all ranks (local shapes times the ranks they are "
                 "sharded over); a tensor marked as sharded but held whole, or the other way round, looks like this"
             )
-        if self.src.dtype != self.dst.dtype:
-            raise PlanError(
-                f"{self.name}: the source has dtype {self.src.dtype}, the destination {self.dst.dtype}; declare one "
-                "dtype on both sides and convert before or after, or let a transform convert"
-            )
+        if self.src.dtype != self.dst.dtype and not {self.src.dtype, self.dst.dtype} <= _CAST:
+            raise self.dtype_error("declare one dtype on both sides and convert before or after")
+
+    def dtype_error(self, advice: str) -> PlanError:
+        """Return the error for sides of two dtypes."""
+        return PlanError(
+            f"{self.name}: the source has dtype {self.src.dtype}, the destination {self.dst.dtype}; {advice}"
+        )
 
     def src_local_name(self, rank: int) -> str:
         """Return the tensor's name on a source rank."""

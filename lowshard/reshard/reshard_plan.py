@@ -134,9 +134,9 @@ class ReshardPlan:
         return sum(self.move_bytes(m) for m in self.copies(rank))
 
     def move_bytes(self, move: Move) -> int:
-        """Return the bytes of a move."""
+        """Return the bytes of a move, in the dtype of its destination."""
         instance(move, Move, "a move is one of the plan's own", PlanError)
-        return move.elems * self.entries[move.entry].src.itemsize_bytes
+        return move.elems * self.entries[move.entry].dst.itemsize_bytes
 
     def egress_bound_bytes(self, rank: int) -> float:
         """Return the most bytes a rank sends: per request queue, the mean and one request (see `replica_shares`)."""

@@ -146,7 +146,8 @@ class Reshard:
     Every rank raises the same error, whichever is at fault, before anything is written.
 
     Raises:
-        BufferMismatchError: an array is missing, or has another shape, dtype or memory order than the plan says.
+        BufferMismatchError: an array is missing, or has another shape, dtype or memory order than the plan says; or a
+            destination shares memory with another or with a source, and not one source feeds both.
         MeshError: the communicator lacks ranks of the plan.
         MismatchError: ranks hold different plans or settings, or two sides of a move prepare unequal arrays.
         PlanError: sources do not cover what is needed, or an argument is not one of the values listed.

@@ -9,7 +9,7 @@ each rank fetches its boxes into the arrays that are not served:  mapped memory 
 all agree that they have them -> vote -> switch -> rank 0 reports done
 ```
 
-A failure before the vote leaves the served arrays and the version unchanged.
+A failure before the vote leaves the served arrays and the version unchanged, unless arrays are written in place.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, Self, overload
+from typing import Any, Literal, NamedTuple, Self, get_args, overload
 
 import numpy as np
 
@@ -42,9 +42,11 @@ from lowshard.layout import Layout
 from lowshard.reshard.plan_builder import build_reshard_plan
 from lowshard.reshard.publication_address import Address, checked_token, read_token
 from lowshard.reshard.published_tensors import tensor_layouts
+from lowshard.reshard.rank_side import require_cast
+from lowshard.reshard.refit import Buffering
 from lowshard.reshard.tensor_layout import TensorLayout
 from lowshard.reshard.version_fetch import ENTER_S, Fetched, FetchRequest, Source
-from lowshard.reshard.version_target import two_sets
+from lowshard.reshard.version_target import target_sets
 from lowshard.reshard.version_wire import (
     CONTROL,
     STALLED_S,
@@ -69,10 +71,11 @@ _TURN_S = 1.0
 
 
 class _Served(NamedTuple):
-    """The set that is served, and its version. Replaced as one."""
+    """The set that is served, its version, and whether it is a mix. Replaced as one."""
 
     at: int = 0
     version: int | None = None
+    torn: bool = False
 
 
 class _Snapshot(NamedTuple):
@@ -87,7 +90,10 @@ class Subscriber:
 
     It may be made before its publisher, and outlive it: `pull` connects when it is called, and again after a publisher
     was restarted. A second set of arrays is made beside `out`; a version is written to the set that is not served, and
-    switched to when all ranks have it. Where a rank of the subscriber dies, survivors of one host are on one version.
+    switched to when all ranks have it ("double"). "in_place" writes into `out`, whose addresses stay, for half the
+    memory: from the first byte to the switch `weights` are `torn`, and so they stay where a pull fails after an offer;
+    the next pull takes a whole version again. Where a rank of the subscriber dies, survivors of one host are on one
+    version.
 
     Collective: all ranks of the communicator make it, pull, and close it. It can be used in a `with` block.
 
@@ -107,6 +113,7 @@ class Subscriber:
         transform: applied to this rank's tensors as they arrive, such as an `MXFP8ReshardTransform`: a tensor that it
             stores has no array in `out`, and `weights` has its buffers. The second set is made by its `twin()`. Deltas
             consist of whole blocks of the transform, 32 elements for MXFP8, and need boxes aligned to them.
+        buffering: "double", two sets; or "in_place", as for a CUDA graph, or where `out` has slices of fused tensors.
 
     Every rank raises the same error.
 
@@ -130,6 +137,7 @@ class Subscriber:
         delta: Literal["auto", "off"] = "auto",
         name: str = "",
         transform: ReshardTransform | None = None,
+        buffering: Buffering = "double",
     ) -> None:
         self._alone = loopback(1)[0] if comm is None else None
         whole = self._alone if comm is None else control_of(comm)
@@ -137,7 +145,9 @@ class Subscriber:
         asked, words, error = b"", "", None
         try:
             self._layouts = tensor_layouts(layouts, whole.size)
-            self._sets = two_sets(self._layouts, out, transform, whole.rank, whole.timeout_s)
+            choice(buffering, get_args(Buffering), "buffering is 'double' or 'in_place'", PlanError)
+            in_place = buffering == "in_place"
+            self._sets = target_sets(self._layouts, out, transform, whole.rank, whole.timeout_s, in_place)
             self._address = Address.parse(address)
             if self._address.folder is None and not self._address.port:
                 raise CommError(
@@ -155,8 +165,8 @@ class Subscriber:
             if not is_text(name):
                 raise CommError(f"name of a Subscriber is text that UTF-8 can write, got {brief(name)}")
             tables = {n: x.to_json() for n, x in self._layouts.items()}
-            asked = text_digest(json.dumps([address, name, delta, tables], default=list))
-            words = f"{address}, name {name!r}, delta {delta}, {in_words(self._layouts)}"
+            asked = text_digest(json.dumps([address, name, delta, buffering, tables], default=list))
+            words = f"{address}, name {name!r}, delta {delta}, {buffering}, {in_words(self._layouts)}"
         except LowshardError as found:
             error = found
         agree(whole, asked, error, "Subscriber", lambda: words)
@@ -166,7 +176,7 @@ class Subscriber:
         self._greeting = Greeting(name, socket.gethostname(), os.getpid(), self._comm.size)
         self._pid = os.getpid()
         self._now = _Served()
-        self._holds = [_Snapshot(), _Snapshot()]
+        self._holds = [_Snapshot() for _ in self._sets]
         self._delta_invalid = False  # a delta did not fit: the next version is fetched whole
         """By set: the served set is whole; the other holds the version before, or nothing."""
         self._delta, self._fetched = delta, Fetched()
@@ -195,9 +205,14 @@ class Subscriber:
     @property
     def weights(self) -> Mapping[str, Array]:
         """What holds the version that is served, by name: arrays of the library of `out`, and what a transform stores
-        tensors in. Ask again after each pull: two sets alternate.
+        tensors in. Ask again after each pull: two sets alternate, unless all is written in place.
         """
         return MappingProxyType(self._sets[self._now.at].weights)
+
+    @property
+    def torn(self) -> bool:
+        """Whether `weights` are a mix of versions: only "in_place", while a version comes and after one that failed."""
+        return self._now.torn
 
     def report(self) -> dict[str, int]:
         """Return what the last version cost this rank. Not collective.
@@ -231,9 +246,9 @@ class Subscriber:
 
         With `wait=False` a thread does all of it, and a `Work` is returned at once: its `wait()` returns the number or
         raises the error. Threads may read `weights` meanwhile: the switch is a swap of references, and what they hold
-        stays whole until the pull after the next one begins. Each rank chooses for itself. One version at a time: the
-        next pull, and `close`, wait for it, and raise on every rank an error of it that no call has raised. The process
-        does not end before it has.
+        stays whole until the pull after the next one begins; "in_place" it is torn. Each rank chooses for itself. One
+        version at a time: the next pull, and `close`, wait for it, and raise on every rank an error of it that no call
+        has raised. The process does not end before it has.
 
         Args:
             timeout_s: how long to wait for an offer, in seconds; by default the communicator's. Fetching may take
@@ -246,7 +261,8 @@ class Subscriber:
 
         Raises:
             TimedOut: no newer version was offered, or no publisher answered; `weights` stay.
-            PeerFailed: the publisher has gone, or a rank of either job; `weights` stay, the next pull tries again.
+            PeerFailed: the publisher has gone, or a rank of either job; `weights` stay, but where they are written in
+                place and a version had begun to come (`torn`); the next pull tries again.
             PlanError, CommError: the publisher lacks a tensor that is wanted, or has it in another shape or dtype.
             StreamError: stream is no stream of the arrays' GPU; nothing has changed.
         """
@@ -298,7 +314,7 @@ class Subscriber:
                 f"{self.version} stays"
             )
         assert self._source is not None
-        at = 1 - self._now.at
+        at = self._next
         self._holds[at] = _Snapshot(self._source.publisher_id, offer.number)
         self._now = _Served(at, offer.version)
         self._fetched = fetched
@@ -426,13 +442,22 @@ class Subscriber:
         """Return the source for a publisher's tensors."""
         ranks = len(endpoints)
         plan = build_reshard_plan(have, {n: x.shifted(ranks) for n, x in self._layouts.items()})
+        for entry in plan.entries:
+            require_cast(entry, self._sets[0].transform)
+            for one in self._sets:
+                one.expect(entry.name, entry.src.dtype, entry.dst.dtype)
         for move in plan.for_rank(ranks + self._comm.rank).incoming:
             refused = self._sets[0].targets[plan.entries[move.entry].name].refuses(move.dst_box)
             if refused is not None:
                 raise PlanError(refused)
         fed = {entry.name: entry.src_name for entry in plan.entries}
-        require_results_apart(self._sets[0].memory, self._comm.rank, lambda a, b: fed[a] == fed[b])
+        require_results_apart(self._sets[0].memory, self._comm.rank, lambda a, b, _: fed[a] == fed[b])
         return Source(publisher_id, endpoints, self._proven, have, plan, ranks + self._comm.rank)
+
+    @property
+    def _next(self) -> int:
+        """The set that the next version is written to."""
+        return (self._now.at + 1) % len(self._sets)
 
     def _number_in(self, at: int) -> int:
         """Return the snapshot of the present publisher that a set holds, or 0."""
@@ -448,8 +473,12 @@ class Subscriber:
         source = self._source
         assert source is not None
         since = self._number_in(self._now.at) if self._delta == "auto" and not self._delta_invalid else 0
-        at = 1 - self._now.at
-        served, target, behind = self._sets[1 - at], self._sets[at], self._number_in(at)
+        at = self._next
+        served, target, behind = self._sets[self._now.at], self._sets[at], 0
+        if served is target:
+            self._now = self._now._replace(torn=True)
+        else:
+            behind = self._number_in(at)
         self._holds[at] = _Snapshot()
         wanted = FetchRequest(offer.number, target.targets, since, served.targets, behind)
 
@@ -465,9 +494,8 @@ class Subscriber:
             fetched, found = self._in_turns(take, source.stop)
             error: LowshardError | None = None
             if isinstance(found, ConnectionLost):
-                error = PeerFailed(
-                    f"version {offer.version} did not arrive: {found}; version {self.version} stays"
-                )
+                left = "weights are torn" if self.torn else f"version {self.version} stays"
+                error = PeerFailed(f"version {offer.version} did not arrive: {found}; {left}")
             elif found is not None:  # tell the other ranks, which wait
                 error = CommError(f"version {offer.version} was not taken: {type(found).__name__}: {found}")
             agree(self._comm, b"", error, "pull")

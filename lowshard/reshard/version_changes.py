@@ -21,6 +21,7 @@ from lowshard.box import Box, shape_of, slices_of, volume
 from lowshard.comm.agreement import agree, trade
 from lowshard.comm.communicator import Communicator
 from lowshard.errors import CommError
+from lowshard.kernels import cast
 from lowshard.kernels.buffer import address, address_range
 from lowshard.kernels.change_boxes import BoxUnits, ScratchBuffer
 from lowshard.kernels.change_encoding import Changes, values_of
@@ -153,7 +154,7 @@ class VersionChanges:
                 )
                 if max(begins) < min(ends):
                     return _NO_UNITS
-        if first.makes:
+        if first.makes and not first.is_cast:
             transform = self._conversion(0).transform
             blocks = {transform.change_block_elems(i.src_name, i.dst_box) for i in group.items[0]}
             size = transform.change_block_bytes(first.src_name, first.dtype)
@@ -176,7 +177,7 @@ class VersionChanges:
         try:
             for group in self._sent_groups():
                 if group.send_boxes is not None and group.entry not in self._baseline:
-                    self._baseline[group.entry] = self._empty_like(group.items[0][0].source)
+                    self._baseline[group.entry] = self._empty_like(_as_sent(group.items[0][0]))
         except MemoryError as error:
             raise CommError(
                 f"there is no memory for what was sent last ({error}); refit with delta='off'"
@@ -246,20 +247,23 @@ class VersionChanges:
                 raw = Changes(0, 0, 0, None, boxes.elems)
                 if follows and group.entry not in self._ahead:
                     last = self._baseline[group.entry]
-                    raw = boxes.find(items[0].source, last, self._scratch, not self._always, group.by_steps)
+                    raw = boxes.find(
+                        _as_sent(items[0]), last, self._scratch, not self._always, group.by_steps
+                    )
                 found[key] = raw, raw if raw.encoded is None else self._made(group, items[0], raw)
             group.raw, group.sent = found[key]
         for group in self._sent_groups():
             if group.sent.encoded is None and group.send_boxes is not None:
                 self._ahead.add(group.entry)
+                source = _as_sent(group.items[target][0])
                 for box in group.send_boxes.boxes:
                     where = (*slices_of(box), ...)
-                    self._baseline[group.entry][where] = group.items[target][0].source[where]
+                    self._baseline[group.entry][where] = source[where]
 
     def _made(self, group: _Group, item: Item, raw: Changes) -> Changes:
         """Return changes as they are sent: transformed, or with steps instead of values where those are shorter."""
         assert group.send_boxes is not None
-        if not item.makes or not raw.units or raw.encoded is None:
+        if not item.makes or item.is_cast or not raw.units or raw.encoded is None:
             return raw.shorter(group.send_boxes.unit_bytes)
         values = values_of(raw, group.send_boxes.unit_bytes)
         blocks = values.view(dtypes.get(item.dtype).numpy).reshape(raw.units, group.block_elems)
@@ -315,7 +319,8 @@ class VersionChanges:
         if group.send_boxes is None:
             return list(items)
         last = None if items[0].source is None else self._baseline[group.entry]
-        return [replace(item, source=last, remote_span=None) for item in items]
+        makes = items[0].makes and not items[0].is_cast
+        return [replace(i, source=last, remote_span=None, makes=makes, is_cast=False) for i in items]
 
     # ---- applying a delta
 
@@ -419,6 +424,11 @@ def _shared(sets: Sequence[Mapping[int, Array]]) -> set[int]:
             if end > most:
                 last, most = number, end
     return found
+
+
+def _as_sent(item: Item) -> Array:
+    """Return the array that an item is sent out of: a copy where it is cast on the way."""
+    return cast(item.source, item.dtype) if item.is_cast else item.source
 
 
 def _encoded_item(group: _Group, source: Array | None, target: Array | None) -> list[Item]:

@@ -293,10 +293,11 @@ class _Stream:
                 )
             encoded = np.frombuffer(incoming.take(sum(sizes)), np.uint8)
             changes = Changes(units, gaps, lengths, encoded, changed)
-            if boxes.name not in up:
+            is_apart = wanted.served[boxes.name] is not into  # else it holds what the delta applies to
+            if is_apart and boxes.name not in up:
                 into.copy(wanted.served[boxes.name], kept)
             into.write(kept, changes)
-            if max(changes.cost_in_copied_bytes, _KEPT_PART * encoded.size) < kept.size_bytes:
+            if is_apart and max(changes.cost_in_copied_bytes, _KEPT_PART * encoded.size) < kept.size_bytes:
                 self._last.encoded[boxes.name] = changes
             fetched.received_bytes += encoded.size
             fetched.changed_elems += changed

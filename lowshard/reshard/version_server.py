@@ -10,7 +10,8 @@ import os
 import selectors
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from lowshard import dtypes
@@ -71,6 +72,8 @@ class _Lease:
 
     member: Member
     number: int = 0
+    since_s: float = 0.0
+    """When it was offered."""
 
 
 @dataclass(frozen=True)
@@ -92,10 +95,12 @@ class Newest:
     closing: bool = False
     leases: dict[int, _Lease] = field(default_factory=dict)
 
-    def held(self) -> set[int]:
-        """Return the snapshots that must not be overwritten."""
+    def held(self, limit_s: float) -> set[int]:
+        """Return the snapshots that must not be overwritten; a member keeps one for so long after it was offered."""
+        begin_s = time.monotonic() - limit_s
         with self.changed:
-            return {self.number, *(lease.number for lease in self.leases.values())} - {0}
+            kept = {lease.number for lease in self.leases.values() if lease.since_s >= begin_s}
+            return {self.number, *kept} - {0}
 
     def announce(self, version: int, number: int) -> None:
         """Offer a version."""
@@ -206,6 +211,7 @@ class VersionServer:
         self._pid = os.getpid()
         self._lock = threading.RLock()  # the garbage collector may close this within
         self._conns: set[Connection] = set()
+        self._sending: Counter[int] = Counter()
         self._wake, wakes = os.pipe()
         self._wakes = wakes
         self._thread = threading.Thread(target=self._attend, name="lowshard-publisher", daemon=True)
@@ -306,7 +312,7 @@ class VersionServer:
                 if newest.version is not None and (
                     request.newer_than is None or newest.version > request.newer_than
                 ):
-                    lease.number = newest.number
+                    lease.number, lease.since_s = newest.number, time.monotonic()
                     return Answer("here", newest.version, newest.number)
                 if newest.closing:
                     return Answer("closed")
@@ -329,21 +335,38 @@ class VersionServer:
             elif request.ask == "map":
                 conn.send_message(Answer("here", pid=os.getpid(), fd=found.fd, size_bytes=found.size_bytes))
             elif request.ask == "read":
-                conn.send_message(Answer("here"))
-                crc = 0
-                for wanted in boxes:
-                    crc = self._send_whole(conn, found, wanted, crc)
-                self._end(conn, found, request.number, crc)
+                with self._holding(request.number):
+                    conn.send_message(Answer("here"))
+                    crc = 0
+                    for wanted in boxes:
+                        crc = self._send_whole(conn, found, wanted, crc)
+                    self._end(conn, found, request.number, crc)
             elif request.ask == "changes":
                 base = self._store.find(request.since)
                 if base is None:
                     conn.send_message(Answer("none"))
                     continue
-                conn.send_message(Answer("here"))
-                crc = self._send_changes(conn, found, request.number, base, request.since, boxes)
-                self._end(conn, found, request.number, crc)
+                with self._holding(request.number):
+                    conn.send_message(Answer("here"))
+                    crc = self._send_changes(conn, found, request.number, base, request.since, boxes)
+                    self._end(conn, found, request.number, crc)
             else:
                 raise ConnectionLost(f"asked for {request.ask!r} over a data connection")
+
+    def sending(self) -> set[int]:
+        """Return the snapshots that are being sent; a connection that takes no bytes is given up after STALLED_S."""
+        with self._lock:
+            return set(self._sending)
+
+    @contextlib.contextmanager
+    def _holding(self, number: int) -> Iterator[None]:
+        with self._lock:
+            self._sending[number] += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._sending -= Counter([number])
 
     def _end(self, conn: Connection, found: Memory, number: int, crc: int) -> None:
         """Send the checksum, and whether the snapshot was still there."""

@@ -14,6 +14,7 @@ from lowshard import dtypes
 from lowshard.box import Box, full_box, shape_of, slices_of
 from lowshard.errors import PlanError
 from lowshard.foreign_array import like, view_of
+from lowshard.kernels import cast
 from lowshard.kernels.buffer import allocate, is_gpu, require_results_apart, twins_of
 from lowshard.kernels.change_encoding import Changes
 from lowshard.kernels.changes import ChangeBoxes
@@ -34,31 +35,44 @@ Receive = Callable[[memoryview], None]
 
 
 class ArrayTarget:
-    """An array in one of the two sets that versions alternate between. Any thread may call these."""
+    """An array in one of the sets that versions are written to. Any thread may call these."""
 
     def __init__(self, array: Array, copies: DeviceCopies) -> None:
         """Take an array; `copies` copies to its GPU."""
         self.array, self._copies = array, copies
+        self.comes_as: np.dtype[Any] | None = None
+        """The dtype in which it is published, where it is cast."""
 
     def refuses(self, box: Box) -> str | None:
         """Return why a box cannot be received, or None: any box can."""
         return None
 
     def block_elems(self, boxes: Sequence[Box]) -> int:
-        """Return the elements of a delta's unit: one; 0 would mean that boxes always come whole."""
-        return 1
+        """Return the elements of a delta's unit: one; or 0, where boxes always come whole."""
+        return 1 if self.comes_as is None else 0
 
     def put(self, box: Box, values: np.ndarray) -> None:
         """Write a box of values."""
-        target = box_of(self.array, box)
+        self._put(box_of(self.array, box), values)
+
+    def _put(self, target: Array, values: np.ndarray) -> None:
         if is_gpu(target):
-            self._copies.store(target, filled_from(values))
+            made = values if self.comes_as is None else cast(values, target.dtype)
+            self._copies.store(target, filled_from(made))
+        elif self.comes_as is not None:
+            cast(values, target.dtype, target)
         else:
             copy_bits(values, target)
 
     def receive(self, box: Box, receive: Receive) -> None:
         """Receive a row-major box: in place, or through a buffer where it is not contiguous."""
         target = box_of(self.array, box)
+        if self.comes_as is not None:
+            for piece in pieces_of(target, PIECE_BYTES):
+                came = np.empty(piece.shape, self.comes_as)
+                receive(came.reshape(-1).view(np.uint8).data)
+                self._put(piece, came)
+            return
         if is_gpu(target):
             self._copies.store(target, lambda room: receive(room.data))
             return
@@ -170,7 +184,7 @@ def _beside(array: Array, changes: Changes, copies: DeviceCopies) -> Changes:
 
 @dataclass(frozen=True)
 class TargetSet:
-    """One of the two sets of a rank that versions alternate between."""
+    """One of the sets of a rank that versions alternate between, or the only one."""
 
     targets: Mapping[str, Target]
     weights: Mapping[str, Any]
@@ -182,6 +196,12 @@ class TargetSet:
         """All arrays that are written, with the names of tensors."""
         arrays = [(n, one.array) for n, one in self.targets.items() if isinstance(one, ArrayTarget)]
         return arrays + [(n, array) for n, array in memory_of(self.transform) if n in self.targets]
+
+    def expect(self, name: str, published: str, dtype: str) -> None:
+        """Have a tensor that is published in another dtype than this rank holds it in cast as it comes."""
+        target = self.targets.get(name)
+        if isinstance(target, ArrayTarget):
+            target.comes_as = None if published == dtype else dtypes.get(published).numpy
 
     def begin(self) -> None:
         """Begin to write a version."""
@@ -195,14 +215,15 @@ class TargetSet:
             self.transform.end()
 
 
-def two_sets(
+def target_sets(
     layouts: Mapping[str, TensorLayout],
     out: Mapping[str, Array],
     transform: object,
     rank: int,
     timeout_s: float,
-) -> tuple[TargetSet, TargetSet]:
-    """Return a set over a rank's arrays and its transform, and a second set like it."""
+    in_place: bool,
+) -> tuple[TargetSet, ...]:
+    """Return a set over a rank's arrays and its transform, and, unless all is written in place, one more like it."""
     if transform is not None and not isinstance(transform, ReshardTransform):
         raise PlanError(f"transform is a ReshardTransform or None, got {type(transform).__name__}")
     stored = {} if transform is None else _stored(layouts, transform, rank)
@@ -213,13 +234,17 @@ def two_sets(
         )
     plain = {name: layout for name, layout in layouts.items() if name not in stored}
     first = local_arrays(plain, out, rank, writes=True)
-    second = twins_of(first, lambda a: allocate(a.shape, a.dtype, a) if is_gpu(a) else np.empty_like(a))
-    shown = {name: like(array, out[name]) for name, array in second.items()}
     copies = DeviceCopies([*first.values(), *(one.beside for one in stored.values())], timeout_s)
     made = _set(first, {name: out[name] for name in first}, copies, transform, stored)
     require_results_apart(
-        made.memory, rank, lambda a, b: may_be_tied(a, b) and layouts[a].tiles(rank) == layouts[b].tiles(rank)
+        made.memory,
+        rank,
+        lambda a, b, _: may_be_tied(a, b) and layouts[a].tiles(rank) == layouts[b].tiles(rank),
     )
+    if in_place:
+        return (made,)
+    second = twins_of(first, lambda a: allocate(a.shape, a.dtype, a) if is_gpu(a) else np.empty_like(a))
+    shown = {name: like(array, out[name]) for name, array in second.items()}
     return made, _set(second, shown, copies, _twin_of(transform), stored)
 
 
@@ -231,7 +256,7 @@ def _twin_of(transform: ReshardTransform | None) -> ReshardTransform | None:
     except PlanError as error:  # what it advises is for a Refit
         raise PlanError(
             f"{type(transform).__name__} has no twin() with buffers of its own, which a Subscriber takes every second "
-            "version into; write one"
+            "version into; write one, or subscribe with buffering='in_place'"
         ) from error
 
 

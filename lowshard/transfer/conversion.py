@@ -68,7 +68,7 @@ class Conversion:
         """Write the pieces of one item into a bucket."""
         item: Item = pieces[0].item
         box = self._box_of(pieces, item.sent)
-        if box is not None and self._serves_one(item):
+        if box is not None and (self._serves_one(item) or item.is_cast):
             out, part = _views(pieces, item.sent, box, slot), slices_of(_moved(box, item.src_box))
             if item.is_plain:
                 assign(out[0], item.source[part])
@@ -169,9 +169,13 @@ class Conversion:
 
     def copy(self, item: Item) -> None:
         """Copy an item within this rank."""
-        values = item.source[slices_of(item.src_box)]
-        if self.transform.in_place and item.stores and self._serves_one(item):
+        values = item.source[(*slices_of(item.src_box), ...)]
+        if self.transform.in_place and item.stores and (self._serves_one(item) or not item.makes):
             self.transform.recv_rows(item.dst_name, slices_of(item.dst_box), [values])
+            return
+        if item.is_cast:
+            target = item.target[(*slices_of(item.dst_box), ...)]
+            self.transform.send_rows(item.src_name, slices_of(item.src_box), item.source, [target])
             return
         came = [values]
         if item.makes:

@@ -30,6 +30,7 @@ class Item:
     dst_name: str = ""
     makes: bool = False  # whether this rank's transform converts it before it is sent
     stores: bool = False  # whether this rank's transform stores it
+    is_cast: bool = False  # whether this rank casts it before it is sent
     is_plain: bool = False  # whether the transform sends the box unconverted
     is_forwarded: bool = False  # whether the sender received it in this run
     turn: int = 0  # items of a later turn are sent when those of earlier ones have arrived

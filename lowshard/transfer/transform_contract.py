@@ -11,10 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from lowshard.box import Box
-from lowshard.errors import PlanError
+from lowshard import dtypes
+from lowshard.argument import truth
+from lowshard.box import Box, shape_of
+from lowshard.errors import DTypeError, KernelError, PlanError
 from lowshard.foreign_array import view_of
+from lowshard.kernels import cast
 from lowshard.kernels.buffer import is_gpu
+from lowshard.kernels.mxfp8 import FLOATS
 
 Array = Any
 Slices = tuple[slice, ...]
@@ -130,10 +134,71 @@ class ReshardTransform:
         )
 
 
+class CastTransform(ReshardTransform):
+    """Casts float tensors to another float dtype on the way, rounded once: fp32 masters into bf16 weights, say.
+
+    Every rank passes it. Destinations are the arrays that are given, of `dtype`; the plan's layouts say what each side
+    holds, and a tensor that has one dtype on both sides stays as it is. The bits are those of `lowshard.kernels.cast`.
+    A `Subscriber` casts what it receives, which a `Publisher` sends as it is.
+
+    Args:
+        dtype: "bfloat16", "float16" or "float32".
+        convert_on_send: cast before sending; False sends what the sources hold, and the receiver casts. With `delta` a
+            `Refit` compares and sends elements that were cast; what the receiver casts goes whole.
+
+    Raises:
+        DTypeError: dtype is none of the three.
+        KernelError: convert_on_send is not True or False.
+    """
+
+    in_place = True
+
+    def __init__(self, dtype: object, convert_on_send: bool = True) -> None:
+        self.dtype = dtypes.get(dtype).name
+        if self.dtype not in FLOATS:
+            raise DTypeError(f"CastTransform gives {', '.join(FLOATS)}, got dtype {self.dtype}")
+        self.convert_on_send = truth(convert_on_send, "convert_on_send is True or False", KernelError)
+        self._into: Mapping[str, Array] = {}
+
+    def twin(self) -> CastTransform:
+        """Return a transform like this one."""
+        return CastTransform(self.dtype, self.convert_on_send)
+
+    def into(self, arrays: Mapping[str, Array]) -> CastTransform:
+        """Return a transform like this one that stores in arrays, by name."""
+        made = self.twin()
+        made._into = arrays
+        return made
+
+    def prepare_send(self, param_name: str, src_slice: Slices, src_param: Array) -> list[Array]:
+        """Return the slice, cast."""
+        return [cast(src_param[(*src_slice, ...)], self.dtype)]
+
+    def send_rows(self, param_name: str, src_slice: Slices, src_param: Array, out: list[Array]) -> None:
+        """Cast a slice into an array."""
+        cast(src_param[(*src_slice, ...)], self.dtype, out[0])
+
+    def recv_format(self, param_name: str, dst_box: Box, dtype: str) -> list[tuple[str, tuple[int, ...]]]:
+        """Return the dtype that is sent, and the box's shape."""
+        return [(dtype, shape_of(dst_box))]
+
+    def send_format(self, param_name: str, src_box: Box, dtype: str) -> list[tuple[str, tuple[int, ...]]]:
+        """Return the dtype that is sent, and the box's shape."""
+        return [(dtype, shape_of(src_box))]
+
+    def recv_rows(self, param_name: str, dst_slice: Slices, came: list[Array]) -> None:
+        """Cast what came into the destination."""
+        cast(came[0], self.dtype, self._into[param_name][(*dst_slice, ...)])
+
+
 def memory_of(transform: ReshardTransform | None) -> list[tuple[str, Array]]:
     """Return the arrays that a transform stores tensors in, with the tensors' names."""
-    found = []
-    for name, held in ({} if transform is None else transform.refit_weights()).items():
-        parts = (held.data, held.scale) if hasattr(held, "scale") else (held,)
-        found += [(name, view_of(part, name)) for part in parts]
-    return [(name, array) for name, array in found if isinstance(array, np.ndarray) or is_gpu(array)]
+    held = {} if transform is None else transform.refit_weights()
+    return [(name, array) for name, one in held.items() for array in arrays_of(one)]
+
+
+def arrays_of(held: Any) -> list[Array]:
+    """Return the arrays of what stores a tensor: those of data and scale, or the one that it is."""
+    parts = (held.data, held.scale) if hasattr(held, "scale") else (held,)
+    found = [view_of(part, "what stores a tensor") for part in parts]
+    return [array for array in found if isinstance(array, np.ndarray) or is_gpu(array)]

@@ -35,7 +35,8 @@ from lowshard.errors import CheckpointError, VerificationError
 from lowshard.kernels.bit_sums import content_sum
 from lowshard.kernels.unit_weights import SUMS
 from lowshard.tiling import Tiling
-from lowshard.weights.convert_plan import MIN_MEMORY_BYTES, ConvertPlan, Settings, as_damage
+from lowshard.weights.compressed_tensors import config_text, mxfp8_scales
+from lowshard.weights.convert_plan import MIN_MEMORY_BYTES, ConvertPlan, Settings, as_damage, config_of
 from lowshard.weights.save import Item, ShardFile, commit_index, commit_plain
 
 _COMPANIONS = (
@@ -51,6 +52,7 @@ class ConvertReport:
 
     tensors: int
     quantised: int
+    """Tensors of the output that are MXFP8."""
     files: int
     input_bytes: int
     """Of the input's tensors."""
@@ -159,6 +161,10 @@ class _Worker:
         stored = {p.key: (n, p) for n, t in tensors.items() for p in t.parts if p.crc32 is not None}
         self._checked = list(stored.values())[comm.rank :: comm.size]
         self._copies = plan.catalog.copies[comm.rank :: comm.size] if settings.verify else ()
+        self._config: str | None = None
+        if plan.told_scales:
+            shapes = {name: (t.dtype, t.shape) for name, (t, _) in plan.saved.items()}
+            self._config = config_text(config_of(settings), plan.told_scales, shapes)
         has_no_digests = bool(plan.deltas) and plan.catalog.digests is None
         self._summed = list(tensors)[comm.rank :: comm.size] if has_no_digests else []
         self._progress = progress if comm.rank == 0 else None
@@ -187,11 +193,14 @@ class _Worker:
             )  # fmt: skip
         place = target if plan.is_one_file else target / INDEX_NAME
         with Commit(place, comm, "reshard", final=plan.final) as commit:
-            after = partial(_copy_companions, Path(settings.source), target, commit.claim)
+            after = partial(_copy_companions, Path(settings.source), target, commit.claim, self._config)
             rows = commit.step(lambda: self._write(commit))
             digests = self._all_digests(outputs, self._sums)
             read = self._all_digests(inputs, self._input_sums)
-            compared = commit.step(lambda: self._compare_digests(digests, read))
+            # Of scales that are stored under another dtype the digest is known under the one that they had.
+            known = {name: inputs[name] for name in plan.told_scales if name in inputs}
+            as_read = self._all_digests(known, {name: self._sums[name] for name in known})
+            compared = commit.step(lambda: self._compare_digests(digests | as_read, read))
             if settings.verify:
                 commit.step(self._verify_output)
             if plan.is_one_file:
@@ -207,8 +216,9 @@ class _Worker:
         comm.all_reduce(sums, sums)
         files, checksummed, read_bytes, written, verified = map(int, sums)
         chain = self._chain.deltas
+        mxfp8 = {*plan.quantised, *mxfp8_scales(inputs).values()}
         return ConvertReport(
-            len(plan.saved), len(plan.quantised), files, plan.catalog.size_bytes, checksummed, read_bytes, written,
+            len(plan.saved), len(mxfp8), files, plan.catalog.size_bytes, checksummed, read_bytes, written,
             verified, model_digest(digests), compared, len(chain), chain[-1].version if chain else None,
             plan.catalog.notes,
         )  # fmt: skip
@@ -347,7 +357,11 @@ class _Worker:
                 self._counts["read"] += values.nbytes
                 self._advance(values.nbytes)
                 if not is_quantised:
-                    yield item.key, box, values
+                    yield (
+                        item.key,
+                        box,
+                        values.view(np.uint8) if item.name in self._plan.told_scales else values,
+                    )
                     continue
                 from lowshard.kernels import quantize_mxfp8
 
@@ -358,7 +372,7 @@ class _Worker:
                 yield items[number + 1].key, box, made.scale
 
 
-def _copy_companions(source: Path, target: Path, private: Path) -> None:
+def _copy_companions(source: Path, target: Path, private: Path, config: str | None) -> None:
     """Copy the model's description along, which the next reshard asks for the number of heads."""
     # Each file is whole at once: it is written under a private name, which the next save clears away if it is left.
     folder = source if os.path.isdir(source) else source.parent
@@ -367,3 +381,6 @@ def _copy_companions(source: Path, target: Path, private: Path) -> None:
             with suppress(OSError):  # the weights are what counts
                 shutil.copyfile(folder / name, private)
                 os.replace(private, target / name)
+    if config is not None:
+        private.write_text(config, encoding="utf-8")
+        os.replace(private, target / "config.json")

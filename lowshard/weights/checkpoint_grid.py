@@ -15,7 +15,7 @@ from lowshard.mesh import DeviceMesh
 from lowshard.placement import MOST_DIGITS
 from lowshard.tiling import Tiling
 from lowshard.weights.module_weights import resolve_module
-from lowshard.weights.name_pattern import NamePatterns, NameRule, Sizes
+from lowshard.weights.name_pattern import Align, NamePatterns, NameRule, Sizes
 from lowshard.weights.scale_rules import weights_of_scales, whole_scales, why_none
 from lowshard.weights.sharding_strategy import ShardingStrategy
 
@@ -73,19 +73,21 @@ class Grid:
         return ",".join(f"{name}={size}" for name, size in self.axes)
 
     def tilings(
-        self, shapes: Mapping[str, tuple[str, tuple[int, ...]]], patterns: NamePatterns, sizes: Sizes
-    ) -> dict[str, tuple[Tiling, ShardingStrategy]]:
+        self, shapes: Mapping[str, tuple[str, tuple[int, ...]]], patterns: NamePatterns, sizes: Sizes,
+        align: Align = None,
+    ) -> dict[str, tuple[Tiling, ShardingStrategy]]:  # fmt: skip
         """Return the tiling of each tensor (dtype and shape by name) over the grid's ranks, and its strategy."""
         held = dict(self.axes)
         mesh = self.mesh
         plain = {name: shape for name, (_, shape) in shapes.items()}
-        made = patterns.strategies(plain, held.get("tp", 1), sizes)
+        made = patterns.strategies(plain, held.get("tp", 1), sizes, align)
         experts: set[str] = set()
         if "ep" in held:
             scales = weights_of_scales(plain)
             rules = patterns.match(plain).rules
             experts = {name for name in plain if rules[scales.get(name, name)].strategy == "expert_parallel"}
-            made |= {n: s for n, s in patterns.strategies(plain, held["ep"], sizes).items() if n in experts}
+            over_ep = patterns.strategies(plain, held["ep"], sizes, align)
+            made |= {name: over_ep[name] for name in experts}
         cuts: dict[tuple[ShardingStrategy, tuple[int, ...], str, str], Tiling] = {}  # layers are alike
         found = {}
         for name, (dtype, shape) in shapes.items():
@@ -119,9 +121,9 @@ def rank_tilings(files: Sequence[Path], was: Grid, patterns: NamePatterns, sizes
     behind = sorted(first.items(), key=lambda item: item[0] in scales)  # scales behind their weights
     for name, (dtype, shape) in behind:
         if name in scales:
-            weight = scales[name]
+            of, size = scales[name], sizes.weight_block
             entry = next(h.tensors[name] for h in headers if name in h.tensors)
-            shapes[name] = (dtype, whole_scales(name, files, shapes[weight][1], held_shapes[weight], entry))
+            shapes[name] = (dtype, whole_scales(name, files, shapes[of][1], held_shapes[of], entry, size))
             continue
         rule = matching.rules[name]
         axis = dict(rule.arguments).get("axis", _SHARDED_AXES.get(rule.strategy))

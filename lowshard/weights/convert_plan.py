@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from math import prod
@@ -21,14 +21,15 @@ from lowshard.checkpoint.delta_file import Delta, check_deltas, open_deltas
 from lowshard.checkpoint.header import PACKED_BITS, read_header
 from lowshard.checkpoint.hf_index import DATA_NAME, HF_INDEX, SIZES, files_of_set, is_foreign
 from lowshard.checkpoint.read_shares import Share, shares
-from lowshard.errors import CheckpointError, LowshardError, ShardingError
+from lowshard.errors import CheckpointError, ShardingError
 from lowshard.tiling import Tile, Tiling
 from lowshard.weights.checkpoint_grid import Grid, in_rank_order, rank_tilings
-from lowshard.weights.name_pattern import NamePatterns, Sizes
+from lowshard.weights.compressed_tensors import check_config, mxfp8_scales
+from lowshard.weights.name_pattern import Align, NamePatterns, Sizes
 from lowshard.weights.quantization import Quantization
 from lowshard.weights.ruled import RuledGrid
 from lowshard.weights.save import Item, items_of
-from lowshard.weights.scale_rules import weights_of_scales
+from lowshard.weights.scale_rules import all_scales
 from lowshard.weights.sharded_load import saved_tilings
 from lowshard.weights.sharding_strategy import ShardingStrategy
 
@@ -61,6 +62,7 @@ class Settings:
     """Whole tensors: one plain file where the target ends in .safetensors, else files of at most file_bytes and
     an index of Hugging Face's."""
     file_bytes: int = 5_000_000_000
+    align: Align = None
     deltas: tuple[str, ...] = ()
     """Deltas that are applied on the way. Without `to` and `merged` the target then lies as the source does, whose
     place it may take."""
@@ -102,6 +104,8 @@ class ConvertPlan:
     """The folder or file that is put in place: the settings' target, or the one file of a plain folder that is that."""
     is_hugging_face: bool
     """The place is a folder as transformers writes it, without an index of ours."""
+    told_scales: Mapping[str, str]
+    """There, the MXFP8 weights that its config.json is to speak of, by their scales, which are stored as uint8."""
 
     @classmethod
     def of(cls, settings: Settings) -> ConvertPlan:
@@ -132,16 +136,21 @@ class ConvertPlan:
             made = {name: (kept[name], t.strategy or "as before") for name, t in catalog.tensors.items()}
         elif settings.to_rules is not None:
             ruled = RuledGrid.parse(settings.to_rules, settings.to)
-            count, made = ruled.num_ranks, ruled.tilings(said)
+            count, made = ruled.num_ranks, ruled.tilings(said, _sizes(settings).weight_block)
         else:
-            grid = Grid.parse(settings.to)
-            count, made = grid.num_ranks, grid.tilings(said, patterns_of(settings), _sizes(settings))
+            grid, stored = Grid.parse(settings.to), dict(said)
+            for name, form in quantised.items() if settings.align else ():
+                stored = {**form.stored(name, shapes[name][1]), **stored}
+            cut = grid.tilings(stored, patterns_of(settings), _sizes(settings), settings.align)
+            count, made = grid.num_ranks, {name: cut[name] for name in shapes}
         made = {n: (_in_memory(n, t, shapes[n][1]), strategy) for n, (t, strategy) in made.items()}
         for name, form in quantised.items():
             _check_blocks(name, form, *made[name])
+        is_hugging_face = _is_hugging_face(settings)
         return cls(
             catalog, count, {n: t for n, (t, _) in made.items()}, {n: str(s) for n, (_, s) in made.items()},
-            quantised, settings.merged, deltas, settings.target, _is_hugging_face(settings),
+            quantised, settings.merged, deltas, settings.target, is_hugging_face,
+            _told_scales(settings, shapes, quantised, is_hugging_face),
         )  # fmt: skip
 
     @property
@@ -161,11 +170,10 @@ class ConvertPlan:
         for share in self._shares.get(rank, ()):
             form, tiling = self.quantised.get(share.name), self.tilings[share.name]
             if form is None:
-                boxes.append((share.name, tiling.dtype, share.box))
+                boxes.append((share.name, self.saved[share.name][0].dtype, share.box))
                 continue
-            stored = form.stored(share.name, tiling.shape)
             for part, box in form.boxes(share.name, share.box, tiling.shape).items():
-                boxes.append((part, stored[part].dtype, box))
+                boxes.append((part, self.saved[part][0].dtype, box))
         if self.merged:
             known = {box[0]: box for box in boxes}
             mine = ((name, tiling) for name, (tiling, _) in self.saved.items() if rank in tiling)
@@ -205,6 +213,8 @@ class ConvertPlan:
                 continue
             for part, stored in tiling.stored(name, form).items():
                 found[part] = (stored, said if part == name else f"scales of {name}")
+        for name in self.told_scales:
+            found[name] = (replace(found[name][0], dtype="uint8"), found[name][1])
         return found
 
     @property
@@ -219,7 +229,7 @@ class ConvertPlan:
 
 def _quantised(shapes: Shapes, where: str) -> dict[str, BlockFormat]:
     """Return the linear weights: float matrices (or stacked ones), no embedding, head or router."""
-    scales = weights_of_scales({name: shape for name, (_, shape) in shapes.items()})
+    scales = all_scales({name: shape for name, (_, shape) in shapes.items()})
     linear = [
         name
         for name, (dtype, shape) in sorted(shapes.items())
@@ -259,7 +269,9 @@ def _check_blocks(name: str, form: BlockFormat, tiling: Tiling, strategy: object
         try:
             Quantization.of(form).pieces(strategy, tiling.shape, index)
         except ShardingError as error:
-            raise ShardingError(f"{name} {list(tiling.shape)}: {error}") from error
+            raise ShardingError(
+                f"{name} {list(tiling.shape)}: {error}; or reshard with --align blocks"
+            ) from error
 
 
 def _in_memory(name: str, tiling: Tiling, shape: tuple[int, ...]) -> Tiling:
@@ -316,6 +328,23 @@ def _is_hugging_face(settings: Settings) -> bool:
     places = source if source.is_dir() else source.parent, target
     is_ours = target.suffix == ".safetensors" or (target / INDEX_NAME).exists()
     return settings.merged and not is_ours and any((place / "config.json").is_file() for place in places)
+
+
+def _told_scales(
+    settings: Settings, shapes: Shapes, quantised: Mapping[str, BlockFormat], is_hugging_face: bool
+) -> Mapping[str, str]:
+    stored = dict(shapes)
+    for name, form in quantised.items():
+        stored |= {part: (t.dtype, t.shape) for part, t in form.stored(name, shapes[name][1]).items()}
+    scales, target = mxfp8_scales(stored), Path(settings.target)
+    if is_hugging_face:
+        return check_config(config_of(settings), scales, stored, settings.target, bool(quantised))
+    if scales and target.suffix == ".safetensors" and (target.parent / "config.json").is_file():
+        raise CheckpointError(
+            f"{target}: config.json beside it does not say that weights are MXFP8, so other libraries would take codes "
+            "for values: give a folder as OUT, whose config.json says it, or a file elsewhere"
+        )
+    return {}
 
 
 def _holds_whole_tensors(catalog: Catalog) -> bool:
@@ -395,27 +424,27 @@ def as_damage(*paths: str) -> Iterator[None]:
         raise
 
 
-def _config_of(settings: Settings) -> Path:
-    """Return the path of the config.json beside the input, which need not be there."""
-    source = Path(settings.source)
-    return (source if os.path.isdir(source) else source.parent) / "config.json"
+def config_of(settings: Settings) -> Path:
+    """Return the path of the config.json beside the input, or else in the output; it need not be there."""
+    source = Path(_checkpoint_path(settings.source))
+    beside = (source if os.path.isdir(source) else source.parent) / "config.json"
+    return beside if beside.is_file() else Path(settings.target) / "config.json"
 
 
 def _sizes(settings: Settings) -> Sizes:
-    """Return the numbers of heads as they were given, or as a config.json beside the input has them."""
-    if settings.num_heads is not None:
-        return Sizes(settings.num_heads, settings.num_kv_heads)
-    with suppress(LowshardError):  # a strategy that asks for heads says that they are missing
-        return Sizes.from_config(_config_of(settings))
-    return Sizes()
+    """Return the numbers of heads as they were given, and what a config.json beside the input has."""
+    found = Sizes.beside(settings.source)  # a strategy that asks for heads says that they are missing
+    if settings.num_heads is None:
+        return found
+    return replace(found, num_heads=settings.num_heads, num_kv_heads=settings.num_kv_heads)
 
 
 def patterns_of(settings: Settings) -> NamePatterns:
     """Return the name patterns that were asked for, or those for the model_type of a config.json beside the input."""
     if settings.strategies is not None:
         return NamePatterns.load(settings.strategies)
-    if os.path.exists(_config_of(settings)):
-        return NamePatterns.of_model(_config_of(settings))
+    if os.path.exists(config_of(settings)):
+        return NamePatterns.of_model(config_of(settings))
     raise ShardingError(
         "how tensors are sharded comes from the model_type of a config.json beside the checkpoint, from name patterns "
         "(--strategies llama.yaml) or from a mesh-and-rule file (--to-rules, and --from-rules for files of ranks "
@@ -456,5 +485,5 @@ def _source(settings: Settings) -> Catalog:
                 "missing: put it back"
             )
     if isinstance(was, RuledGrid):
-        return Catalog.of_rank_files(files, was.rank_tilings(files))
+        return Catalog.of_rank_files(files, was.rank_tilings(files, _sizes(settings).weight_block))
     return Catalog.of_rank_files(files, rank_tilings(files, was, patterns_of(settings), _sizes(settings)))

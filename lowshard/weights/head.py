@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import lcm
 from typing import Any, Literal, get_args
 
 from lowshard.argument import one_of, whole
 from lowshard.box import Interval, split_interval
 from lowshard.errors import ShardIndexError, ShardingError
-from lowshard.weights.shard_rules import Rule
+from lowshard.weights.shard_rules import Rule, split_units
 
 FewKV = Literal["replicate", "empty", "refuse"]
 Section = Literal["qkv", "q", "kv"]
@@ -30,9 +31,8 @@ class HeadAwareColumnwise(Rule):
 
     def intervals(self, extent: int, index: int, num_devices: int) -> list[Interval]:
         """Return the columns of the device's heads."""
-        first, last = split_interval((0, self.num_heads), num_devices, index)
-        start, stop = first * self.head_dim, last * self.head_dim
         whole = self.num_heads * self.head_dim
+        start, stop = split_units(whole, num_devices, index, lcm(self.unit, self.head_dim) or 1)
         if extent * 2 == whole:
             return [(start // 2, stop // 2)]
         if extent * 4 == whole * 3:
@@ -52,8 +52,8 @@ class StackedQKV(Rule):
 
     sharded_axis = 0
 
-    def intervals(self, extent: int, index: int, num_devices: int) -> list[Interval]:
-        """Return the device's heads of each section."""
+    def parts(self, extent: int) -> tuple[int, ...]:
+        """Return the three sections."""
         if extent % 3:
             raise ShardingError(
                 f"{self}: axis 0 stacks query, key and value, so its extent divides by 3, got {extent}"
@@ -65,8 +65,12 @@ class StackedQKV(Rule):
                 f"section, axis 0 of extent {extent} has sections of {section}: pass the weight's own counts, or "
                 "grouped_qkv where key-value heads are fewer"
             )
-        first, last = split_interval((0, self.num_heads), num_devices, index)
-        start, stop = first * self.head_dim, last * self.head_dim
+        return (section,) * 3
+
+    def intervals(self, extent: int, index: int, num_devices: int) -> list[Interval]:
+        """Return the device's heads of each section."""
+        section = self.parts(extent)[0]
+        start, stop = split_units(section, num_devices, index, lcm(self.unit, self.head_dim) or 1)
         return [(k * section + start, k * section + stop) for k in range(3)]
 
     def __str__(self) -> str:
@@ -107,19 +111,16 @@ class Segment:
             )
         return cls(value["size"], value.get("num_heads"))
 
-    def interval(self, index: int, num_devices: int) -> Interval:
-        """Return the device's part, counted from the section's start.
+    def interval(self, index: int, num_devices: int, unit: int = 1) -> Interval:
+        """Return the device's part, in whole units, counted from the section's start.
 
         Raises:
             ShardIndexError: no such device.
             ShardingError: a number of devices below 1.
         """
         num_devices, index = _device(num_devices, index)
-        if self.num_heads is None:
-            return split_interval((0, self.size), num_devices, index)
-        first, last = split_interval((0, self.num_heads), num_devices, index)
-        head_dim = self.size // self.num_heads
-        return first * head_dim, last * head_dim
+        head_dim = self.size // self.num_heads if self.num_heads else 1
+        return split_units(self.size, num_devices, index, lcm(unit, head_dim) or 1)
 
 
 @dataclass(frozen=True)
@@ -129,18 +130,23 @@ class Segmented(Rule):
     at: int
     segments: tuple[Segment, ...]
 
-    def intervals(self, extent: int, index: int, num_devices: int) -> list[Interval]:
-        """Return the device's part of each section."""
+    def parts(self, extent: int) -> tuple[int, ...]:
+        """Return the sections' extents, as they are stored."""
         total = sum(s.size for s in self.segments)
         if extent not in (total, total // 2 if total % 2 == 0 else total):
             raise ShardingError(
                 f"{self}: the segments cover the axis: they have {total} elements, the axis has {extent} "
                 "(half of them would be 4-bit packed)"
             )
-        pack = 1 if extent == total else 2
+        return tuple(s.size * extent // max(total, 1) for s in self.segments)
+
+    def intervals(self, extent: int, index: int, num_devices: int) -> list[Interval]:
+        """Return the device's part of each section."""
+        self.parts(extent)  # which checks
+        pack = 1 if extent == sum(s.size for s in self.segments) else 2
         found, at = [], 0
         for segment in self.segments:
-            start, stop = segment.interval(index, num_devices)
+            start, stop = segment.interval(index, num_devices, self.unit * pack)
             found.append(((at + start) // pack, (at + stop) // pack))
             at += segment.size
         return found or [(0, 0)]
@@ -151,7 +157,7 @@ class Segmented(Rule):
 
 @dataclass(frozen=True)
 class GroupedQKV(Rule):
-    """Query heads with their key-value head, never apart."""
+    """Query heads with their key-value head, never apart; a unit is of key-value heads."""
 
     num_heads: int
     num_kv_heads: int
@@ -185,7 +191,7 @@ class GroupedQKV(Rule):
         self.check_devices(num_devices)
         kv, per_group = self.num_kv_heads, self.num_heads // self.num_kv_heads
         if kv >= num_devices or self.few_kv == "empty":
-            first, last = split_interval((0, kv), num_devices, index)
+            first, last = split_units(kv, num_devices, index, self.unit)
             return (first * per_group, last * per_group), (first, last)
         for group in range(kv):  # devices are split over groups, and a group's queries over its devices
             start, stop = split_interval((0, num_devices), kv, group)
@@ -196,13 +202,18 @@ class GroupedQKV(Rule):
         has_queries = queries[0] < queries[1]
         return queries, (group, group + 1) if has_queries else (group, group)
 
+    def parts(self, extent: int) -> tuple[int, ...]:
+        """Return the extents of queries, keys and values."""
+        heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
+        mine = {"q": heads[:1], "kv": heads[1:2], "qkv": heads}[self.section]
+        return tuple(count * self.head_dim for count in mine)
+
     def intervals(self, extent: int, index: int, num_devices: int) -> list[Interval]:
         """Return the device's queries, keys and values of the section."""
-        rows = {"q": self.num_heads, "kv": self.num_kv_heads, "qkv": self.num_heads + 2 * self.num_kv_heads}
-        expected = rows[self.section] * self.head_dim
+        expected = sum(self.parts(extent))
         if extent != expected:
             raise ShardingError(
-                f"{self}: the axis holds {rows[self.section]} heads of {self.head_dim}, {expected} in all, got "
+                f"{self}: the axis holds {expected // self.head_dim} heads of {self.head_dim}, {expected} in all, got "
                 f"{extent}"
             )
         queries, keys = self.heads(index, num_devices)

@@ -8,6 +8,7 @@ from typing import Any
 
 from lowshard.argument import instance, mapping
 from lowshard.errors import ShardingError
+from lowshard.weights.scale_rules import ScalesOf, weights_of_scales, with_scales
 from lowshard.weights.shard_rules import (
     Axiswise,
     Columnwise,
@@ -26,6 +27,7 @@ _EXPERT = re.compile(r"(?:^|\.)experts\.(\d+)\.")
 # Last parts of names, as Hugging Face's models have them: which side of a weight [out, in] is cut.
 _OUT = ("gate_proj", "up_proj", "w1", "w3", "fc1", "c_fc", "wi", "wi_0", "wi_1", "intermediate.dense")
 _IN = ("down_proj", "w2", "fc2", "wo", "output.dense")
+_ATTENTION = re.compile(r"(?i)(?:attn|attention)[^.]*\.(?:wo|output\.dense)$")  # whose names an MLP has, too
 _STACKED = ("gate_up_proj", "w13")
 _WHOLE = ("gate", "router", "norm", "layernorm", "LayerNorm", "shared_expert_gate")
 
@@ -62,7 +64,12 @@ def shard_module(
         raise ShardingError(
             f"{cut_already} is one device's part already and is not cut again: give the whole weight"
         )
-    chosen = resolve_module({name: (w.shape, w.sharding_strategy) for name, w in held.items()}, strategies)
+    shapes = {name: weight.shape for name, weight in held.items()}
+    own = {name: (weight.shape, weight.sharding_strategy) for name, weight in held.items()}
+    for name in weights_of_scales(shapes):
+        if own[name][1] is None and name not in strategies:  # cut as its weight is
+            del own[name]
+    chosen = with_scales(resolve_module(own, strategies), shapes)
     counts = {strategy.num_devices for strategy in chosen.values()}
     if len(counts) > 1:
         raise ShardingError(
@@ -76,7 +83,12 @@ def shard_module(
             input_scale=weight.input_scale, bias=weight.bias,
         )  # fmt: skip
         rule = chosen[name].shard
-        for index, part in enumerate(cut.shard()):
+        rule = rule.weight if isinstance(rule, ScalesOf) else rule
+        try:
+            parts = cut.shard()
+        except ShardingError as error:
+            raise type(error)(f"{name}: {error}") from error
+        for index, part in enumerate(parts):
             if not isinstance(rule, Owned) or rule.owner == index:
                 devices[index][name] = part
     return devices
@@ -106,7 +118,8 @@ def resolve_module(
         if strategy is None:
             bare.append(name)
             continue
-        found[name] = _unmarked(name, tuple(shape), strategy, experts)
+        bias = weights.get(f"{name.removesuffix('weight')}bias", ((), None))[0]
+        found[name] = _unmarked(name, tuple(shape), strategy, experts, tuple(bias))
     if bare:
         raise ShardingError(
             f"no strategy for {len(bare)} weights: {', '.join(bare[:5])}: name each, or the module above"
@@ -144,8 +157,9 @@ def _key(name: str, strategies: Mapping[str, ShardingStrategy]) -> str | None:
 
 
 def _unmarked(
-    name: str, shape: tuple[int, ...], strategy: ShardingStrategy, experts: Mapping[str, int]
-) -> ShardingStrategy:
+    name: str, shape: tuple[int, ...], strategy: ShardingStrategy, experts: Mapping[str, int],
+    bias: tuple[int, ...],
+) -> ShardingStrategy:  # fmt: skip
     count = strategy.num_devices
     if strategy.is_expert_parallel:
         if match := _EXPERT.search(name):
@@ -154,11 +168,11 @@ def _unmarked(
         stacked = len(shape) > 2 or re.search(r"(?:^|\.)experts\.", name) is not None
         return ShardingStrategy(count, ExpertRange() if stacked else Replicate())
     if strategy.is_tensor_parallel:
-        return ShardingStrategy(count, _by_name(name, shape))
+        return ShardingStrategy(count, _by_name(name, shape, bias))
     return strategy
 
 
-def _by_name(name: str, shape: tuple[int, ...]) -> Rule:
+def _by_name(name: str, shape: tuple[int, ...], bias: tuple[int, ...]) -> Rule:
     """Return how tensor parallel cuts a weight, from its name: Megatron-LM's column and row parallel layers."""
     stem, _, last = name.rpartition(".")
     if last not in ("weight", "bias"):
@@ -176,9 +190,15 @@ def _by_name(name: str, shape: tuple[int, ...]) -> Rule:
         (_IN, lambda: Axiswise(2) if first else Columnwise(), lambda: Owned(0)),
         (_WHOLE, Replicate, Replicate),
     ]
-    for names, weight, bias in cuts:
-        if is_one(names):
-            return bias() if last == "bias" else weight()
+    for names, weight_rule, bias_rule in cuts:
+        if not is_one(names) or (names is not _WHOLE and _ATTENTION.search(stem)):
+            continue
+        if names is not _WHOLE and bias[-1:] == shape[-1:] != shape[-2:-1]:
+            raise ShardingError(
+                f"tensor_parallel cuts weights [out, in], and {name} {list(shape)} with a bias of {bias[-1]} is "
+                "[in, out]: give it a strategy by its own name (columnwise in place of rowwise, and the reverse)"
+            )
+        return bias_rule() if last == "bias" else weight_rule()
     raise ShardingError(
         f"tensor_parallel does not know how {name} of shape {shape} is cut: give it a strategy by its own name "
         "(attention: grouped_qkv, which knows its heads; what is whole everywhere: replicate)"

@@ -12,23 +12,25 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from lowshard.argument import as_shape, brief, instance, items, mapping, whole
+from lowshard.argument import as_shape, brief, instance, items, mapping, one_of, whole, wholes
 from lowshard.argument import path as check_path
-from lowshard.errors import CheckpointError, ShardingError
+from lowshard.errors import CheckpointError, LowshardError, ShardingError
 from lowshard.nearest import nearest
 from lowshard.reading import parse_json, read_text, reader
 from lowshard.weights.head import GroupedQKV, Segment
 from lowshard.weights.module_weights import resolve_module
-from lowshard.weights.scale_rules import scales_strategy, weights_of_scales, why_none
+from lowshard.weights.scale_rules import aligned, weights_of_scales, why_none, with_scales
 from lowshard.weights.sharding_strategy import ShardingStrategy
 
 SHIPPED = ("llama", "qwen", "moe", "deepseek_v4", "gpt2", "neox", "bert")
+Align = Literal["blocks"] | None
 MOST_STARS = 8
 """Of a pattern: matching takes time that grows with their number."""
 _FOLDER = Path(__file__).parent / "names"
@@ -40,11 +42,15 @@ class Sizes:
 
     num_heads: int | None = None
     num_kv_heads: int | None = None
+    weight_block: tuple[int, ...] = ()
+    """Rows and columns of a block that shares a scale; () where nothing says it, and shapes tell."""
 
     def __post_init__(self) -> None:
         for heads in (self.num_heads, self.num_kv_heads):
             if heads is not None:
                 whole(heads, "a model has 1 head or more", ShardingError, 1)
+        rule = "the block of a quantised weight has extents of 1 or more"
+        object.__setattr__(self, "weight_block", wholes(self.weight_block, rule, ShardingError, 1))
 
     @classmethod
     def from_config(cls, path: str | Path) -> Sizes:
@@ -55,10 +61,21 @@ class Sizes:
         """
         file, config = _read_config(path)
         inner = config.get("text_config", config)
-        given = (
+        sizes = (
             {name: inner[k] for k, name in _HEADS.items() if k in inner} if isinstance(inner, dict) else inner
         )
-        return _read_sizes(given, file)
+        quantised = config.get("quantization_config")
+        if isinstance(sizes, dict) and isinstance(quantised, dict) and quantised.get("weight_block_size"):
+            sizes["weight_block_size"] = quantised["weight_block_size"]
+        return _read_sizes(sizes, file)
+
+    @classmethod
+    def beside(cls, checkpoint: str) -> Sizes:
+        """Return the sizes in the config.json of a folder, or beside a file; none where they cannot be read."""
+        path = Path(checkpoint)
+        with suppress(LowshardError):
+            return cls.from_config(path if os.path.isdir(path) else path.with_name("config.json"))
+        return cls()
 
 
 _HEADS = {
@@ -79,8 +96,11 @@ def _read_config(path: str | Path) -> tuple[str, dict[str, Any]]:
 
 
 @reader("model's config", CheckpointError)
-def _read_sizes(num_attention_heads: int | None = None, num_key_value_heads: int | None = None) -> Sizes:
-    return Sizes(num_attention_heads, num_key_value_heads)
+def _read_sizes(
+    num_attention_heads: int | None = None, num_key_value_heads: int | None = None,
+    weight_block_size: tuple[int, ...] = (),
+) -> Sizes:  # fmt: skip
+    return Sizes(num_attention_heads, num_key_value_heads, weight_block_size)
 
 
 @dataclass(frozen=True)
@@ -215,18 +235,22 @@ class NamePatterns:
         return Matching(rules, tuple(unmatched), doubly)
 
     def strategies(
-        self, shapes: Mapping[str, tuple[int, ...]], num_devices: int, sizes: Sizes | None = None
-    ) -> dict[str, ShardingStrategy]:
+        self, shapes: Mapping[str, tuple[int, ...]], num_devices: int, sizes: Sizes | None = None,
+        align: Align = None,
+    ) -> dict[str, ShardingStrategy]:  # fmt: skip
         """Return the strategy of each weight; scales of a weight, by name and shape, are sharded as it is.
 
         Args:
             shapes: by name.
             num_devices: devices each is sharded over.
             sizes: of the model, where the file needs them.
+            align: "blocks" cuts between blocks that share a scale, in as equal parts as these allow (384 rows in
+                blocks of 128 into 256 and 128), biases and unscaled weights of the same extent alike.
 
         Raises:
             ShardingError: names without a rule or with several (all are told), sizes that are missing, a shape
-                that does not fit its rule, or heads of keys of another size than those of queries.
+                that does not fit its rule, heads of keys of another size than those of queries, or a tensor that
+                may be the scales of another one, by its shape, and has a rule that cuts it apart from that.
         """
         rule = "shapes is a mapping of names to shapes"
         shapes = {
@@ -245,6 +269,7 @@ class NamePatterns:
         sizes = (
             Sizes() if sizes is None else instance(sizes, Sizes, "sizes is a Sizes or None", ShardingError)
         )
+        one_of("blocks" if align is None else align, ("blocks",), "align", ShardingError)
         made: dict[str, ShardingStrategy] = {}
         for name, found in matching.rules.items():
             try:
@@ -255,9 +280,8 @@ class NamePatterns:
                 raise ShardingError(f"{self.where}: {name} {shapes[name]}: {error}") from error
         made = resolve_module({name: (shapes[name], None) for name in made}, made)
         _compare_heads(self.where, made, shapes)
-        for name, weight in scales.items():
-            made[name] = scales_strategy(made[weight], shapes[weight], shapes[name])
-        return {name: made[name] for name in shapes}
+        made = made if align is None else aligned(made, shapes, sizes.weight_block)
+        return with_scales(made, shapes, sizes.weight_block)
 
 
 @reader("rule of a file of name patterns", ShardingError)
@@ -328,6 +352,16 @@ def _grouped(
     return ShardingStrategy.grouped_qkv(k, heads, kv, head_dim, few_kv=few_kv, section=section, axis=axis)
 
 
+def _stacked(k: int, shape: tuple[int, ...], sizes: Sizes) -> ShardingStrategy:
+    if sizes.num_kv_heads not in (None, sizes.num_heads):
+        raise ShardingError(
+            f"stacked_qkv is for as many key-value heads as query heads, this model has {sizes.num_kv_heads} and "
+            f"{sizes.num_heads}: use grouped_qkv"
+        )
+    heads, _, head_dim = _heads(sizes, shape[0] // 3, "q")
+    return ShardingStrategy.stacked_qkv(k, heads, head_dim)
+
+
 def _segmented(
     k: int, shape: tuple[int, ...], sizes: Sizes, axis: int, segments: Iterable[Mapping[str, Any]]
 ) -> ShardingStrategy:
@@ -339,10 +373,10 @@ _MAKERS: dict[str, Any] = {
     "columnwise": lambda k, shape, sizes: ShardingStrategy.columnwise(k),
     "axiswise": lambda k, shape, sizes, axis: ShardingStrategy.axiswise(axis, k),
     "replicate": lambda k, shape, sizes: ShardingStrategy.replicate(k),
-    "gate_up": lambda k, shape, sizes, axis=2: ShardingStrategy.gate_up(k, axis),
-    "stacked_qkv": lambda k, shape, sizes: ShardingStrategy.stacked_qkv(
-        k, _heads(sizes, shape[0] // 3, "q")[0], _heads(sizes, shape[0] // 3, "q")[2]
+    "gate_up": lambda k, shape, sizes, axis=2, interleaved=False: ShardingStrategy.gate_up(
+        k, axis, interleaved=interleaved
     ),
+    "stacked_qkv": _stacked,
     "head_aware_columnwise": lambda k, shape, sizes: ShardingStrategy.head_aware_columnwise(
         k, _heads(sizes, shape[1], "q")[0], _heads(sizes, shape[1], "q")[2]
     ),

@@ -16,7 +16,7 @@ from lowshard.block_format import MXFP8, BlockFormat
 from lowshard.box import Box, Interval
 from lowshard.errors import ShardIndexError, ShardingError
 from lowshard.weights.head import GroupedQKV, HeadAwareColumnwise, Segment, Segmented, StackedQKV
-from lowshard.weights.shard_rules import Axiswise, Columnwise, Rowwise
+from lowshard.weights.shard_rules import Axiswise, Columnwise, Rowwise, merged
 from lowshard.weights.sharding_strategy import ShardingStrategy
 
 Granularity = Literal["none", "tensor", "row", "block"]
@@ -163,7 +163,7 @@ class Quantization:
         """
         instance(strategy, ShardingStrategy, _STRATEGY, ShardingError)
         stored_shape = _stored(stored_shape)
-        found = self._value_pieces(strategy, stored_shape, index)
+        found = merged(self._value_pieces(strategy, stored_shape, index), strategy.concat_axis)
         wrong = self._first_wrong(found, stored_shape)
         if wrong is not None:
             axis, at, unit = wrong

@@ -69,6 +69,7 @@ _OPTIONS: tuple[tuple[tuple[str, ...], str | None, str, dict[str, Any]], ...] = 
     (("--from-rules",), "RULES", "how IN is sharded, as rules; --from has sizes of its mesh axes", {}),
     (("--file-size",), "SIZE", "with --merged: most bytes of a file (default 5GB)", {"default": "5GB"}),
     (("--mxfp8",), None, "quantise linear weights to MXFP8 (e4m3, blocks of 32)", {}),
+    (("--align",), "blocks", "cut between blocks that share a scale, as servers do", {"choices": ["blocks"]}),
     (("-n", "--ranks"), "N", "processes that share the work (1)", {"type": int, "default": 1}),
     (("--memory",), "SIZE", "most memory of a process (default 2GB)", {"default": "2GB"}),
     (("-o", "--out"), "OUT", "the same as OUT", {}),
@@ -186,6 +187,8 @@ def _requested(args: argparse.Namespace) -> Settings:
         (was is not None and not was.strip(), "--from takes a grid, got an empty text"),
         (args.strategies is not None and not (shards_by_name or args.merged),
          "--strategies goes with --to or --from, and here neither asks it: leave it out"),
+        (args.align is not None and (args.to is None or args.to_rules is not None),
+         "--align goes with --to and name patterns: leave it out"),
         (args.ranks < 1, f"--ranks is at least 1, got {args.ranks}"),
     ):  # fmt: skip
         if is_wrong:
@@ -194,7 +197,7 @@ def _requested(args: argparse.Namespace) -> Settings:
         source=args.source, target=target, strategies=args.strategies, to=args.to or "", was=was,
         mxfp8=args.mxfp8, memory_bytes=parse_size(args.memory), num_heads=args.heads, num_kv_heads=args.kv_heads,
         verify=not args.no_verify, to_rules=args.to_rules, from_rules=args.from_rules,
-        merged=args.merged, file_bytes=parse_size(args.file_size), deltas=tuple(args.apply),
+        merged=args.merged, file_bytes=parse_size(args.file_size), align=args.align, deltas=tuple(args.apply),
     )  # fmt: skip
 
 

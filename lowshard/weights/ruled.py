@@ -46,8 +46,10 @@ class RuledGrid:
     def __str__(self) -> str:
         return self.text
 
-    def tilings(self, shapes: Mapping[str, tuple[str, tuple[int, ...]]]) -> dict[str, tuple[Tiling, str]]:
-        """Return the tiling of each tensor (dtype and shape by name), and the spec it comes from."""
+    def tilings(
+        self, shapes: Mapping[str, tuple[str, tuple[int, ...]]], block: tuple[int, ...] = ()
+    ) -> dict[str, tuple[Tiling, str]]:
+        """Return the tiling of each tensor (dtype and shape by name), and its spec; block: `Sizes.weight_block`."""
         scales = weights_of_scales({name: shape for name, (_, shape) in shapes.items()})
         weights = {n: (shape, dtype) for n, (dtype, shape) in shapes.items() if n not in scales}
         layouts = checkpoint_layouts(self.rules, self.mesh, weights)
@@ -56,12 +58,12 @@ class RuledGrid:
         for name, weight in scales.items():
             dtype, shape = shapes[name]
             try:
-                made[name] = scales_tiling(layouts[weight], shape, dtype), f"scales of {weight}"
+                made[name] = scales_tiling(layouts[weight], shape, dtype, block), f"scales of {weight}"
             except ShardingError as error:
                 raise ShardingError(f"{self}: {name} {list(shape)}: {error}") from error
         return {name: made[name] for name in shapes}
 
-    def rank_tilings(self, files: Sequence[Path]) -> dict[str, Tiling]:
+    def rank_tilings(self, files: Sequence[Path], block: tuple[int, ...] = ()) -> dict[str, Tiling]:
         """Return the tilings of one file a rank, from the shapes that the files hold."""
         headers = [read_header(f).tensors for f in files]
         names = {name: entry for header in reversed(headers) for name, entry in header.items()}
@@ -73,7 +75,7 @@ class RuledGrid:
         for name, entry in sorted(names.items(), key=lambda item: item[0] in scales):  # behind their weights
             if name in scales:
                 weight = scales[name]
-                whole = whole_scales(name, files, shapes[weight][1], names[weight].shape, entry)
+                whole = whole_scales(name, files, shapes[weight][1], names[weight].shape, entry, block)
                 shapes[name] = (entry.dtype, whole)
                 continue
             extents = []
@@ -86,4 +88,4 @@ class RuledGrid:
                     )
                 extents.append(sum(shape[dim] for shape in held))
             shapes[name] = (entry.dtype, tuple(extents))
-        return {name: tiling for name, (tiling, _) in self.tilings(shapes).items()}
+        return {name: tiling for name, (tiling, _) in self.tilings(shapes, block).items()}

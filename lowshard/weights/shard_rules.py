@@ -6,7 +6,7 @@ Those that know of attention heads are in `lowshard.weights.head`. Source: `max/
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
 import numpy as np
@@ -26,15 +26,19 @@ class Rule:
     name: ClassVar[str] = "rule"
     sharded_axis: ClassVar[int | None] = None
     """Of a rule for one axis; a rule for any axis has a field `at`."""
+    other_axis: ClassVar[str] = "use replicate for it"
+    """What to write where a weight lacks the axis."""
+
+    unit: int = field(default=1, kw_only=True)
+    """Elements (of a rule for heads: see there) that stay together: those of a block that shares a scale."""
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            if field.type == "int":
-                least = None if field.name == "at" else 0  # an axis may count from the end
-                name = "axis" if field.name == "at" else field.name  # as callers know it
+        for one in fields(self):
+            if one.type == "int":
+                least = None if one.name == "at" else 0  # an axis may count from the end
+                name = "axis" if one.name == "at" else one.name  # as callers know it
                 rule = f"{type(self).__name__}: {name} is an integer{'' if least is None else ' from 0'}"
-                number = whole(getattr(self, field.name), rule, ShardingError, least)
-                object.__setattr__(self, field.name, number)
+                object.__setattr__(self, one.name, whole(getattr(self, one.name), rule, ShardingError, least))
 
     @property
     def axis(self) -> int | None:
@@ -47,7 +51,7 @@ class Rule:
         assert axis is not None, "a rule that cuts no axis has pieces of its own"
         if not -len(shape) <= axis < len(shape):
             raise ShardIndexError(
-                f"{self} cuts axis {axis}, a weight of shape {shape} has {len(shape)}: use replicate for it"
+                f"{self} cuts axis {axis}, a weight of shape {shape} has {len(shape)}: {self.other_axis}"
             )
         axis %= len(shape)
         whole = full_box(shape)
@@ -58,7 +62,17 @@ class Rule:
 
     def intervals(self, extent: int, index: int, num_devices: int) -> list[Interval]:
         """Return what device `index` takes of the cut axis."""
-        return [split_interval((0, extent), num_devices, index)]
+        found, at, parts = [], 0, self.parts(extent)
+        each = extent // max(sum(parts), 1)
+        for part in parts:
+            start, stop = split_units(part, num_devices, index, self.unit)
+            found.append(((at + start) * each, (at + stop) * each))
+            at += part
+        return found
+
+    def parts(self, extent: int) -> tuple[int, ...]:
+        """Return the extents of the cut axis that are each cut on their own; where they are pairs, their number."""
+        return (extent,)
 
     def __call__(self, weight: Any, index: int, num_devices: int) -> Any:
         """Return the device's part of a weight: a view where it is one box, else the boxes joined."""
@@ -72,6 +86,23 @@ class Rule:
 
     def __str__(self) -> str:
         return self.name
+
+
+def split_units(extent: int, num_devices: int, index: int, unit: int) -> Interval:
+    """Return the device's part of an axis that is cut between units; the last unit may be smaller."""
+    start, stop = split_interval((0, -(-extent // unit)), num_devices, index)
+    return min(start * unit, extent), min(stop * unit, extent)
+
+
+def merged(boxes: Sequence[Box], axis: int) -> list[Box]:
+    """Return a device's boxes with those as one that follow each other along the axis that is cut."""
+    found: list[Box] = []
+    for box in boxes:
+        at = axis % max(len(box), 1)
+        if box and found and found[-1] == (*box[:at], (found[-1][at][0], box[at][0]), *box[at + 1 :]):
+            box = (*box[:at], (found.pop()[at][0], box[at][1]), *box[at + 1 :])
+        found.append(box)
+    return found
 
 
 def join(array: Any, boxes: Sequence[Box], axis: int) -> Any:
@@ -117,21 +148,23 @@ class Axiswise(Rule):
 
 @dataclass(frozen=True)
 class GateUp(Rule):
-    """Each half of an axis, sharded evenly."""
+    """Each half of an axis, sharded evenly; or pairs of it, where gate and up alternate."""
 
     at: int
+    interleaved: bool = False
 
-    def intervals(self, extent: int, index: int, num_devices: int) -> list[Interval]:
-        """Return a range of each half."""
+    other_axis = "name the axis that holds both: {gate_up: {axis: 0}}, in a program gate_up(n, axis=0)"
+
+    def parts(self, extent: int) -> tuple[int, ...]:
+        """Return the halves, or the number of pairs."""
         if extent % 2:
             raise ShardingError(
                 f"{self}: the axis stacks a gate and an up projection, so its extent is even, got {extent}"
             )
-        start, stop = split_interval((0, extent // 2), num_devices, index)
-        return [(start, stop), (extent // 2 + start, extent // 2 + stop)]
+        return (extent // 2,) if self.interleaved else (extent // 2,) * 2
 
     def __str__(self) -> str:
-        return f"gate_up(axis={self.at})"
+        return f"gate_up(axis={self.at}{', interleaved' if self.interleaved else ''})"
 
 
 @dataclass(frozen=True)

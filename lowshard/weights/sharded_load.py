@@ -10,7 +10,7 @@ import numpy as np
 
 from lowshard.argument import instance
 from lowshard.argument import whole as check_whole
-from lowshard.box import Box, full_box, shape_of, split_interval, volume
+from lowshard.box import Box, full_box, shape_of, volume
 from lowshard.checkpoint.catalog import Catalog, Files, StoredTensor
 from lowshard.checkpoint.commit import together
 from lowshard.comm import Communicator
@@ -20,7 +20,9 @@ from lowshard.mesh import MOST_RANKS
 from lowshard.tiling import Tile, Tiling
 from lowshard.weights.load import Progress, load, nodes_of
 from lowshard.weights.load_plan import LoadPlan, plan_load
-from lowshard.weights.scale_rules import Blocks, Unclear, blocks_of, scales_box, weights_of_scales
+from lowshard.weights.name_pattern import Sizes
+from lowshard.weights.scale_rules import Blocks, Unclear, all_scales, blocks_of, scales_box, weights_of_scales
+from lowshard.weights.shard_rules import split_units
 
 
 class ShardedWeights(dict[str, np.ndarray]):
@@ -110,11 +112,17 @@ def saved_tilings(catalog: Catalog, num_ranks: int) -> dict[str, Tiling]:
     instance(catalog, Catalog, "catalog is a Catalog, from Catalog.open", CheckpointError)
     rule = f"num_ranks is a number of ranks, 1 to {MOST_RANKS}"
     num_ranks = check_whole(num_ranks, rule, CheckpointError, 1, MOST_RANKS)
-    scales = weights_of_scales({name: tensor.shape for name, tensor in catalog.tensors.items()})
+    shapes = {name: tensor.shape for name, tensor in catalog.tensors.items()}
+    scales = all_scales(shapes)
+    for name in scales.keys() - weights_of_scales(shapes).keys() if (catalog.num_ranks or 1) > 1 else ():
+        held = catalog.tensors[name].tiling  # scales of another name that are whole on all ranks stay so
+        if held is not None and all(held.local_elems(r) == held.size_elems for r in held.ranks):
+            del scales[name]
+    size = Sizes.beside(catalog.files[0]).weight_block if scales and catalog.files else ()
     blocks: dict[str, list[tuple[str, Blocks]]] = {}
     for name, weight in scales.items():
         given = catalog.tensors[name]
-        found = blocks_of(catalog.tensors[weight].shape, given.shape, given.dtype)
+        found = blocks_of(shapes[weight], given.shape, given.dtype, size)
         assert found is not None  # that is what made it the scales
         blocks.setdefault(weight, []).append((name, found))
     tilings = {}
@@ -160,12 +168,8 @@ def _cut(whole: Box, dim: int, num_ranks: int, blocks: Sequence[Blocks]) -> list
     extent = whole[dim][1]
     sizes = [b[dim] or 1 for b in blocks if dim < len(b)]
     unit = lcm(*(extent if isinstance(size, Unclear) else size for size in sizes))
-    made: list[Box | None] = []
-    for rank in range(num_ranks):
-        start, stop = split_interval((0, -(-extent // unit)), num_ranks, rank)
-        part = min(start * unit, extent), min(stop * unit, extent)
-        made.append((*whole[:dim], part, *whole[dim + 1 :]))
-    return made
+    parts = (split_units(extent, num_ranks, rank, unit) for rank in range(num_ranks))
+    return [(*whole[:dim], part, *whole[dim + 1 :]) for part in parts]
 
 
 def _tiling(tensor: StoredTensor, boxes: Sequence[Box | None]) -> Tiling:

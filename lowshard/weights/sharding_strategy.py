@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lowshard.argument import as_shape, brief, items, whole, wholes
+from lowshard.argument import as_shape, brief, items, truth, whole, wholes
 from lowshard.box import Box
 from lowshard.errors import LayoutError, ShardIndexError, ShardingError
 from lowshard.mesh import MOST_RANKS
@@ -102,9 +102,14 @@ class ShardingStrategy:
         return cls(num_devices, StackedQKV(num_heads, head_dim))
 
     @classmethod
-    def gate_up(cls, num_devices: int, axis: int = 2) -> ShardingStrategy:
-        """Cut each half of an axis: a gate projection and an up projection, stacked."""
-        return cls(num_devices, GateUp(axis))
+    def gate_up(cls, num_devices: int, axis: int = 2, *, interleaved: bool = False) -> ShardingStrategy:
+        """Cut each half of an axis: a gate projection and an up projection, stacked.
+
+        interleaved: gate and up alternate along the axis (g0, u0, g1, u1, ..., as in gpt-oss), and pairs stay whole.
+        """
+        return cls(
+            num_devices, GateUp(axis, truth(interleaved, "interleaved is True or False", ShardingError))
+        )
 
     @classmethod
     def segmented(
@@ -257,7 +262,8 @@ class ShardingStrategy:
         return tiling
 
     def __str__(self) -> str:
-        return f"{self.shard} over {self.num_devices} devices"
+        unit = getattr(self.shard, "unit", 1)
+        return f"{self.shard}{f' in units of {unit}' if unit > 1 else ''} over {self.num_devices} devices"
 
     def _fit(self) -> str:
         rule = self.shard

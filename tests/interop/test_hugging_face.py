@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from support import mode
 
 from lowshard import cli
+from lowshard.kernels import dequantize_mxfp8, quantize_mxfp8
 
 torch = pytest.importorskip("torch", reason="torch is not installed: pip install torch")
 transformers = pytest.importorskip(
@@ -82,3 +84,22 @@ def test_what_was_cut_by_model_type_and_merged_is_what_transformers_loads(
     tokens = torch.arange(12).reshape(1, 12)
     with torch.no_grad():
         assert torch.equal(own(tokens)[0], loaded(tokens)[0])
+
+
+def test_mxfp8_is_loaded_right_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = transformers.AutoConfig.for_model("llama", **SIZES)
+    own = transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
+    own.save_pretrained("own")
+    run("own", "m", "--to", "dp=2", "--mxfp8")
+    run("m", "merged", "--merged")
+    if importlib.util.find_spec("compressed_tensors") is None:
+        with pytest.raises(ImportError, match="compressed-tensors"):
+            transformers.AutoModelForCausalLM.from_pretrained("merged")
+        return
+    loaded = transformers.AutoModelForCausalLM.from_pretrained("merged", dtype="auto")
+    loaded(torch.arange(12).reshape(1, 12))  # which makes values of the codes
+    for name, value in own.state_dict().items():
+        q = quantize_mxfp8(value.float().numpy()) if "_proj" in name else None
+        wanted = torch.from_numpy(dequantize_mxfp8(q, "float32")) if q else value.float()
+        assert torch.equal(loaded.state_dict()[name].float(), wanted), name

@@ -16,7 +16,7 @@ from lowshard.weights.convert_plan import Settings
 pytest.importorskip("torch", reason="torch is not installed: pip install torch")
 RULES = """rules:
   - {pattern: more.count, strategy: replicate}
-  - {pattern: "{model.**,more.t*}", strategy: rowwise}
+  - {pattern: "{model.**,more.*.w}", strategy: rowwise}
 """
 MODELS = 8 if mode.full() else 3
 

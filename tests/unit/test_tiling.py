@@ -96,6 +96,13 @@ def test_digests_tell_tilings_apart() -> None:
     assert len({t.digest() for t in made}) == len(set(made)) == 4
 
 
+def test_a_rank_without_pieces_takes_no_part() -> None:
+    halves = [[((0, 2),)], [((2, 4),)]]
+    made = Tiling.from_pieces((4,), "f32", [[], [], *halves])
+    on_mesh = Tiling.from_pieces((4,), "f32", halves).on_mesh(DeviceMesh((2,), ("tp",), ranks=(2, 3)), "tp")
+    assert (made, list(made.ranks)) == (on_mesh, [2, 3])
+
+
 def test_what_cannot_be_is_refused() -> None:
     mesh = DeviceMesh((2,), ("x",))
     with pytest.raises(LayoutError, match="partial"):

@@ -79,67 +79,53 @@ def test_a_part_that_is_missing_is_named(form: str, gone: str, said: str, tmp_pa
         Catalog.open(tmp_path / form)
 
 
-def put(path: Path, parts: dict[str, tuple[np.ndarray, Sequence[int] | None]]) -> str:
-    """Write a file as torch does, with the place of each part (None: left out)."""
-    said = {name: {"saved_offsets": start} for name, (_, start) in parts.items() if start is not None}
-    save_file({name: a for name, (a, _) in parts.items()}, path, {"DCP_SHARDING_INFO": json.dumps(said)})
+def put(path: Path, array: np.ndarray, start: Sequence[int] | None) -> str:
+    """Write a file as torch does, with the place of its part of w."""
+    said = {} if start is None else {"w": {"saved_offsets": start}}
+    save_file({"w": array}, path, {"DCP_SHARDING_INFO": json.dumps(said)})
     return str(path)
 
 
 W = counted((5, 4), "float32")
-FIRST, REST = {"w": (W[:3], [0, 0])}, {"w": (W[3:], [3, 0])}
 
 
 @pytest.mark.parametrize("read", [Catalog.open, CheckpointReader, load_sharded, look_at])
-@pytest.mark.parametrize("name", ["a", "b"])
 def test_one_file_of_several_is_refused_with_what_it_lacks(
-    read: Callable[[str], object], name: str, tmp_path: Path
+    read: Callable[[str], object], tmp_path: Path
 ) -> None:
-    for file, parts in (("a", FIRST), ("b", REST)):
-        put(tmp_path / f"{file}.safetensors", parts)
-    rest = {"a": r"b\.safetensors holds 'w': \[3:5, 0:4\]", "b": r"a\.safetensors holds 'w': \[0:3, 0:4\]"}
-    with pytest.raises(CheckpointError, match=rest[name]):
-        read(str(tmp_path / f"{name}.safetensors"))
+    for name, rows in (("a", slice(0, 3)), ("b", slice(3, 5)), ("c", slice(0, 3))):
+        put(tmp_path / f"{name}.safetensors", W[rows], [rows.start, 0])
+    for name, rest in (("a", "b.*3:5"), ("b", "a.*0:3")):
+        with pytest.raises(CheckpointError, match=rf"{rest[0]}\.safetensors holds 'w': \[{rest[3:]}, 0:4\]"):
+            read(str(tmp_path / f"{name}.safetensors"))
     assert np.array_equal(load_sharded(tmp_path)["w"], W)
-    assert np.array_equal(load_sharded(sorted(tmp_path.glob("*.safetensors"), reverse=True))["w"], W)
+    assert len(Catalog.open(sorted(tmp_path.iterdir(), reverse=True)).copies) == 1
 
 
 @pytest.mark.parametrize(
-    ("parts", "said"),
+    ("part", "start", "said"),
     [
-        ({"w": (W[2:], [2, 0])}, "overlap"),
-        ({"w": (W[3:], [3])}, "saved_offsets of tensor 'w' are 2 integers"),
-        ({"w": (W[3:], [3, -1])}, "saved_offsets"),
-        ({"w": (W[3:], None)}, "saved_offsets"),
-        ({"w": (W[3:].astype("int32"), [3, 0])}, "differ in dtype"),
-        ({"w": (W[4:], [4, 0])}, r"\[3:4, 0:4\] of it lies in none"),
-        (FIRST | {"v": (W, [0, 0])}, "nothing"),
+        (W[2:], [2, 0], "overlap"),
+        (W[3:], [3], "saved_offsets of tensor 'w' are 2 integers"),
+        (W[3:], [3, -1], "saved_offsets"),
+        (W[3:], None, "saved_offsets"),
+        (W[3:].astype("int32"), [3, 0], "differ in dtype"),
+        (W[4:], [4, 0], r"\[3:4, 0:4\] of it lies in none"),
+        (W[3:], [3, 0], "files of 00002 numbers"),
     ],
 )
 def test_parts_that_do_not_fit_are_refused(
-    parts: dict[str, tuple[np.ndarray, Sequence[int] | None]], said: str, tmp_path: Path
+    part: np.ndarray, start: list[int] | None, said: str, tmp_path: Path
 ) -> None:
-    files = [put(tmp_path / "a.safetensors", FIRST), put(tmp_path / "b.safetensors", parts)]
-    if said == "nothing":  # the same part twice: whole but for its rest
-        said = r"\[3:5, 0:4\]"
-        put(tmp_path / "c.safetensors", REST)
-        assert len(Catalog.open(tmp_path).copies) == 1
+    count = "of-00002" if "00002" in said else "of-00001"
+    put(tmp_path / SHARD.format(1).replace("of-00001", count), W[:3], [0, 0])
+    put(tmp_path / SHARD.format(2).replace("of-00001", count), part, start)
     with pytest.raises(CheckpointError, match=said):
-        Catalog.open(files)
-
-
-def test_shards_of_files_that_are_all_missing_are_known_by_the_number(tmp_path: Path) -> None:
-    for number, parts in enumerate((FIRST, REST), 1):
-        put(tmp_path / f"shard-0000{number}-model-00001-of-00002.safetensors", parts)
-    with pytest.raises(CheckpointError, match="files of 00002 numbers"):
         Catalog.open(tmp_path)
 
 
 def test_tilings_that_contradict_the_files_are_refused(tmp_path: Path) -> None:
-    files = [
-        put(tmp_path / "a.safetensors", {"w": (W[:2], [2, 0])}),
-        put(tmp_path / "b.safetensors", {"w": (W[:2], [0, 0])}),
-    ]
+    files = [put(tmp_path / f"{start}.safetensors", W[:2], [start, 0]) for start in (2, 0)]
     rows = ShardingStrategy.rowwise(2).layout((4, 4), "float32")
     with pytest.raises(CheckpointError, match=r"begins at \[2, 0\], rank 0 holds \[0:2, 0:4\]"):
         Catalog.of_rank_files(files, {"w": rows})

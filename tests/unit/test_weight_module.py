@@ -43,6 +43,15 @@ def test_what_shard_module_refuses() -> None:
         shard_module({"a.q_proj.weight": np.zeros((4, 4))}, {"a": S.tensor_parallel(2)})
     with pytest.raises(ValueError, match="expert 1 of 3 is not there"):
         shard_module({f"m.experts.{e}.w": np.zeros((2, 2)) for e in (0, 2)}, {"m": S.expert_parallel(2)})
+    for name in ("encoder.layer.0.attention.output.dense.weight", "layers.0.attention.wo.weight"):
+        with pytest.raises(ShardingError, match="grouped_qkv, which knows its heads"):
+            shard_module({name: np.zeros((4, 4))}, {"": S.tensor_parallel(2)})
+    with pytest.raises(ShardingError, match=r"c_fc.weight \[4, 8\] with a bias of 8 is \[in, out\]"):
+        shard_module({"c_fc.weight": np.zeros((4, 8)), "c_fc.bias": np.zeros(8)}, {"": S.tensor_parallel(2)})
+    with pytest.raises(ShardingError, match=r"a.scale: .* inside a block of 128"):
+        shard_module({"a.weight": np.zeros((576, 4)), "a.scale": np.zeros((5, 1))}, {"a": S.rowwise(2)})
+    experts = {f"experts.{e}.w1{end}": np.zeros((2, 2)) for e in (0, 1) for end in (".weight", ".scale")}
+    assert [len(part) for part in shard_module(experts, {"": S.expert_parallel(2)})] == [2, 2]
     part = Weight("w", np.zeros((4, 4)), S.rowwise(2)).shard()[0]
     with pytest.raises(ValueError, match="w is one device's part already"):
         shard_module({"w": part}, {"w": S.rowwise(2)})
@@ -279,8 +288,8 @@ def test_names_without_a_rule_or_with_several_are_reported(tmp_path: Path) -> No
 
 
 def test_names_of_another_family_are_told_with_the_shipped_file_that_has_them() -> None:
-    with pytest.raises(ValueError, match=r"q_norm.*; all match in the shipped qwen$"):
-        NamePatterns.load("moe").strategies(qwen3_moe(), 2, Sizes(9, 3))
+    with pytest.raises(ValueError, match=r"experts.*; all match in the shipped qwen and moe$"):
+        NamePatterns.load("llama").strategies(qwen3_moe(), 2, Sizes(9, 3))
     with pytest.raises(ValueError, match=r"matches no pattern$"):
         NamePatterns.load("moe").strategies({"nowhere.w": (2, 2)}, 2, Sizes(9, 3))
 
@@ -312,6 +321,21 @@ def test_files_that_are_no_patterns(tmp_path: Path, text: str, said: str) -> Non
     (tmp_path / "x.yaml").write_text(text)
     with pytest.raises(ValueError, match=said):
         NamePatterns.load(tmp_path / "x.yaml")
+
+
+def test_what_the_words_for_fused_weights_do_and_refuse(tmp_path: Path) -> None:
+    own = tmp_path / "own.yaml"
+    shapes = {"e.gate_up_proj_blocks": (2, 12, 1, 16), "e.gate_up_proj_scales": (2, 12, 1)}
+    own.write_text("rules: [{pattern: '**', strategy: {gate_up: {axis: 1, interleaved: true}}}]")
+    made = NamePatterns.load(own).strategies(shapes, 4)
+    assert [s.pieces(shapes[n], 1)[0][1] for n, s in made.items()] == [(4, 8), (4, 8)]
+    own.write_text("rules: [{pattern: '**', strategy: stacked_qkv}]")
+    with pytest.raises(ShardingError, match="this model has 2 and 8: use grouped_qkv"):
+        NamePatterns.load(own).strategies({"qkv": (48, 4)}, 2, Sizes(8, 2))
+    with pytest.raises(IndexError, match=r"\{gate_up: \{axis: 0\}\}"):
+        S.gate_up(2).pieces((8, 4), 0)
+    with pytest.raises(ShardingError, match="interleaved is True or False"):
+        S.gate_up(2, interleaved="no")  # type: ignore[arg-type]
 
 
 def test_missing_files_and_sizes() -> None:

@@ -188,6 +188,15 @@ def test_cuts_through_storage_are_refused(
         [strategy(whole, index) for index in range(strategy.num_devices)]
 
 
+def test_one_device_has_all_blocks_whatever_the_sections() -> None:
+    array, scale = np.zeros((384, 8)), np.ones((3, 1))
+    for strategy in (S.gate_up(1, axis=0), S.segmented(1, 0, [Segment(192)] * 2), S.stacked_qkv(1, 4, 32)):
+        (part,) = Weight(
+            "w", array, strategy, quantization=Q.scaled("block", (128, 128)), scale=scale
+        ).shard()
+        assert (part.shape, part.scale.shape) == (array.shape, scale.shape)
+
+
 def test_the_hazard_of_scales_that_divide_but_do_not_align_is_refused() -> None:
     scale_strategy(S.rowwise(3), "block", (320, 128), (128, 128))  # MAX: fine
     with pytest.raises(ValueError, match=r"inside a block of 128 .*replicate it"):

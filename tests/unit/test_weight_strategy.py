@@ -125,6 +125,7 @@ def test_every_public_expert_scale_map_of_max() -> None:
         (S.head_aware_columnwise(4, 6, 3), (4, 9), 1, [[(0, 3)], [(3, 6)], [(6, 7)], [(7, 9)]]),
         (S.head_aware_columnwise(2, 4, 2), (4, 10), 1, [[(0, 4)], [(4, 8)]]),
         (S.gate_up(3), (2, 4, 10), 2, [[(0, 2), (5, 7)], [(2, 4), (7, 9)], [(4, 5), (9, 10)]]),
+        (S.gate_up(3, 1, interleaved=True), (2, 10, 4), 1, [[(0, 4)], [(4, 8)], [(8, 10)]]),
         (S.segmented(2, 0, [Segment(6, num_heads=3), {"size": 5}]), (11,), 0, [[(0, 4), (6, 9)], [(4, 6), (9, 11)]]),
         (S.segmented(2, 1, [Segment(9, 3), Segment(5)]), (2, 7), 1,
          [[(0, 3), (4, 6)], [(3, 4), (6, 7)]]),

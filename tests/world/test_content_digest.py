@@ -21,6 +21,7 @@ from lowshard.errors import (
     MismatchError,
     VerificationError,
 )
+from lowshard.kernels.unit_weights import table
 from lowshard.reshard import TensorLayout, digest
 from lowshard.tiling import Tile, Tiling
 
@@ -90,6 +91,16 @@ def test_dtype_and_shape_count() -> None:
     made = [one((4, 6), "float32"), one((6, 4), "float32"), one((24,), "float32"), one((4, 6), "int32")]
     assert len(set(made)) == 4
     assert all(len(text) == 32 and int(text, 16) >= 0 for text in made)
+
+
+def test_one_changed_element_of_up_to_four_bytes_shows_and_of_eight_not_always() -> None:
+    """Weights are below 2^15, so that sums of two changed units of 16 bits are 0 only if both ratios are one."""
+    weights = table().astype(np.int64)
+    assert 2 * 65535 * int(np.abs(weights).max()) < 1 << 32
+    assert (weights[0, ::2] * weights[1, 1::2] != weights[0, 1::2] * weights[1, ::2]).all()
+    layout = ls.Layout(ls.DeviceMesh((1,), ("x",)), (2,), "int64", (ls.Replicated(),))
+    zeros, other = np.zeros(2, np.int64), np.array([365950007978753648, 0])  # as the docs say
+    assert digest({"w": (layout, zeros)}) == digest({"w": (layout, other)})
 
 
 def test_a_changed_replica_is_named(rng: np.random.Generator) -> None:

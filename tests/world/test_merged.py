@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import struct
 import sys
 from pathlib import Path
@@ -76,6 +77,44 @@ def test_one_plain_file_is_the_file_there_was_to_the_byte(cut: Path, tmp_path: P
     assert reports[0].verified_bytes == reports[0].written_bytes == sum(v.nbytes for v in VALUES.values())
     assert reports[0].checksummed_bytes > 0
     assert not list(tmp_path.glob(".*"))
+
+
+def test_a_folder_of_mxfp8_says_so_in_config_json_or_is_refused(
+    cut: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the form of compressed-tensors, whose scales are U8; without it other readers take codes for values."""
+    config = cut.with_name("config.json")
+    config.write_text('{"model_type": "x"}')
+    assert run(cut.with_name("in.safetensors"), tmp_path / "m", "--to", "dp=2", "--mxfp8", "--strategies",
+               cut.with_name("s.yaml")) == 0  # fmt: skip
+    assert run(tmp_path / "m", tmp_path / "hf", "--merged") == 0
+    assert "(2 as MXFP8)" in capsys.readouterr().out
+    catalog = Catalog.open(tmp_path / "hf")
+    held = load(
+        catalog, plan_load(catalog, {n: Tiling.whole(t.shape, t.dtype) for n, t in catalog.tensors.items()})
+    )
+    for name in ("a.weight", "b.weight"):
+        right = quantize_mxfp8(VALUES[name])
+        assert same(held[f"{name}_scale"], right.scale)
+        assert same(held[name].view(np.uint8), right.data)
+    said = json.loads((tmp_path / "hf/config.json").read_text())["quantization_config"]
+    assert (said["format"], said["ignore"]) == ("mxfp8-quantized", [])
+    assert (
+        run(tmp_path / "hf", tmp_path / "again", "--to", "dp=3", "--strategies", cut.with_name("s.yaml")) == 0
+    )
+    for target, text, more in (
+        ("here.safetensors", '{"model_type": "x"}', "takes? codes for values"),
+        ("hf2", '{"quantization_config": {"quant_method": "fp8"}}', "has a quantization_config already"),
+    ):
+        config.write_text(text)
+        assert run(cut.with_name("in.safetensors"), tmp_path / target, "--merged", "--mxfp8") == 2
+        assert re.search(more, capsys.readouterr().err)
+    stacked = tmp_path / "stacked"
+    stacked.mkdir()
+    (stacked / "config.json").write_text("{}")
+    save_file({"experts.up": np.ones((2, 32, 64), np.float32)}, stacked / "model.safetensors")
+    assert run(stacked, tmp_path / "hf3", "--merged", "--mxfp8") == 2
+    assert "no weight [out, in]" in capsys.readouterr().err
 
 
 def test_one_plain_file_in_mxfp8(cut: Path, tmp_path: Path) -> None:

@@ -35,7 +35,10 @@ def over_connections(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("over_connections")
-def test_what_differs_comes_and_nothing_else(tmp_path: Path, rng: np.random.Generator) -> None:
+@pytest.mark.parametrize("buffering", ["double", "in_place"])
+def test_what_differs_comes_and_nothing_else(
+    tmp_path: Path, rng: np.random.Generator, buffering: Any
+) -> None:
     """Elements that differ in bits, also NaNs and zeros; all of them where that is less, or the base is gone."""
     address, size = f"unix:{tmp_path}/p", 200_000
     array = rng.standard_normal(size).astype(dtypes.get("bfloat16").numpy)
@@ -43,10 +46,11 @@ def test_what_differs_comes_and_nothing_else(tmp_path: Path, rng: np.random.Gene
     layout = {"w": _one((size,), "bfloat16")}
     with Publisher(layout, {"w": array}, address=address) as publisher:
         publisher.publish(1)
-        with Subscriber(layout, {"w": out}, address=address) as subscriber:
+        with Subscriber(layout, {"w": out}, address=address, buffering=buffering) as subscriber:
 
             def pulled() -> dict[str, int]:
                 subscriber.pull(10)
+                assert buffering == "double" or subscriber.weights["w"] is out
                 assert subscriber.weights["w"].tobytes() == array.tobytes()
                 return subscriber.report()
 

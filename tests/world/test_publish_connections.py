@@ -20,7 +20,7 @@ import pytest
 
 import lowshard as ls
 from lowshard import comm as lc
-from lowshard.errors import LowshardError, PeerFailed
+from lowshard.errors import LowshardError, PeerFailed, TimedOut
 from lowshard.reshard import Publisher, Subscriber, version_server, version_store, version_wire
 from lowshard.reshard.version_server import VersionServer
 from lowshard.reshard.version_wire import WAKE_BYTES, Answer, Connection, read_answer
@@ -244,21 +244,30 @@ def test_a_connection_of_one_rank_that_fails_is_the_error_of_all_ranks(
     assert "version 1 did not arrive" in told[0]
 
 
-def test_a_snapshot_that_is_damaged_in_memory_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sums are those of what was published, not of what lies there when somebody asks."""
+@pytest.mark.parametrize("buffering", ["double", "in_place"])
+def test_a_snapshot_that_is_damaged_in_memory_is_not_taken(
+    monkeypatch: pytest.MonkeyPatch, buffering: str
+) -> None:
+    """The sums are those of what was published, not of what lies there when somebody asks. What is torn comes again."""
     monkeypatch.setattr(version_store, "PART_BYTES", 4096)
     array = np.ones((ROWS, COLUMNS), np.float32)
-    publisher, subscriber = _pair(array)
+    publisher, subscriber = _pair(array, buffering=buffering)
     with publisher, subscriber:
         publisher.publish(1)
-        (snapshot,) = publisher._store._snapshots
+        assert subscriber.pull(10) == 1
+        array[...] = 2
+        publisher.publish(2)
+        snapshot = publisher._store._snapshots[-1]
         snapshot.bytes[-20_000] ^= 1
         with pytest.raises(PeerFailed, match="another checksum"):
             subscriber.pull(10)
-        assert subscriber.version is None
-        publisher.publish(2)
+        assert (subscriber.version, subscriber.torn) == (1, buffering == "in_place")
+        snapshot.bytes[-20_000] ^= 1
         assert subscriber.pull(10) == 2
-        assert (subscriber.weights["w"] == 1).all()
+        assert not subscriber.torn
+        assert (subscriber.weights["w"] == 2).all()
+        with pytest.raises(TimedOut, match="newer than 2"):
+            subscriber.pull(0.1)
 
 
 DIES = """

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import replace
+from itertools import combinations, product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,24 +20,30 @@ from support.reshard_cases import (
     local_part,
     on_all,
     random_case,
+    random_layout,
     run_case,
 )
 
-from lowshard import DeviceMesh, Layout, Replicated, Sharded
+from lowshard import DeviceMesh, Layout, Replicated, Sharded, dtypes, execute_all, plan_redistribute
 from lowshard.comm import Communicator, run_loopback
 from lowshard.errors import (
     BufferMismatchError,
     CommError,
+    DTypeError,
     KernelError,
     MeshError,
     MismatchError,
+    PlanError,
 )
-from lowshard.kernels import MXFP8Tensor
+from lowshard.kernels import MXFP8Tensor, cast, quantize_mxfp8
 from lowshard.reshard import (
+    CastTransform,
     MXFP8ReshardTransform,
+    Publisher,
     Refit,
     Reshard,
     ReshardTransform,
+    Subscriber,
     TensorLayout,
     build_reshard_plan,
     execute_reshard_plan,
@@ -175,43 +185,237 @@ def test_a_destination_over_a_source_is_refused_unless_it_stays_as_it_is() -> No
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
-@pytest.mark.parametrize("kind", ["array", "buffer", "scale"])
-@pytest.mark.parametrize(
-    "make",
-    [lambda plan, src, dst, comm, how: Refit(plan, comm, src, dst, how), Reshard, execute_reshard_plan],
+FED = {"a": "a", "b": "b", EMBEDDING: EMBEDDING, OUTPUT: EMBEDDING}
+ROWS, COLS = (
+    {n: TensorLayout.sharded((4, 64), "bfloat16", {"tp": (2, 1)}, {d: "tp"}) for n in FED} for d in (0, 1)
 )
-def test_one_memory_behind_two_names_is_refused_unless_one_source_feeds_both(make: Any, kind: str) -> None:
-    """Of arrays, and of what a transform stores in."""
-    shape = (4, 64)
-    names = (EMBEDDING, OUTPUT)
-    whole = TensorLayout.sharded(shape, "bfloat16", {"tp": (1, 1)})
-    wanted = dict.fromkeys(names, whole.shifted(1))
-    apart, tied = (build_reshard_plan(dict.fromkeys(given, whole), wanted) for given in (names, names[:1]))
 
-    def ranks(comm: Communicator) -> None:
-        src = {n: np.full(shape, i + 1, BF16) for i, n in enumerate(names)} if comm.rank == 0 else None
-        dst: dict[str, Any] = {}
-        how = None
-        if comm.rank == 1 and kind == "array":
-            dst = dict.fromkeys(names, np.zeros(shape, BF16))
-        elif comm.rank == 1:
-            held = [MXFP8Tensor(np.zeros(shape, np.uint8), np.zeros((4, 2), np.uint8)) for _ in names]
-            held[1] = held[0] if kind == "buffer" else MXFP8Tensor(held[1].data, held[0].scale)
-            how = MXFP8ReshardTransform(names, dict(zip(names, held, strict=True)))
-        with pytest.raises(BufferMismatchError, match=f"on rank 1 .*{EMBEDDING} and .*{OUTPUT} share memory"):
-            make(apart, src, dst, comm, how)
-        made = make(tied, src, dst, comm, how)
-        if isinstance(made, Refit):
-            for version in (1, 2):
-                if src is None:
-                    made.pull()
-                    first, second = (made.weights[n] for n in names)
-                    assert kind == "scale" or first is second
-                else:
-                    src[EMBEDDING][...] = version
-                    made.push(version)
 
-    run_loopback(2, ranks, LIMIT_S)
+def carved(
+    rng: np.random.Generator, call: str
+) -> tuple[dict[str, Any], dict[str, Any], list[tuple[str, str]]]:
+    """Return sources and destinations in one memory, mostly apart, and the names of those that a byte map finds not."""
+    memory, slots, is_plain = np.zeros(12 * 512, np.uint8), iter(range(12)), call == "execute_all"
+
+    def part(shape: tuple[int, int], dtype: Any, whole: bool = False, astray: float = 0.1) -> np.ndarray:
+        at = 512 * (next(slots) if rng.random() >= astray else int(rng.integers(12)))
+        rows = memory[at : at + 512].view(dtype).reshape(shape[0], -1)
+        if whole:
+            return rows.reshape(-1)[: shape[0] * shape[1]].reshape(shape)
+        begin, step = [(0, 1), (shape[1], 1), (0, 2), (1, 2)][rng.integers(4 if dtype is BF16 else 2)]
+        return rows[:, begin::step][:, : shape[1]]
+
+    def map_of(arrays: list[np.ndarray]) -> np.ndarray:
+        memory.fill(0)
+        for array in arrays:
+            array.view(f"u{array.itemsize}").fill((1 << 8 * array.itemsize) - 1)
+        return memory != 0
+
+    src = {n: part((2, 64), BF16, astray=0) for n in FED if is_plain or FED[n] == n}
+    dst: dict[str, Any] = {}
+    for name in FED:
+        if not is_plain and rng.random() < 0.4:
+            dst[name] = MXFP8Tensor(part((4, 32), np.uint8), part((4, 1), np.uint8))
+        else:
+            dst[name] = part((4, 32), BF16, is_plain)
+        if dst and rng.random() < (0.4 if name == OUTPUT else 0.1):
+            dst[name] = dst[list(dst)[rng.integers(len(dst))] if name != OUTPUT else EMBEDDING]
+    held = {n: [a.data, a.scale] if isinstance(a, MXFP8Tensor) else [a] for n, a in dst.items()}
+    maps = {n: map_of(a) for n, a in held.items()}
+    sources = {} if call == "Subscriber" else {n: map_of([a]) for n, a in src.items()}
+    wrong = [(a, b) for a, b in combinations(FED, 2) if (maps[a] & maps[b]).any()]
+    if (
+        EMBEDDING,
+        OUTPUT,
+    ) in wrong and not is_plain:  # one source feeds both, and what they share is one array
+        pairs = [
+            (a, b) for a, b in product(held[EMBEDDING], held[OUTPUT]) if (map_of([a]) & map_of([b])).any()
+        ]
+        if all(a.__array_interface__ == b.__array_interface__ for a, b in pairs):
+            wrong.remove((EMBEDDING, OUTPUT))
+    wrong += [(a, b) for a in maps for b, there in sources.items() if (maps[a] & there).any()]
+    return src, dst, wrong + [(n, n) for n, x in held.items() if (map_of(x[:1]) & map_of(x[1:])).any()]
+
+
+@pytest.mark.parametrize("call", ["execute_all", "execute_reshard_plan", "double", "in_place", "Subscriber"])
+def test_what_shares_a_byte_is_refused_by_name_and_all_else_works(call: str, tmp_path: Path) -> None:
+    """Of arrays, slices, buffers of data and scale, one array behind two names, and sources."""
+    rng, outcomes = mode.rng(f"apart {call}"), Counter[bool]()
+    whole = {n: rng.standard_normal((4, 64)).astype(BF16) for n in set(FED.values())}
+    fed = {n: ROWS[n] for n in FED if call == "execute_all" or FED[n] == n}
+    plan, mesh = build_reshard_plan(fed, COLS), DeviceMesh((2,), ("tp",))
+    layouts = [Layout(mesh, (4, 64), "bfloat16", (Sharded(d),)) for d in (0, 1)]
+    moves = dict.fromkeys(FED, plan_redistribute(*layouts))
+    for _ in range(100 if mode.full() else 12):
+        buffering: Any = ["double", "in_place"][rng.integers(2)]
+        sets = [carved(rng, call) for _ in range(2)]
+        wrong = [pair for _, _, found in sets for pair in found]
+
+        def work(comm: Communicator, sets: Any = sets, buffering: Any = buffering) -> None:
+            src, dst, _ = sets[comm.rank]
+            arrays = {n: a for n, a in dst.items() if not isinstance(a, MXFP8Tensor)}
+            buffers = {n: a for n, a in dst.items() if n not in arrays}
+            how = MXFP8ReshardTransform(buffers, buffers) if buffers else None
+
+            def write(version: int) -> None:
+                for name, array in src.items():
+                    array[...] = local_part(ROWS[name], comm.rank, whole[FED[name]]) * version
+
+            def check(version: int, weights: Any) -> None:
+                for name, got in weights.items():
+                    right = local_part(COLS[name], comm.rank, whole[FED[name]]) * version
+                    if name in buffers:
+                        q = quantize_mxfp8(right)
+                        assert np.array_equal(got.data, q.data)
+                        assert np.array_equal(got.scale, q.scale)
+                    else:
+                        assert np.array_equal(got, right)
+
+            write(1)
+            if call == "execute_all":
+                execute_all(moves, src, comm, arrays)
+                check(1, arrays)
+            elif call == "execute_reshard_plan":
+                execute_reshard_plan(plan, src, arrays, comm, how)
+                check(1, dst)
+            elif call == "Subscriber":
+                address = f"unix:{tmp_path}/p"
+                mine = {n: local_part(ROWS[n], comm.rank, whole[n]) for n in fed}
+                with (
+                    Publisher(fed, mine, comm, address=address) as publisher,
+                    Subscriber(
+                        COLS, arrays, comm, address=address, transform=how, buffering=buffering
+                    ) as subscriber,
+                ):
+                    for version in (1, 2, 3):
+                        for name, array in mine.items():
+                            array[...] = local_part(ROWS[name], comm.rank, whole[name]) * version
+                        publisher.publish(version)
+                        subscriber.pull()
+                        check(version, subscriber.weights)
+            else:
+                with Refit(plan, comm, src, arrays, how, buffering=call) as refit:  # type: ignore[arg-type]
+                    for version in (1, 2, 3):
+                        write(version)
+                        refit.push(version)
+                        check(version, refit.weights)
+
+        outcomes[not wrong] += 1
+        if not wrong:
+            run_loopback(2, work, LIMIT_S)
+            continue
+        with pytest.raises(BufferMismatchError, match=r"share|overlaps") as told:
+            run_loopback(2, work, LIMIT_S)
+        assert any(a in str(told.value) and b in str(told.value) for a, b in wrong)
+    assert min(outcomes[True], outcomes[False]) > 1, outcomes
+
+
+FLOATS = ("float32", "float16", "bfloat16")
+
+
+@pytest.mark.parametrize("call", ["execute_reshard_plan", "off", "auto", "memory", "connection"])
+def test_what_is_cast_on_the_way_has_the_bits_of_cast(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any layouts and float dtypes, slices, on either side; tensors of one dtype on both sides stay as they are."""
+    monkeypatch.setenv("LOWSHARD_CROSS_MEMORY", "off" if call == "connection" else "auto")
+    rng, names = mode.rng(f"cast {call}"), ("a", "b", "c", "i")
+    for case in range(40 if mode.full() else 8):
+        to, have, want = FLOATS[case % 3], int(rng.integers(1, 4)), int(rng.integers(1, 4))
+        first, on_send = int(rng.integers(0, have + 1)), bool(case % 2)
+        if call in ("memory", "connection"):
+            want, first = have, 0
+        dtypes_ = {n: "int32" if n == "i" else FLOATS[rng.integers(3)] for n in names}
+        src, dst, whole = {}, {}, {}
+        for name, dtype in dtypes_.items():
+            shape = tuple(rng.integers(1, 40, int(rng.integers(0, 3))).tolist())
+            src[name] = random_layout(rng, shape, dtype, 0, have)
+            dst[name] = random_layout(rng, shape, dtype if name in "ci" else to, first, want)
+            values = rng.standard_normal(shape) * 10.0 ** rng.integers(-45, 39, shape)
+            with np.errstate(all="ignore"):
+                whole[name] = np.asarray(values).astype(dtypes.get(dtype).numpy).reshape(shape)
+        # layouts say what each side holds; a plan of one dtype also takes arrays that are cast from it, or to it
+        one = 0 if call in ("memory", "connection") else int(rng.integers(3))
+        plan = build_reshard_plan(
+            {n: replace(x, dtype=to) if one == 1 and n in "ab" else x for n, x in src.items()},
+            {n: replace(x, dtype=src[n].dtype) if one == 2 else x for n, x in dst.items()},
+        )
+        how, buffering = CastTransform(to, on_send), ["double", "in_place"][case // 2 % 2]
+        versions = [whole, {n: np.where(rng.random(a.shape) < 0.1, -a, a) for n, a in whole.items()}]
+        versions.append(versions[1])
+
+        way = WAYS[case % 3]
+
+        def work(
+            comm: Communicator, args: Any = (src, dst, versions, plan, how, buffering, one, way)
+        ) -> None:
+            src, dst, versions, plan, how, buffering, one, way = args
+            mine = arrays_of(src, comm.rank, versions[0])
+            out = {n: np.zeros((*x.local_shape(comm.rank), 2), dtypes.get(x.dtype).numpy)[..., 0]
+                   for n, x in dst.items() if comm.rank in x}  # fmt: skip
+
+            def give(version: int) -> int:
+                for name, array in mine.items():
+                    array[...] = local_part(src[name], comm.rank, versions[version][name])
+                return version
+
+            def check(got: Any, version: int = 0) -> None:
+                for name, array in got.items():
+                    right = local_part(dst[name], comm.rank, versions[version][name])
+                    right = right if right.dtype == array.dtype else cast(right, array.dtype)
+                    assert array.tobytes() == right.tobytes()
+
+            if call == "execute_reshard_plan":
+                sent = execute_reshard_plan(plan, mine, out, comm, how, way=way).sent_bytes
+                assert sent == plan.sent_bytes(comm.rank) or not how.convert_on_send or one == 1
+                check(out)
+            elif call in ("off", "auto"):
+                with Refit(plan, comm, mine, out, how, buffering=buffering, delta=call) as refit:
+                    for version in range(3):
+                        refit.push(give(version))
+                        check(refit.weights, version)
+                    is_whole = call == "off" or one == 2 or not how.convert_on_send
+                    assert is_whole or not refit.report()["changed_elems"]
+            else:
+                address = f"unix:{tmp_path}/p"
+                with (
+                    Publisher(src, mine, comm, address=address) as publisher,
+                    Subscriber(
+                        dst, out, comm, address=address, transform=how, buffering=buffering
+                    ) as subscriber,
+                ):
+                    for version in range(3):
+                        publisher.publish(give(version))
+                        subscriber.pull()
+                        check(subscriber.weights, version)
+
+        run_loopback(max(have, first + want), work, LIMIT_S)
+
+
+def test_sides_of_two_dtypes_need_a_cast(tmp_path: Path) -> None:
+    half, address = TensorLayout.sharded((4,), "bfloat16", {}), f"unix:{tmp_path}/p"
+    src, dst = {"w": replace(half, dtype="float32")}, {"w": half}
+    plan, mine, out = build_reshard_plan(src, dst), {"w": np.ones(4, np.float32)}, {"w": np.zeros(4, BF16)}
+
+    def work(comm: Communicator) -> None:
+        for how in (None, CastTransform("float16")):
+            with pytest.raises(PlanError, match=r"w: .* pass transform=CastTransform\('bfloat16'\)"):
+                execute_reshard_plan(plan, mine, out, comm, how)
+        with pytest.raises(BufferMismatchError, match="holds bfloat16"):
+            execute_reshard_plan(plan, mine, {"w": np.zeros(4, np.float32)}, comm, CastTransform("bfloat16"))
+
+    run_loopback(1, work, LIMIT_S)
+    with (
+        Publisher(src, mine, address=address) as publisher,
+        Subscriber(dst, out, address=address) as subscriber,
+    ):
+        publisher.publish(1)
+        with pytest.raises(PlanError, match="CastTransform"):
+            subscriber.pull(5)
+    with pytest.raises(DTypeError, match="gives bfloat16"):
+        CastTransform("int8")
+    with pytest.raises(PlanError, match="one dtype on both sides"):
+        build_reshard_plan({"w": replace(half, dtype="int32")}, dst)
 
 
 def test_plans_and_worlds_that_differ_raise_on_all_ranks() -> None:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.numpy import save_file
 from support.checkpoints import local_of, on_ranks, same
 
@@ -20,9 +23,10 @@ from lowshard.kernels import quantize_mxfp8
 from lowshard.tiling import Tiling
 from lowshard.weights import NamePatterns, ShardingStrategy, Sizes, load, plan_load, saved_tilings
 from lowshard.weights.checkpoint_grid import Grid
-from lowshard.weights.name_pattern import NameRule
+from lowshard.weights.name_pattern import Align, NameRule
 from lowshard.weights.ruled import RuledGrid
 from lowshard.weights.scale_rules import (
+    all_scales,
     blocks_of,
     scales_box,
     scales_strategy,
@@ -33,6 +37,7 @@ from lowshard.weights.scale_rules import (
 HEADS, KV, DIM = 4, 2, 32
 HIDDEN, INNER = HEADS * DIM, 256
 Values = dict[str, np.ndarray]
+Shape = tuple[int, ...]
 
 
 def llama(experts: int = 0) -> Values:
@@ -270,7 +275,7 @@ def test_a_cut_inside_a_block_is_refused_with_the_name() -> None:
         ("a.weight", "a.scale", ((576, 256), (5, 2)), 128), ("a.weight", "a.weight_scale_inv", ((576, 9), (5, 1)), 128),
         ("a.weight_packed", "a.weight_scale", ((576, 64), (5, 8)), 128), ("w", "w_scale_2", ((576, 64), (9, 1)), 64),
         ("a.weight", "a.weight_scale", ((300, 64), (7, 64)), 300),  # 43 to 49 rows share one
-        ("a_blocks", "a_scales", ((576, 4, 16), (576, 4)), 1),
+        ("a_blocks", "a_scales", ((576, 4, 16), (576, 4)), 1), ("a.qweight", "a.qzeros", ((576, 64), (9, 8)), 64),
     ],
 )  # fmt: skip
 def test_scales_of_every_known_name_are_not_cut_apart_from_their_weight(
@@ -280,7 +285,7 @@ def test_scales_of_every_known_name_are_not_cut_apart_from_their_weight(
         NamePatterns("p.yaml", (NameRule("**", "rowwise"),)),
         {weight: shapes[0], scale: shapes[1]},
     )
-    assert weights_of_scales(given) == {scale: weight}
+    assert all_scales(given) == {scale: weight}
     refused = pytest.raises(ShardingError, match=f"{scale} .*blocks? of")
     with nullcontext() if block == 1 else refused:
         Grid.parse("tp=2").tilings({n: ("float32", s) for n, s in given.items()}, patterns, Sizes())
@@ -288,6 +293,122 @@ def test_scales_of_every_known_name_are_not_cut_apart_from_their_weight(
     cut = saved_tilings(Catalog.open(tmp_path / "in.safetensors"), 2)
     rows, entries = (cut[name].local_shape(0)[0] for name in (weight, scale))
     assert (rows % block, entries) == (0, 7 if block == 300 else rows // block)
+
+
+def dequantised(values: np.ndarray, scales: np.ndarray, block: int) -> np.ndarray:
+    for dim, (extent, entries) in enumerate(
+        zip(values.shape, scales.shape, strict=True) if values.size else ()
+    ):
+        scales = scales.repeat(extent if entries == 1 else block, dim).take(range(extent), dim)
+    return np.multiply(values, scales) if values.size else values
+
+
+@given(
+    file=st.sampled_from(["llama", "qwen", "moe", "bert"]), end=st.sampled_from([".scale", ".weight_scale_inv"]),
+    kv=st.integers(1, 3), group=st.sampled_from([1, 2, 4]), dim=st.sampled_from([16, 64, 96, 128]),
+    hidden=st.sampled_from([64, 192, 384]), inner=st.sampled_from([96, 192, 320, 384, 576]), k=st.integers(1, 4),
+    block=st.sampled_from([128, 96]), align=st.booleans(),
+)  # fmt: skip
+def test_each_device_has_the_scales_of_its_blocks_and_whole_heads_or_it_is_refused(
+    file: str,
+    end: str,
+    kv: int,
+    group: int,
+    dim: int,
+    hidden: int,
+    inner: int,
+    k: int,
+    block: int,
+    align: bool,
+) -> None:
+    at = "encoder.layer.0." if file == "bert" else "model.layers.0."
+    names = [f"{at}self_attn.{n}_proj" for n in "qkvo"] + [
+        f"{at}mlp.{n}_proj" for n in ("gate", "up", "down")
+    ]
+    if file == "bert":
+        ends = "attention.self.query attention.self.key attention.self.value attention.output.dense"
+        names, group = (
+            [at + n for n in f"{ends} intermediate.dense intermediate.dense output.dense".split()],
+            1,
+        )
+    heads, rng = kv * group, np.random.default_rng(0)
+    q, key, up = (heads * dim, hidden), (kv * dim, hidden), (inner, hidden)
+    parts = dict(zip(names, (q, key, key, q[::-1], up, up, up[::-1]), strict=True))
+    shapes: dict[str, Shape] = {f"{name}.weight": shape for name, shape in parts.items()}
+    shapes |= {name + end: tuple(-(-n // block) for n in shape) for name, shape in parts.items()}
+    shapes |= {} if file == "moe" else {f"{names[0]}.bias": q[:1]}
+    sizes = Sizes(heads, kv, (block, block))
+    try:
+        made = NamePatterns.load(file).strategies(shapes, k, sizes, "blocks" if align else None)
+        tilings = {name: strategy.layout(shapes[name]) for name, strategy in made.items()}
+    except ShardingError as error:
+        if align or "--align blocks" not in str(error):
+            raise
+        return
+    values = {name: rng.uniform(1, 2, shape) for name, shape in shapes.items()}
+    for device in range(k):
+        mine, spans = {name: made[name](value, device) for name, value in values.items()}, []
+        for number, name in enumerate(names):
+            weight, scales = f"{name}.weight", name + end
+            whole = dequantised(values[weight], values[scales], block)
+            assert np.array_equal(dequantised(mine[weight], mine[scales], block), made[weight](whole, device))
+            spans.append([tile.box[number in (3, 6)] for tile in tilings[weight].tiles(device)])
+        assert (spans[0], spans[1], spans[4], spans[5]) == (spans[3], spans[2], spans[5], spans[6])
+        assert file == "moe" or [t.box[0] for t in tilings[f"{names[0]}.bias"].tiles(device)] == spans[0]
+        queries, keys = ({x // dim for a, b in spans[i] for x in range(a, b)} for i in (0, 1))
+        assert {head // group for head in queries} == keys
+
+
+ROWS, HALVES = NameRule("**", "rowwise"), NameRule("**", "gate_up", (("axis", 0),))
+
+
+@pytest.mark.parametrize(
+    ("rule", "name", "weight", "scales", "block", "align", "found"),
+    [
+        # Names that are not known, and shapes that do not fit known ones
+        (ROWS, "a.qs", (576, 256), (5, 2), (), None, "a.qs .* as scales have: .* inside a block of 128"),
+        (ROWS, "a.qs", (576, 256), (5, 2), (), "blocks", [3, 2]), (ROWS, "a.qs", (512, 9), (4, 1), (), None, [2, 2]),
+        (ROWS, "a.qs", (512, 64), (1, 2), (), None, "a.qs .* cuts it apart: replicate it, or call it a.weight_scale"),
+        (ROWS, "a.scale", (512, 64), (640, 2), (), None, "a.scale is cut apart from its weight .*no entry for each"),
+        # What the config says, and what has to be asked for
+        (ROWS, "a.scale", (192, 256), (2, 3), (96, 96), None, [1, 1]),
+        (ROWS, "a.scale", (384, 256), (3, 2), (), None, "a.scale .* --align blocks"),
+        (ROWS, "a.scale", (384, 256), (3, 2), (), "blocks", [2, 1]),
+        # Two parts of 192 rows, whose scales begin anew: 96 or 128 rows share one
+        (HALVES, "a.scale", (384, 256), (4, 2), (), "blocks", "neither the shapes nor weight_block_size"),
+        (ROWS, "a.scale", (384, 256), (4, 2), (128, 128), None, "neither the shapes nor weight_block_size"),
+        (HALVES, "a.scale", (384, 256), (4, 2), (128, 128), None, "inside a block of 128"),
+        (HALVES, "a.scale", (384, 256), (4, 2), (128, 128), "blocks", [2, 2]),
+        (HALVES, "a.scale", (384, 256), (3, 2), (128, 128), "blocks", "inside a block of 128"),
+    ],
+)  # fmt: skip
+def test_scales_by_shape_by_config_and_of_fused_parts(
+    rule: NameRule, name: str, weight: Shape, scales: Shape, block: Shape, align: Align, found: Any
+) -> None:
+    patterns, sizes = NamePatterns("p", (rule,)), Sizes(None, None, block)
+    shapes = {"a.weight": ("F32", weight), name: ("F32", scales)}
+    with pytest.raises(ShardingError, match=found) if isinstance(found, str) else nullcontext():
+        made, _ = Grid.parse("tp=2").tilings(shapes, patterns, sizes, align)[name]
+        assert [made.local_shape(rank)[0] for rank in (0, 1)] == found
+    made, _ = Grid.parse("tp=1").tilings(shapes, patterns, sizes)[name]
+    assert made.local_shape(0) == scales
+
+
+def test_align_blocks_and_the_block_of_a_config_on_the_command_line(tmp_path: Path) -> None:
+    codes, scales = np.ones((192, 8), np.int8), np.ones((2, 1), np.float32)
+    values = {"a.weight": codes, "a.scale": scales, "a.qs": scales, "b": np.ones((480, 96), np.float32)}
+    source, out, patterns = written(tmp_path / "in", values), tmp_path / "out", tmp_path / "s.yaml"
+    (source / "config.json").write_text('{"quantization_config": {"weight_block_size": [96, 96]}}')
+    patterns.write_text("""rules: [{pattern: a.weight, strategy: rowwise}, {pattern: b, strategy: columnwise},
+                           {pattern: a.qs, strategy: replicate}]""")
+    command = f"reshard {source} {out} --to tp=2 --mxfp8 --strategies {patterns}".split()
+    assert [main(command), main([*command[:3], "--merged", "--align", "blocks"])] == [2, 2]
+    assert main([*command, "--align", "blocks"]) == 0
+    first = {name: tensor.parts[0].box for name, tensor in Catalog.open(out).tensors.items()}
+    assert (first["a.weight"], first["a.scale"]) == (((0, 96), (0, 8)), ((0, 1), (0, 1)))
+    assert (first["b"], first["b_scale"]) == (((0, 480), (0, 64)), ((0, 480), (0, 2)))
+    assert saved_tilings(Catalog.open(source), 2)["a.weight"].local_shape(0) == (96, 8)
+    assert saved_tilings(Catalog.open(out), 4)["a.qs"].local_shape(3) == (2, 1)
 
 
 def test_scales_of_all_of_a_weight_are_on_every_rank_that_has_a_part() -> None:
