@@ -331,6 +331,11 @@ def _check_is_all(headers: Sequence[Header]) -> None:
                 f"{headers[0].path}: is a part of a checkpoint, whose rest is missing: {path.name} holds "
                 f"{in_words(rest)}. Give their folder, or all of them"
             )
+    if shards and len(headers) == 1 and not any(any(start) for _, start in own):
+        raise CheckpointError(
+            f"{headers[0].path}: is the first of torch's shards, which do not say how many there are, and no other is "
+            "here: fetch the rest. If one rank has saved all of it, call it model.safetensors"
+        )
     numbers = {int(found[1]) for found in shards}
     if len(numbers) < max((int(found[2]) for found in shards), default=0):
         raise CheckpointError(

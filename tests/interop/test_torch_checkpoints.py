@@ -9,6 +9,7 @@ from support import mode
 from support.starting import start_ranks
 
 from lowshard.comm import run_loopback
+from lowshard.errors import CheckpointError
 from lowshard.weights import load_sharded
 from lowshard.weights.checkpoint_convert import convert
 from lowshard.weights.convert_plan import Settings
@@ -32,6 +33,11 @@ def test_what_torch_saves_is_read(ranks: int, tmp_path: Path) -> None:
     for place in (tmp_path / seed for seed in seeds):
         saved = {name: array.tobytes() for name, array in load_sharded(place / "whole.safetensors").items()}
         for form in ("dcp", "hf"):
+            if form == "hf" and ranks == 1:  # it could be the first of several as well
+                (shard,) = (place / form).glob("shard-*")
+                with pytest.raises(CheckpointError, match=r"call it model\.safetensors"):
+                    load_sharded(place / form)
+                shard.rename(shard.with_name("model.safetensors"))
             whole = {n: data for n, data in saved.items() if form == "dcp" or n != "model.head.weight"}
             assert {n: a.tobytes() for n, a in load_sharded(place / form).items()} == whole
             for tp in range(1, 5):

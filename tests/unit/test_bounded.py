@@ -52,7 +52,7 @@ CLOSED_TABLES = {
     "compiled/loader.origins": "compiled functions", "compiled/native._methods": "compiled functions",
     "compiled/loader.quiet": "groups of functions", "compiled/store._said": "one line",
     "compiled/level.chosen": "one level",
-    "dtypes._BY_NAME": "dtypes", "op/op_part._GROUPS": "64 groups a live communicator", "op/op_part.KERNELS": "ops",
+    "op/op_part._GROUPS": "64 groups a live communicator", "op/op_part.KERNELS": "ops",
     "step_cost._PRICES": "16 profiles", "reading.READERS": "classes", "reading._BY_TYPE": "classes",
     "solver/table/op_rule.RULES": "ops",
     "weights/load._KEPT": "loads in which a rank failed", "kernels/cpu/drive._ROWS": "kinds of kernels",

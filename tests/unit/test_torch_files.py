@@ -100,6 +100,9 @@ def test_one_file_of_several_is_refused_with_what_it_lacks(
             read(str(tmp_path / f"{name}.safetensors"))
     assert np.array_equal(load_sharded(tmp_path)["w"], W)
     assert len(Catalog.open(sorted(tmp_path.iterdir(), reverse=True)).copies) == 1
+    (tmp_path / "alone").mkdir()
+    with pytest.raises(CheckpointError, match="the first of torch's shards"):
+        read(put(tmp_path / "alone" / SHARD.format(1), W[:3], [0, 0]))
 
 
 @pytest.mark.parametrize(
