@@ -4,7 +4,7 @@ For each peer there is a list of moves: a span of its memory, a span of this ran
 `Communicator.reach` says whose memory this rank can read, which decides how bytes move for each peer.
 
 - `spans`: strided boxes in memory, and the one call that copies many: here, or (`cross_memory`) out of the private
-  memory of another process; `peer_write_kernel`: into it.
+  memory of another process.
 - `rounds`: staged or sent data, in rounds of bounded size; two buffers, filled and read in turn.
 - `rank_schedule`, `exchange_runner`: the exchanges of one array, for `execute`.
 - `item`, `mover`, `buckets`: many arrays, prepared once and moved again and again, for resharding; `conversion`,

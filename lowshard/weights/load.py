@@ -19,18 +19,16 @@ import numpy as np
 
 from lowshard import dtypes
 from lowshard.argument import brief, in_words
-from lowshard.box import Box, full_box, intersect, relative_slices, shape_of, single_run, volume
+from lowshard.box import Box, full_box, intersect, relative_slices, single_run, volume
 from lowshard.checkpoint.bytesource import ByteSource
 from lowshard.checkpoint.catalog import Catalog, Files, StoredPart
 from lowshard.checkpoint.crc import Piece, Tally, chain, sum_of
 from lowshard.comm import Communicator, agree, share_text
 from lowshard.comm.agreement import control_of, share
-from lowshard.errors import CheckpointError, CommError, LowshardError, PlanError
-from lowshard.kernels.buffer import address
+from lowshard.errors import CheckpointError, LowshardError, PlanError
 from lowshard.tiling import Tiling
 from lowshard.transfer.rounds import RoundMessages, run_rounds
 from lowshard.weights.load_plan import LoadPlan, Read
-from lowshard.weights.peer_write import SCRATCH_BYTES, ArrayPlace, PeerMemory, RowBatch, row_batches_of
 from lowshard.weights.read_scatter import Block, ReadScatter, read_scatter, shared_reads
 
 Progress = Callable[[int, int], None]
@@ -100,12 +98,11 @@ def load(
         # All ranks have read the headers by now, and open the files for data only from here on. Each compares a file
         # with the one whose header it read (`ByteSource`), so no two ranks read two versions of it. Nothing of a file
         # is compared between ranks: those of other hosts may read copies.
-        with job.kept_for_others():
-            job.run(comm)
-            with _together(comm):
-                if job.error is not None:
-                    raise job.error
-                check.compare_own()
+        job.run(comm)
+        with _together(comm):
+            if job.error is not None:
+                raise job.error
+            check.compare_own()
         if not check.share(comm):
             with _together(comm):
                 check.compare_rest()
@@ -156,10 +153,6 @@ def _together(
         raise failed
 
 
-_KEPT: dict[int, object] = {}
-"""Loads whose memory other ranks may still write to."""
-
-
 class _Load:
     """One rank's walk through a plan. What goes wrong on the way is kept: the others wait for this rank."""
 
@@ -190,34 +183,18 @@ class _Load:
     def _scatter(self, comm: Communicator) -> None:
         """Read, and hand out what this rank reads for others: within reach by memory, to others by messages."""
         reach, reads = comm.reach, self._rank_plan.shared
-        homes, writes = reach.homes, False
+        homes = reach.homes
         if all(homes[t] == homes[r.reader] for r in reads for t in r.takers):  # the same on all ranks
             reads = tuple(r for r in reads if r.reader in reach.peers)
-            writes = reach.crosses and len({r.reader for r in reads}) == len(reach.peers)
         if reads:
             scatter = self._rank_plan.scatter(reads, homes)
             comm.step(  # which counts it, and names it where a rank fails
                 "load", f"load: {len(self._rank_plan.shared)} reads handed out",
-                self._write_out if writes else self._go_in_rounds, comm, scatter,
+                self._go_in_rounds, comm, scatter,
                 sent_bytes=scatter.near_sent_bytes, received_bytes=scatter.near_received_bytes,
                 reached_bytes=scatter.near_received_bytes,
             )  # fmt: skip
         self.read_own(1.0)
-
-    @contextmanager
-    def kept_for_others(self) -> Iterator[None]:
-        """Keep this rank's memory until all ranks have met at the end of the block."""
-        # Where one cannot know that, because a rank failed or the user interrupted, others may still write to it: it is
-        # then kept for good, so that it serves no other purpose meanwhile.
-        _KEPT[id(self)] = self
-        try:
-            yield
-        except Exception as error:
-            if not isinstance(error, CommError):
-                del _KEPT[id(self)]
-            raise
-        else:
-            del _KEPT[id(self)]
 
     def allocate(self) -> None:
         """Make this rank's arrays, empty."""
@@ -272,38 +249,6 @@ class _Load:
 
     def _place(self, block: Block, values: np.ndarray, where: Any) -> None:
         self.arrays[block.read.name][where] = values
-
-    def _write_out(self, comm: Communicator, scatter: ReadScatter) -> None:
-        """Read what this rank reads for others, and write it into their arrays."""
-        memory = PeerMemory(comm.reach, self.rank, self._blocks)
-        self._guard(self._write_batches, memory)
-        self.sent_bytes += scatter.sent_bytes
-
-    def _write_batches(self, memory: PeerMemory) -> None:
-        scratch, done = np.empty(SCRATCH_BYTES, np.uint8), 0
-        row_ranges = memory.with_addresses(self._rank_plan.row_ranges)
-        for batch in self._rank_plan.row_batches:
-            self._write_batch(batch, memory, row_ranges[done:], scratch)
-            done += len(batch.row_ranges)
-
-    def _write_batch(
-        self, batch: RowBatch, memory: PeerMemory, row_ranges: np.ndarray, scratch: np.ndarray
-    ) -> None:
-        name, box, dim, row_bytes, run, own = batch
-        start, stop = box[dim] if box else (0, 1)
-        together, at, table = SCRATCH_BYTES // row_bytes, address(scratch), address(row_ranges)
-        for first in range(0, stop - start, together):
-            rows = min(together, stop - start - first)
-            raw = scratch[: rows * row_bytes]
-            if run is not None:
-                part, offset = run
-                self._source.read_run(name, part, offset + first * row_bytes, raw.data, self._tally)
-            else:
-                some = (*box[:dim], (start + first, start + first + rows), *box[dim + 1 :])
-                values = raw.view(dtypes.get(self.plan.by_name[name].dtype).numpy).reshape(shape_of(some))
-                self._source.read(name, some, values, self._tally)
-            memory.write(table, len(own), first, rows, row_bytes, at)
-            self._count(raw.size)
 
     def read_own(self, share: float) -> None:
         """Read what this rank alone takes into its place, until that share of it is done."""
@@ -390,6 +335,16 @@ def _in(block: Block, half: np.ndarray) -> np.ndarray:
 # ---- the plan as one rank walks it
 
 
+class ArrayPlace(NamedTuple):
+    """Where an array lies: in which of its rank's blocks of memory, and from which byte on."""
+
+    name: str
+    block: int
+    at: int
+    shape: tuple[int, ...]
+    dtype: Any
+
+
 class ReadRequest(NamedTuple):
     """A box of a stored array that a rank reads into its own array."""
 
@@ -424,17 +379,17 @@ class RankPlan:
     @cached_property
     def blocks(self) -> tuple[int, ...]:
         """Bytes of the few large blocks that the arrays lie in: huge pages take a tenth of the faults."""
-        return self._near[self.rank][0]
+        return self._placed[0]
 
     @property
     def places(self) -> Iterable[ArrayPlace]:
         """Where each array of this rank lies."""
-        return self._near[self.rank][1].values()
+        return self._placed[1].values()
 
     @cached_property
     def own(self) -> tuple[ReadRequest, ...]:
         """What this rank reads for itself alone."""
-        rank, places, tilings = self.rank, self._near[self.rank][1], self.plan.by_name
+        rank, places, tilings = self.rank, self._placed[1], self.plan.by_name
         return tuple(
             request
             for read in self.plan.reads
@@ -466,33 +421,14 @@ class RankPlan:
         return found
 
     @cached_property
-    def row_batches(self) -> tuple[RowBatch, ...]:
-        """What this rank reads for others, as it is written into their arrays."""
-        found: list[RowBatch] = []
-        for read in self.shared:
-            if read.reader == self.rank:
-                places = {taker: self._near[taker][1][read.name] for taker in read.takers}
-                found += row_batches_of(
-                    read.name, read.box, self.plan.by_name[read.name], places, self.catalog
-                )
-        return tuple(found)
-
-    @cached_property
-    def row_ranges(self) -> np.ndarray:
-        """The row ranges of all batches, one behind the other."""
-        return np.concatenate([np.zeros((0, 8), np.int64), *(batch.row_ranges for batch in self.row_batches)])
-
-    @cached_property
     def checked(self) -> tuple[tuple[str, StoredPart], ...]:
         """Each stored array that has a checksum, and a tensor it belongs to; equal on all ranks."""
         parts = ((name, part) for name, _ in self.plan.tilings for part in self.catalog.tensor(name).parts)
         return tuple({part.key: (name, part) for name, part in parts if part.crc32 is not None}.values())
 
     @cached_property
-    def _near(self) -> dict[int, tuple[tuple[int, ...], dict[str, ArrayPlace]]]:
-        """By rank of this rank's node, its blocks and where its arrays lie."""
-        nodes = self.plan.nodes
-        return {r: _array_places(self.plan, r) for r, node in enumerate(nodes) if node == nodes[self.rank]}
+    def _placed(self) -> tuple[tuple[int, ...], dict[str, ArrayPlace]]:
+        return _array_places(self.plan, self.rank)
 
 
 def _array_places(plan: LoadPlan, rank: int) -> tuple[tuple[int, ...], dict[str, ArrayPlace]]:

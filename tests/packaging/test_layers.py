@@ -114,7 +114,6 @@ MADE_FOR = {
     "lowshard.comm.node": {"llvmlite", "mpi4py"},
     "lowshard.comm.hierarchy": {"mpi4py"},  # by way of lowshard.comm.node
     "lowshard.transfer.cross_memory": {"llvmlite", "mpi4py"},  # by way of lowshard.comm.node
-    "lowshard.transfer.peer_write_kernel": {"llvmlite", "mpi4py"},
     "lowshard.reshard.atomic_word": {"llvmlite"},
 }
 HEAVY = (

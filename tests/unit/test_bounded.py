@@ -55,7 +55,7 @@ CLOSED_TABLES = {
     "op/op_part._GROUPS": "64 groups a live communicator", "op/op_part.KERNELS": "ops",
     "step_cost._PRICES": "16 profiles", "reading.READERS": "classes", "reading._BY_TYPE": "classes",
     "solver/table/op_rule.RULES": "ops",
-    "weights/load._KEPT": "loads in which a rank failed", "kernels/cpu/drive._ROWS": "kinds of kernels",
+    "kernels/cpu/drive._ROWS": "kinds of kernels",
 }  # fmt: skip
 CONTAINERS = {
     "dict", "list", "set", "defaultdict", "OrderedDict", "WeakKeyDictionary", "WeakValueDictionary", "WeakSet", "deque",

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.checkpoints import attention_and_more, save_over, values_of
 
-from lowshard.box import Box, contains
-from lowshard.checkpoint.read_shares import disjoint, shares
+from lowshard.box import Box, contains, full_box, relative_slices, shape_of
+from lowshard.checkpoint import Catalog
+from lowshard.checkpoint.read_shares import disjoint, shares, with_whole_rows
 from lowshard.tiling import Tiling
 from lowshard.weights import ShardingStrategy
 
@@ -50,3 +54,28 @@ def test_copies_are_spread_evenly() -> None:
         loads[share.rank] += int(np.prod([b - a for a, b in share.box]))
     assert max(loads.values()) - min(loads.values()) < 200
     assert [s.rank for s in shares(tilings) if s.name == "embed"] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("saved", [1, 2, 3])
+@pytest.mark.parametrize("loaded", [1, 2, 3, 4])
+def test_whole_rows_cover_what_the_columns_covered(tmp_path: Path, saved: int, loaded: int) -> None:
+    before, after = attention_and_more(saved), attention_and_more(loaded)
+    save_over(tmp_path / "c", values_of(before), before, saved)
+    catalog = Catalog.open(tmp_path / "c")
+    joined = with_whole_rows(shares(after), catalog.boxes)
+    for name, tiling in after.items():
+        counts = np.zeros(tiling.shape, np.int64)
+        for share in joined:
+            if share.name != name:
+                continue
+            counts[relative_slices(share.box, full_box(tiling.shape))] += 1
+            held = sum(
+                np.prod(shape_of(box)) for r in share.holders for box, _ in tiling.places(r, share.box)
+            )
+            assert held >= np.prod(shape_of(share.box))  # each element has a holder among those named
+            assert share.rank in share.holders
+        assert (counts == 1).all()
+    wide = [s for s in joined if s.name == "wide"]
+    if loaded > 1 and saved == 1:  # columns of stored rows: each rank reads whole rows for all
+        assert sorted(s.rank for s in wide) == list(range(loaded))
+        assert all(s.box[1] == (0, 40000) and s.holders == tuple(range(loaded)) for s in wide)

@@ -126,14 +126,6 @@ def read_process_into(
     return _vm_call(builder, "process_vm_readv", pid, local, count, remote, _I64(1))
 
 
-@emitted()
-def write_process_from(
-    builder: ir.IRBuilder, pid: ir.Value, local: ir.Value, places: ir.Value, remote: ir.Value, targets: ir.Value
-) -> ir.Value:  # fmt: skip
-    """As `write_process`, from `places` iovecs to `targets` of them; up to 1,024 each."""
-    return _vm_call(builder, "process_vm_writev", pid, local, places, remote, targets)
-
-
 def _vm_call(
     builder: ir.IRBuilder, name: str, pid: ir.Value, local: ir.Value, places: ir.Value, remote: ir.Value,
     targets: ir.Value,
