@@ -18,7 +18,7 @@ import numpy.typing as npt
 from numpy.lib.array_utils import byte_bounds
 
 from cupy import cuda
-from cupy._memory import Access, blocks
+from cupy._memory import Access, block_at
 from cupy.checker import OFF, count, locked, need, report, where
 from cupy.cuda import get_current_stream, put
 
@@ -281,7 +281,10 @@ def _compare_threads(name: str, place: str, stores: Any, loads: Any) -> None:
 
 def _by_block(side: Any, writes: bool) -> list[Access]:
     """Return loads or stores of a launch, together for each block of memory."""
-    begins, ends, _ = side
-    which = np.searchsorted([block.begin for block in blocks], begins, side="right")
-    parts = [which == one for one in np.unique(which)]
-    return [Access(int(begins[part].min()), int(ends[part].max()), writes) for part in parts]
+    found, (begins, ends, _) = list[Access](), side
+    while len(begins):
+        block = block_at(int(begins[0]))
+        inside = max(1, int(np.searchsorted(begins, block.end if block else 0)))
+        found.append(Access(int(begins[0]), int(ends[:inside].max()), writes))
+        begins, ends = begins[inside:], ends[inside:]
+    return found

@@ -93,11 +93,11 @@ def lock(address: int, size: int, flags: int = 0) -> None:
 def unlock(address: int) -> None:
     with locked():
         block = locked_at(address)
-        need(block is not None, f"{address:#x} is not page-locked")
+        need(block is not None and block.begin == address, f"{address:#x} is not page-locked")
         for copy in [one for one in _under_way if one.block is block]:
             report(f"page-locked memory is let go of, at {where()}, while a copy of {copy.place} may run")
             _end(copy)
-        blocks[:] = [one for one in blocks if one is not block]
+        del blocks[bisect.bisect_left(blocks, address, key=_begin)]
 
 
 def copy_bytes(to: int, source: int, size: int, locked: Block | None) -> None:

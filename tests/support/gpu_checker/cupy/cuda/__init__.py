@@ -202,7 +202,8 @@ class Stream:
         self.ptr, self.is_blocking = next(_handles), not non_blocking
         self.clock, self.queue = Clock(), deque[Operation]()
         self.count = self.asked = 0
-        streams[self.ptr] = self
+        with locked():
+            streams[self.ptr] = self
 
     @staticmethod
     def from_external(stream: Any) -> Stream:

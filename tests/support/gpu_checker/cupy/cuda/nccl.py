@@ -14,11 +14,11 @@ import os
 import pickle
 import secrets
 import shutil
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial, partialmethod, reduce
-from itertools import combinations, product
+from itertools import combinations, count, product
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +68,7 @@ class _Call:
         self.channel, self.ends, self.end, self.result = channel, ends, end, result
 
     def give(self) -> None:
-        self.comm.numbers[self.channel, self.end] += 1
-        number = self.comm.numbers[self.channel, self.end]
+        number = next(self.comm.numbers[self.channel, self.end])
         self.names, self.given = {end: f"{self.channel} {number} of {end}" for end in self.ends}, list[Any]()
         sent = [ctypes.string_at(one.low, one.high - one.low) for one in self.touched if not one.writes]
         self.comm.post(self.names[self.end], self.head, b"".join(sent))
@@ -123,9 +122,8 @@ class NcclCommunicator:
         if ndev > cuda.runtime.getDeviceCount() and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
             raise NcclError(5)  # invalid usage
         self.rank, self.ranks, self.ended, self.comm = rank, ndev, "", next(serials)
-        self.numbers: Counter[tuple[str, str]] = Counter()
-        self.clock = cuda.Clock()
-        self.given = defaultdict[tuple[str, str], list[str]](list)  # and not taken away
+        self.clock, self.numbers = cuda.Clock(), defaultdict[Any, Any](partial(count, 1))
+        self.given = defaultdict[Any, list[str]](list)  # and not taken away
         self._folder = _ROOT / hashlib.sha256(commId).hexdigest()[:24]
         self._folder.mkdir(parents=True, exist_ok=True)
         atexit.register(self._at_exit)
@@ -226,8 +224,7 @@ class NcclCommunicator:
         need(not cuda.of_thread.groups, "commSplit within a group")
         is_idle = cuda.is_known(self.clock)
         need(is_idle, "commSplit while work of the communicator may be under way: it may hang")
-        self.numbers["split", ""] += 1
-        name = f"split {self.numbers['split', '']}"
+        name = f"split {next(self.numbers['split'])}"
         asked = self._meet(name, [color, key])
         members = sorted((other[1], rank) for rank, other in enumerate(asked) if other[0] == color)
         unique = hashlib.sha512(f"{self._folder} {name} {color}".encode()).digest() * 2
@@ -282,9 +279,8 @@ class NcclCommunicator:
 
     allReduce, reduceScatter, allGather, broadcast = map(partial(partialmethod, _collective), _RULES)
     send, recv = map(partial(partialmethod, _message), ("send", "recv"))
-    rank_id, size, device_id, check_async_error = map(
-        partial(partialmethod, _asked), ("rank_id", "size", "device_id", "check_async_error")
-    )
+    rank_id, size = map(partial(partialmethod, _asked), ("rank_id", "size"))
+    device_id, check_async_error = map(partial(partialmethod, _asked), ("device_id", "check_async_error"))
 
 
 def _reduced(given: list[bytes], kind: np.dtype[Any], op: int) -> bytes:
