@@ -379,7 +379,7 @@ def test_the_ceiling_split_is_kept() -> None:
 @pytest.mark.parametrize(
     ("op", "shapes", "args", "text"),
     [
-        ("mutmul", [(2, 2), (2, 2)], {}, "no rule for op 'mutmul'"),
+        ("mutmul", [(2, 2), (2, 2)], {}, "no rule for op 'mutmul'; did you mean matmul"),
         ("matmul", [(2, 3), (2, 3)], {}, "share K"),
         ("matmul", [(2, 3)], {}, "takes 2 tensor operands"),
         ("reshape", [(2, 3)], {}, "takes the argument 'shape'"),
