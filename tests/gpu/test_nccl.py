@@ -25,8 +25,7 @@ from lowshard.errors import CommError, DependencyError, MismatchError, PeerFaile
 from lowshard.fsdp.groups import StreamQueue, _StreamWork
 
 ROWS = [row for row in dtypes.all_dtypes() if not row.is_float8 and row.kind not in ("scale", "bool")]
-SOON_S = 5.0
-"""Much less than the deadline of a wait, much more than a comparison of calls takes."""
+SOON_S = 5.0  # much less than the deadline of a wait, much more than a comparison of calls takes
 
 
 def calls_of(comm: Communicator, call: Callable[[], object]) -> list[str]:
