@@ -17,7 +17,7 @@ from lowshard.bench.bench_limits import AGAIN, REFIT_RANKS, refit_limit
 from lowshard.bench.bench_report import Beside, Report, Row, better
 from lowshard.bench.bench_world import Progress, Rank, job_size, run_entry
 from lowshard.bench.machine import rank_facts
-from lowshard.bench.model_refit import ModelSpec, measure_model
+from lowshard.bench.model_refit import SAMPLE, ModelSpec, measure_model
 from lowshard.bench.turn_timing import Runner, take_turns
 from lowshard.errors import LowshardError
 
@@ -67,7 +67,8 @@ def add_refit_parser(benches: argparse._SubParsersAction[argparse.ArgumentParser
 def run_refit(args: argparse.Namespace) -> int:
     """Run `lowshard bench refit` and return the exit code."""
     options.require_results(args)
-    if args.model is not None:
+    if args.model is not None or (args.trains, args.serves) != ("tp=2", "tp=2"):
+        args.model = args.model or SAMPLE
         return _run_model(args)
     ranks = job_size() or args.ranks or REFIT_RANKS
     if ranks % max(1, ranks // 2):
@@ -76,9 +77,7 @@ def run_refit(args: argparse.Namespace) -> int:
     if not any(args.only in name for name in names):
         raise LowshardError(f"--only {args.only!r} is in no row's name: {'; '.join(names)}")
     if args.check_limits and ranks != REFIT_RANKS:
-        raise LowshardError(
-            f"--check judges rows of {REFIT_RANKS} ranks, these have {ranks}: leave one of both out"
-        )
+        raise LowshardError(f"--check judges rows of {REFIT_RANKS} ranks, these have {ranks}: leave one out")
     if job_size() is None:  # inside a job ranks may have other hosts
         copies = ranks // max(1, ranks // 2)  # of the model, in the layout with fewer cuts
         require_memory(args.size * 10**6 * (1 + 3 * copies), HostDevice().free_bytes())

@@ -47,7 +47,7 @@ def run_over_mpi(part: str, setting: Setting, tally: Tally) -> str:
             result.unlink()
             through = str(found.data.pop("transport", through))
             tally.add(found, named)
-    return through
+    return through.replace("mpi", "shared memory and MPI")
 
 
 def main(part: str, setting: Setting, result: Path) -> None:

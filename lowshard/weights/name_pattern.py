@@ -139,6 +139,9 @@ class NameRule:
         return self.expression.fullmatch(name) is not None
 
 
+_SHAPE_RULE = NameRule("**.weight_shape", "replicate")
+
+
 @dataclass(frozen=True)
 class Matching:
     """Which rule each name has; names that have none, and names that have several."""
@@ -225,7 +228,10 @@ class NamePatterns:
             list(names) if isinstance(names, Mapping) else items(names, rule, ShardingError, any_order=True)
         ):
             instance(name, str, rule, ShardingError)
-            found = [rule for rule in self.rules if rule.matches(name)]
+            # Of compressed-tensors: elements packed into integers, and the shape that they had.
+            asked = name.removesuffix("_packed")
+            rules_of = [_SHAPE_RULE] if name.endswith(".weight_shape") else self.rules
+            found = [rule for rule in rules_of if rule.matches(name) or rule.matches(asked)]
             if not found:
                 unmatched.append(name)
             elif len(found) > 1:

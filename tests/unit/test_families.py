@@ -44,6 +44,16 @@ def test_a_family_is_cut_by_its_model_type_alone(family: str, tmp_path: Path) ->
                     assert {query // group for query in queries} == held
 
 
+def test_packed_weights_of_compressed_tensors_are_cut_as_their_names_say() -> None:
+    at = "model.layers.0.self_attn."
+    shapes = {f"{at}{p}_proj.weight_{part}": shape for p in "qkvo" for part, shape in (
+        ("packed", (64, 8)), ("scale", (64, 2)), ("shape", (2,)))}  # fmt: skip
+    made = NamePatterns.load("llama").strategies(shapes, 2, Sizes(8, 8))
+    for name, boxes in (("q_proj.weight_packed", (32, 8)), ("o_proj.weight_packed", (64, 4)),
+                        ("o_proj.weight_scale", (64, 1)), ("o_proj.weight_shape", (2,))):  # fmt: skip
+        assert made[at + name].layout(shapes[at + name]).local_shape(1) == boxes
+
+
 def heads(made: ShardingStrategy, shape: tuple[int, ...], rank: int, axis: int, count: Any) -> set[int]:
     """Return the heads of which a rank has elements along an axis."""
     spans = [box[axis] for box in made.pieces(shape, rank)]
