@@ -197,8 +197,6 @@ def asarray(value: Any, dtype: Any = None, order: str = "C", *, blocking: bool =
     for kind, number in (("host_to_device_copies", 1), ("uploads", 1), ("pcie_bytes", values.nbytes)):
         count(kind, number)
     _operate("upload", made._host, [], lambda: values)
-    if blocking:
-        cuda.wait(get_current_stream)
     return made
 
 

@@ -460,11 +460,12 @@ def get_elapsed_time(begin: Event, end: Event) -> float:
 
 
 runtime: Any = SimpleNamespace(
-    CUDARuntimeError=CUDARuntimeError, eventQuery=partial(_query, _event_at), streamQuery=partial(_query, stream_at),
+    CUDARuntimeError=CUDARuntimeError, streamWaitEvent=_order_after_event, memcpyAsync=_copy_async,
+    eventQuery=partial(_query, _event_at), streamQuery=partial(_query, stream_at),
     eventSynchronize=partial(wait, _event_at), streamSynchronize=partial(wait, stream_at),
-    deviceSynchronize=_wait_for_all, streamWaitEvent=_order_after_event, memcpyAsync=_copy_async,
-    hostRegister=_memory.lock, hostUnregister=_memory.unlock, setDevice=int, getDevice=lambda: 0,
-    deviceGetPCIBusId="0000:01:00.{}".format, getDeviceCount=lambda: 1, getDeviceProperties=lambda device: _ABOUT,
-    memGetInfo=lambda: (40 << 30, 80 << 30), driverGetVersion=lambda: 13000, runtimeGetVersion=lambda: 13000,
+    deviceSynchronize=_wait_for_all, hostRegister=_memory.lock, hostUnregister=_memory.unlock,
+    setDevice=int, getDevice=lambda: 0, getDeviceCount=lambda: 1, deviceGetPCIBusId="0000:01:00.{}".format,
+    getDeviceProperties=lambda device: _ABOUT, memGetInfo=lambda: (40 << 30, 80 << 30),
+    driverGetVersion=lambda: 13000, runtimeGetVersion=lambda: 13000,
     streamIsCapturing=lambda ptr: stream_at(ptr).capture is not None,
 )  # fmt: skip
