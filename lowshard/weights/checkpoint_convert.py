@@ -193,7 +193,9 @@ class _Worker:
             )  # fmt: skip
         place = target if plan.is_one_file else target / INDEX_NAME
         with Commit(place, comm, "reshard", final=plan.final) as commit:
-            after = partial(_copy_companions, Path(settings.source), target, commit.claim, self._config)
+            after = partial(
+                _copy_companions, Path(settings.source), target, commit.claim, self._config is None
+            )
             rows = commit.step(lambda: self._write(commit))
             digests = self._all_digests(outputs, self._sums)
             read = self._all_digests(inputs, self._input_sums)
@@ -206,7 +208,9 @@ class _Worker:
             if plan.is_one_file:
                 commit.commit()
             elif plan.is_hugging_face:
-                commit_plain(commit, rows, sum(t.size_bytes for t, _ in plan.saved.values()), after)
+                commit_plain(
+                    commit, rows, sum(t.size_bytes for t, _ in plan.saved.values()), self._config, after
+                )
             else:
                 saved = plan.saved
                 if plan.merged:  # files of whole tensors are no ranks
@@ -372,15 +376,12 @@ class _Worker:
                 yield items[number + 1].key, box, made.scale
 
 
-def _copy_companions(source: Path, target: Path, private: Path, config: str | None) -> None:
+def _copy_companions(source: Path, target: Path, private: Path, has_config: bool) -> None:
     """Copy the model's description along, which the next reshard asks for the number of heads."""
     # Each file is whole at once: it is written under a private name, which the next save clears away if it is left.
     folder = source if os.path.isdir(source) else source.parent
-    for name in _COMPANIONS:
+    for name in _COMPANIONS if has_config else _COMPANIONS[1:]:  # config.json is the first
         if os.path.isfile(folder / name):
             with suppress(OSError):  # the weights are what counts
                 shutil.copyfile(folder / name, private)
                 os.replace(private, target / name)
-    if config is not None:
-        private.write_text(config, encoding="utf-8")
-        os.replace(private, target / "config.json")

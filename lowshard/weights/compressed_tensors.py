@@ -11,13 +11,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from lowshard.block_format import MXFP8
 from lowshard.errors import CheckpointError
-from lowshard.reading import parse_json, read_text
+from lowshard.weights.name_pattern import read_config
 
-_FORM = MXFP8["e4m3"]
+_FORM, _NAME = MXFP8["e4m3"], "mxfp8-quantized"
 Shapes = Mapping[str, tuple[str, tuple[int, ...]]]
 
 
@@ -25,26 +24,24 @@ def mxfp8_scales(shapes: Shapes) -> dict[str, str]:
     """Return, of tensors by dtype and shape, the names of MXFP8 weights by those of their scales."""
     found = {}
     for name, (dtype, shape) in shapes.items():
-        scale = name + _FORM.suffix
-        stored = (
-            _FORM.stored(name, shape)[scale]
-            if dtype == _FORM.element and shape and shape[-1] % 32 == 0
-            else None
-        )
-        if stored is not None and shapes.get(scale) == (stored.dtype, stored.shape):
-            found[scale] = name
+        if dtype == _FORM.element and shape and shape[-1] % _FORM.block[-1] == 0:
+            scale = name + _FORM.suffix
+            held = shapes.get(scale, ("", ()))
+            if held[0] in (_FORM.scale, "uint8") and held[1] == _FORM.stored(name, shape)[scale].shape:
+                found[scale] = name
     return found
 
 
 def check_config(
     path: Path, scales: Mapping[str, str], shapes: Shapes, where: str, is_new: bool
 ) -> dict[str, str]:
-    """Return the scales that the config.json at `path` has to speak of: none where it speaks of a quantisation already.
+    """Return the scales that the config.json at `path` has to speak of: none where it says another quantisation.
 
     Raises:
         CheckpointError: there are some, and the form cannot have them.
     """
-    has_own = scales and "quantization_config" in _read(path)
+    said = read_config(path)[1].get("quantization_config") if scales else None
+    has_own = said is not None and not (isinstance(said, dict) and said.get("format") == _NAME)
     if not scales or (has_own and not is_new):
         return {}
     other = next((w for w in scales.values() if not w.endswith(".weight") or len(shapes[w][1]) != 2), None)
@@ -68,17 +65,10 @@ def config_text(path: Path, scales: Mapping[str, str], shapes: Shapes) -> str:
                "dynamic": False, "scale_dtype": "torch.uint8"}  # fmt: skip
     quantised = set(scales.values())
     plain = [n for n in shapes if n.endswith(".weight") and n not in quantised and len(shapes[n][1]) == 2]
-    group = {"targets": ["Linear"], "format": "mxfp8-quantized", "weights": weights,
+    group = {"targets": ["Linear"], "format": _NAME, "weights": weights,
              "input_activations": weights | {"dynamic": True}}  # fmt: skip
     made = {
-        "quant_method": "compressed-tensors", "format": "mxfp8-quantized", "quantization_status": "compressed",
+        "quant_method": "compressed-tensors", "format": _NAME, "quantization_status": "compressed",
         "config_groups": {"group_0": group}, "ignore": [name.removesuffix(".weight") for name in plain],
     }  # fmt: skip
-    return json.dumps(_read(path) | {"quantization_config": made}, indent=2) + "\n"
-
-
-def _read(path: Path) -> dict[str, Any]:
-    found = parse_json(read_text(path, "model's config", CheckpointError), str(path), CheckpointError)
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{path}: a model's config is a JSON object")
-    return found
+    return json.dumps(read_config(path)[1] | {"quantization_config": made}, indent=2) + "\n"

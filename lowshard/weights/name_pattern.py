@@ -59,7 +59,7 @@ class Sizes:
         Raises:
             CheckpointError: it cannot be read, or is not a JSON object.
         """
-        file, config = _read_config(path)
+        file, config = read_config(path)
         inner = config.get("text_config", config)
         sizes = (
             {name: inner[k] for k, name in _HEADS.items() if k in inner} if isinstance(inner, dict) else inner
@@ -85,7 +85,7 @@ _HEADS = {
 }
 
 
-def _read_config(path: str | Path) -> tuple[str, dict[str, Any]]:
+def read_config(path: str | Path) -> tuple[str, dict[str, Any]]:
     """Return the path of a config.json, which may lie in a folder, and the object in it."""
     file = check_path(path, "a model's config is a path of a file or folder", CheckpointError)
     file = file / "config.json" if os.path.isdir(file) else file
@@ -189,7 +189,7 @@ class NamePatterns:
             CheckpointError: it cannot be read, or is not a JSON object.
             ShardingError: no shipped file is for its model_type.
         """
-        file, config = _read_config(path)
+        file, config = read_config(path)
         inner = config.get("text_config")
         asked = [of.get("model_type") for of in (config, inner) if isinstance(of, dict)]
         known = {model_type: name for name in SHIPPED for model_type in cls.load(name).model_types}

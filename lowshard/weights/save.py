@@ -320,12 +320,16 @@ def commit_index(
 
 
 def commit_plain(
-    commit: Commit, rows: Iterable[dict[str, Any]], size_bytes: int, after: Callable[[], object]
-) -> None:
+    commit: Commit, rows: Iterable[dict[str, Any]], size_bytes: int, config: str | None, after: Callable[[], object]
+) -> None:  # fmt: skip
     """Put files of whole tensors in place under the names that transformers gives them, and their index last."""
 
     def complete(texts: Sequence[str]) -> None:
         made = sorted((row for text in texts for row in json.loads(text)), key=lambda row: str(row["file"]))
+        if config is not None:  # first: no codes lie beside a config.json that does not speak of them
+            private, place = commit.data_file(len(made), len(made) + 1), commit.path / "config.json"
+            private.write_text(config, encoding="utf-8")
+            os.replace(private, place) if place.exists() else commit.rename(private.name, place.name)
         files: dict[str, str] = {}
         for number, row in enumerate(made, 1):
             name = f"model{f'-{number:05d}-of-{len(made):05d}' * (len(made) > 1)}.safetensors"

@@ -72,6 +72,15 @@ def test_the_readme_is_short() -> None:
     assert len(text.split()) <= 1300
 
 
+def test_the_readme_has_the_page_of_figures_figures() -> None:
+    row = next(
+        line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("| all_reduce")
+    )
+    found = re.findall(r"0\.\d+ to 0\.\d+", row)
+    assert found
+    assert all(figure in (ROOT / "docs/developer/figures.md").read_text() for figure in found)
+
+
 def test_links_of_the_readme_lead_somewhere() -> None:
     """Those of the site are checked where it is built."""
     links = re.findall(r"\]\(([^)\s]+)\)", (ROOT / "README.md").read_text(encoding="utf-8"))

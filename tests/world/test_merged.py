@@ -117,6 +117,23 @@ def test_a_folder_of_mxfp8_says_so_in_config_json_or_is_refused(
     assert "no weight [out, in]" in capsys.readouterr().err
 
 
+def test_codes_never_lie_beside_a_config_that_does_not_speak_of_them(
+    cut: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replace, out, seen = os.replace, tmp_path / "hf", list[bool]()
+    out.mkdir()
+    (out / "config.json").write_text("{}")
+
+    def watched(source: Any, target: Any) -> None:
+        replace(source, target)
+        if list(out.glob("model*")):
+            seen.append("mxfp8-quantized" in (out / "config.json").read_text())
+
+    monkeypatch.setattr(os, "replace", watched)
+    assert run(cut, out, "--merged", "--mxfp8", "--file-size", "1KB") == 0
+    assert (len(seen) > 2, set(seen)) == (True, {True})
+
+
 def test_one_plain_file_in_mxfp8(cut: Path, tmp_path: Path) -> None:
     assert run(cut, tmp_path / "q.safetensors", "--merged", "--mxfp8") == 0
     catalog = Catalog.open(tmp_path / "q.safetensors")
