@@ -11,7 +11,7 @@ import numpy as np
 
 from lowshard import errors
 from lowshard.argument import brief, instance
-from lowshard.comm.call_comparison import AGREED, NO_ARRAY, share_texts
+from lowshard.comm.call_comparison import AGREED, share_texts
 from lowshard.comm.communicator import Communicator
 from lowshard.errors import CommError, LowshardError, MismatchError, cause_of
 
@@ -63,10 +63,9 @@ def agree(
         digest, error, what, said = b"", fault, "agree", None
     if control._transport.compares:
         # In one order with the calls of the communicator that is asked.
-        agreeing = comm if comm._transport.agrees else control
-        t, signature = agreeing._transport, _signature(digest)
-        with agreeing.turn(what):
-            compared = error is None and t.check != "full" and not t.agrees
+        t, signature = control._transport, _signature(digest)
+        with control.turn(what):
+            compared = error is None and t.check != "full"
             if compared and t.compare(signature):
                 return
             text = f"{what}{AGREED}{digest[:_DIGEST_BYTES].hex()}{_words(said)}"
@@ -115,14 +114,10 @@ def agree_on_plan(
     """
     control_of(comm)
     transport = comm._transport
-    if transport.compares and not transport.agrees:
+    if transport.compares:
         agree(comm, digest, error, what, said)
         return
-    text = f"{what}{AGREED}{digest.hex()}"
-    if error is None and comm._caller.agrees_without_waiting(_signature(digest), text):
-        return
     agree(comm, digest, error, what, said)
-    comm._caller.has_agreed(text)
 
 
 def _fault_of(digest: object, error: object, what: object, said: object) -> CommError | None:
@@ -243,4 +238,6 @@ def refuse(comm: Communicator, error: LowshardError, what: str) -> None:
     control_of(comm)
     instance(error, LowshardError, "error is the LowshardError to raise on all ranks", CommError)
     instance(what, str, "what is the name of a call, a text", CommError)
-    comm._caller.refuse(error, what + NO_ARRAY)
+    with comm.turn(what):
+        comm._transport.sequence += 1  # on the others this is a call like any
+        comm._transport.refuse(what, error)

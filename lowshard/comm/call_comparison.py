@@ -15,10 +15,7 @@ import numpy as np
 from lowshard import errors
 from lowshard.comm.call import Call, Check, source_line
 from lowshard.comm.wait_guard import names_of
-from lowshard.errors import CommError, LowshardError, MismatchError, cause_of
-
-NO_ARRAY = "[?]"
-"""In the text of a call: this argument is not an array, or none of a dtype of the table."""
+from lowshard.errors import LowshardError, MismatchError, TimedOut, cause_of
 
 ERROR_SIGNATURE = 2
 """In place of a call's signature: this rank's own arguments are wrong."""
@@ -62,7 +59,7 @@ def verify_counts(t: Comparing, call: Call, send_counts: Sequence[int], recv_cou
 
 
 def refuse(t: Comparing, text: str, error: LowshardError) -> NoReturn:
-    """Raise what is wrong with this rank's arguments, on all ranks; `text` is what it asked for."""
+    """Raise this rank's error on all ranks, in place of their next call; `text` is what this one was to do."""
     if t.check == "full":
         share_texts(t, "")
     else:
@@ -71,14 +68,9 @@ def refuse(t: Comparing, text: str, error: LowshardError) -> NoReturn:
 
 
 def differ(t: Comparing, text: str, error: LowshardError | None = None) -> NoReturn:
-    """Tell each other what was asked for and raise the same error on all ranks.
-
-    Raises:
-        MismatchError: ranks asked for different things.
-        LowshardError: all asked for the same, but the arguments of some are wrong: the lowest such rank's error.
-    """
+    """Tell each other what was asked for and raise one error on all ranks: see `verdict`."""
     rows = [json.loads(row) for row in share_texts(t, json.dumps(_mine(text, error)))]
-    raise verdict_of(rows, t.sequence) from cause_of(error)
+    raise verdict(rows, t.sequence) from cause_of(error)
 
 
 def differ_in_counts(
@@ -125,9 +117,9 @@ def agree(
 
 
 def only_agreements(rows: list[list[str]], error: Exception | None, sequence: int) -> list[list[str]]:
-    """Return what ranks came with to agree on, or raise MismatchError where some of them called something else."""
+    """Return what ranks came with to agree on, or raise `verdict` where some of them called something else."""
     if not all(AGREED in row[0] for row in rows):
-        raise _mismatch(rows, sequence + 1) from cause_of(error)
+        raise verdict(rows, sequence + 1) from cause_of(error)
     return rows
 
 
@@ -146,37 +138,25 @@ def _mine(text: str, error: Exception | None) -> list[str]:
     return [text, source_line(), *said]
 
 
-def verdict_of(rows: Sequence[Sequence[str]], number: int) -> LowshardError:
-    """Return the one error of all ranks for a call of that number that they did not make alike.
+def verdict(rows: Sequence[Sequence[str]], number: int) -> LowshardError:
+    """Return the one error of all ranks: that of the lowest rank which has one, else a MismatchError.
 
-    Args:
-        rows: of each rank what it asked for, its source line and, where its arguments are wrong, the error's class and
-            words.
-        number: of the call on the communicator.
-
-    Returns:
-        A MismatchError where they asked for different things; where all asked for the same, but the arguments of some
-        are wrong, the lowest such rank's error.
+    A row a rank: what it asked for, its line and, where it came with an error, the error's class and words.
     """
-    wrong = [rank for rank, row in enumerate(rows) if len(row) > 2]
-    # What is not an array at all, or names an op or a root that there is not, says nothing of what was asked for;
-    # neither does the digest of an agreement where a rank has none, for an error.
-    asked_for = {
-        row[0].partition(AGREED)[0] if wrong else row[0]
-        for row in rows
-        if NO_ARRAY not in row[0] and row[2:3] != [CommError.__name__]
-    }
-    if wrong and len(asked_for) <= 1:
-        name, said = rows[wrong[0]][2:]
-        cls = getattr(errors, name, None)
-        if isinstance(cls, type) and issubclass(cls, LowshardError):
-            return cls(f"rank {wrong[0]}: {said}")
-        return LowshardError(f"rank {wrong[0]}: {name}: {said}")
-    return _mismatch(rows, number)
+    for rank, (text, _, *said) in enumerate(rows):
+        if said:
+            cls = getattr(errors, said[0], None)
+            if isinstance(cls, type) and issubclass(cls, LowshardError):
+                return cls(f"rank {rank}: {said[1]}")
+            return LowshardError(f"{text}: rank {rank}: {said[0]}: {said[1]}")
+    return mismatch(rows, number)
 
 
-def _mismatch(rows: Sequence[Sequence[str]], number: int) -> MismatchError:
-    """Return the error of ranks that asked for different things, in their call of that number."""
+def mismatch(rows: Sequence[Sequence[str]], number: int) -> MismatchError:
+    """Return the error of ranks that asked for different things in their call of that number.
+
+    A row a rank: what it asked for, its line and, where it came with an error, the error's class and words.
+    """
     by_row: dict[tuple[str, str], list[int]] = {}
     for rank, row in enumerate(rows):
         also = f" (wrong in itself: {row[3]})" if len(row) > 2 else ""
@@ -188,6 +168,12 @@ def _mismatch(rows: Sequence[Sequence[str]], number: int) -> MismatchError:
         f"all ranks of a communicator make the same call with the same dtype, counts, reduction and root, but in "
         f"call #{number} {asked}"
     )
+
+
+def late_ranks(behind: Sequence[int], asked: Sequence[str], number: int) -> TimedOut:
+    """Return the error of a call that some ranks did not come to; `asked` is its text and line on another rank."""
+    text = f"{names_of(behind)} did not come to call #{number}, which others made: {asked[0]} at {asked[1]}"
+    return TimedOut(text).about(behind)
 
 
 def counts_error(

@@ -190,14 +190,6 @@ def apart_in_recv(counts: Sequence[int], displs: Sequence[int]) -> None:
             )
 
 
-def counts_text(counts: object) -> str:
-    """Return counts as the text of a call has them; what are no counts as it reads."""
-    try:
-        return str(list(map(index, counts)))  # type: ignore[call-overload]  # what is not a sequence raises
-    except TypeError:
-        return brief(counts)
-
-
 def rank(given: object) -> int:
     """Return a rank as an int; what is not an integer as text, which the check of ranks refuses."""
     if type(given) is int:
@@ -276,7 +268,7 @@ class HostBuffers:
         if type(buf) is not np.ndarray:
             return False
         flags = buf.flags
-        return flags.c_contiguous and (flags.writeable or not writes)
+        return flags.carray or (flags.c_contiguous and (flags.writeable or not writes))
 
     def to_host(self, array: Array) -> np.ndarray:
         """Return an array that ranks have exchanged facts in, where this process can read it."""

@@ -12,15 +12,15 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from lowshard import dtypes
 from lowshard.comm import check
 from lowshard.comm.call import Call
-from lowshard.comm.call_comparison import NO_ARRAY, share_texts, verify_counts
+from lowshard.comm.call_comparison import share_texts, verify_counts
 from lowshard.comm.reduction import divide, fold
 from lowshard.comm.transport import Run, Transport
-from lowshard.errors import BufferMismatchError, CommError, DTypeError
+from lowshard.errors import BufferMismatchError, CommError
 
 Array = Any  # a NumPy or CuPy array; CuPy ships no types
 
@@ -54,10 +54,9 @@ class Collective:
 
     Attributes:
         name: as counted, recorded, and as the communicator's method is called.
-        text: what all ranks must ask for alike, from send, recv and the detail; of wrong arguments too.
+        text: what all ranks must ask for alike, from send, recv and the detail, once these are checked.
         check: returns what is asked for, from the transport, send, recv and the detail, or raises what is wrong.
         plan: returns the run of a call over the primitives, from the transport, the call, dtype, elements and detail.
-        known_by: the buffer whose dtype and length a call is kept under; "either" is the one that there is.
         arrays: names of the arguments send and recv, for errors.
         shared: runs a call whose result the ranks of a node share, from the transport, the call, send and the detail;
             None where there is no such thing.
@@ -67,7 +66,6 @@ class Collective:
     text: Callable[..., str]
     check: Callable[..., Asked]
     plan: Callable[..., Run]
-    known_by: Literal["send", "recv", "either"] = "send"
     arrays: tuple[str, str] = ("send", "recv")
     shared: Callable[..., Array] | None = None
 
@@ -90,27 +88,9 @@ def share(t: Transport, what: Collective, call: Call, send: Array | None, *detai
 # ---- arguments
 
 
-def key_of(buf: Any) -> object:
-    """Return what a call's buffer is known by."""
-    try:
-        return buf.dtype, buf.size
-    except AttributeError:
-        return None
-
-
-def name_of(buf: Any) -> str:
-    """Return a buffer's dtype as text, or what it is instead."""
-    dtype = getattr(buf, "dtype", None)
-    return str(getattr(dtype, "name", type(buf).__name__))
-
-
-def text_of(buf: Any) -> str:
-    """Return dtype and elements of a buffer as text: float32[1024]; NO_ARRAY where the dtype is none of the table."""
-    try:
-        dtypes.get(buf.dtype)
-        return f"{name_of(buf)}[{buf.size}]"
-    except (AttributeError, DTypeError):
-        return name_of(buf) + NO_ARRAY
+def text_of(buf: Array) -> str:
+    """Return dtype and elements of a buffer as text: float32[1024]."""
+    return f"{buf.dtype.name}[{buf.size}]"
 
 
 def cut(t: Transport, elems: int) -> tuple[list[int], list[int]]:
@@ -247,6 +227,38 @@ def _check_reduce(t: Transport, send: Array, recv: Array | None, op: str, root: 
     return Asked(s.dtype, s.size, 0 if r is None else r.size, sent, received)
 
 
+def _is_peer(t: Transport, peer: int, name: str) -> None:
+    """Raise CommError unless this is another rank."""
+    if type(peer) is not int or not 0 <= peer < t.size or peer == t.rank:
+        if t.size == 1:
+            raise CommError(
+                f"{name} is another rank of the communicator, and this one has a single rank; start more"
+            )
+        marks = "; there is no MPI.ANY_SOURCE or MPI.PROC_NULL here" * str(peer).startswith("-")
+        raise CommError(
+            f"{name} is another rank of the communicator, 0 to {t.size - 1} but not {t.rank}, got {peer}{marks}"
+        )
+
+
+def _check_send(t: Transport, send: Array, recv: None, dst: int) -> Asked:
+    s = t.buffers.flat(send, "buf")
+    _is_peer(t, dst, "dst")
+    return Asked(s.dtype, s.size, 0, s.nbytes, 0)
+
+
+def _check_recv(t: Transport, send: None, recv: Array, src: int) -> Asked:
+    r = t.buffers.flat(recv, "buf", writes=True)
+    _is_peer(t, src, "src")
+    return Asked(r.dtype, r.size, r.size, 0, r.nbytes)
+
+
+def _check_send_recv(t: Transport, send: Array, recv: Array, dst: int, src: int) -> Asked:
+    s, r = t.buffers.flat(send, "send"), t.buffers.flat(recv, "recv", writes=True)
+    _is_peer(t, dst, "dst")
+    _is_peer(t, src, "src")
+    return Asked(s.dtype, s.size, r.size, s.nbytes, r.nbytes)
+
+
 def _check_barrier(t: Transport, send: None, recv: None) -> Asked:
     return Asked(None, 0, 0, 0, 0)
 
@@ -254,6 +266,18 @@ def _check_barrier(t: Transport, send: None, recv: None) -> Asked:
 def _reduced_bytes(t: Transport, s: Array) -> int:
     own = cut(t, s.size)[0][t.rank]
     return int((s.size - own) * s.itemsize + own * (t.size - 1) * s.itemsize)
+
+
+def check_shared(t: Transport, what: Collective, send: Array | None, *detail: Any) -> Array | None:
+    """Return the flat operand of a call with a shared result, or None where this rank gives none; checked."""
+    if what is BROADCAST:
+        is_rank(t, detail[0])
+        if t.rank != detail[0]:
+            return None
+    flat = t.buffers.flat(send, what.arrays[0])
+    if what is ALL_REDUCE:
+        check.reducible(flat, *detail)
+    return flat
 
 
 def shared_bytes(t: Transport, what: Collective, flat: Array | None) -> tuple[int, int]:
@@ -336,6 +360,11 @@ def _plan_barrier(t: Transport, call: Call, dtype: Any, elems: int) -> Run:
         t.barrier()
 
     return run
+
+
+def _no_plan(t: Transport, call: Call, dtype: Any, elems: int, *peers: int) -> Run:
+    """Of messages, which a transport runs by itself, alone or in groups."""
+    return t.send
 
 
 # ---- plans of reductions
@@ -476,9 +505,7 @@ ALL_GATHER = Collective(
 )
 ALL_GATHER_V = Collective(
     "all_gather_v",
-    lambda send, recv, counts, displs: (
-        f"all_gather_v {name_of(send)} recv_counts={check.counts_text(counts)}"
-    ),
+    lambda send, recv, counts, displs: f"all_gather_v {send.dtype.name} recv_counts={list(counts)}",
     _check_all_gather_v,
     _plan_all_gather_v,
 )
@@ -490,7 +517,7 @@ ALL_TO_ALL = Collective(
 )
 ALL_TO_ALL_V = Collective(
     "all_to_all_v",
-    lambda send, recv, *spans: f"all_to_all_v {name_of(send)}",
+    lambda send, recv, *spans: f"all_to_all_v {send.dtype.name}",
     _check_all_to_all_v,
     _plan_all_to_all_v,
 )
@@ -499,7 +526,6 @@ BROADCAST = Collective(
     lambda send, recv, root: f"broadcast {text_of(_either(send, recv))} root={root}",
     _check_broadcast,
     _plan_broadcast,
-    known_by="either",
     arrays=("buf", "buf"),
     shared=_shared_broadcast,
 )
@@ -514,7 +540,6 @@ SCATTER = Collective(
     lambda send, recv, root: f"scatter {text_of(recv)} root={root}",
     _check_scatter,
     _plan_scatter,
-    known_by="recv",
 )
 ALL_REDUCE = Collective(
     "all_reduce",
@@ -534,6 +559,26 @@ REDUCE = Collective(
     lambda send, recv, op, root, order: f"reduce {text_of(send)} {op} {order} root={root}",
     _check_reduce,
     _plan_reduce,
+)
+SEND = Collective(
+    "send",
+    lambda send, recv, dst: f"send {text_of(send)} to rank {dst}",
+    _check_send,
+    _no_plan,
+    arrays=("buf", "buf"),
+)
+RECV = Collective(
+    "recv",
+    lambda send, recv, src: f"recv {text_of(recv)} from rank {src}",
+    _check_recv,
+    _no_plan,
+    arrays=("buf", "buf"),
+)
+SEND_RECV = Collective(
+    "send_recv",
+    lambda send, recv, dst, src: f"send_recv {text_of(send)} to rank {dst}, {text_of(recv)} from rank {src}",
+    _check_send_recv,
+    _no_plan,
 )
 BARRIER = Collective("barrier", lambda send, recv: "barrier", _check_barrier, _plan_barrier)
 

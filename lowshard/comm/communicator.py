@@ -19,13 +19,14 @@ from lowshard.argument import instance, whole
 from lowshard.comm import check
 from lowshard.comm import collectives as table
 from lowshard.comm.background import Background
+from lowshard.comm.call import Call
 from lowshard.comm.caller import Caller
 from lowshard.comm.check import NOTHING_WRONG
 from lowshard.comm.collectives import Collective
 from lowshard.comm.rank_ways import ways_of_ranks, ways_text
 from lowshard.comm.reach import Reach
 from lowshard.comm.transport import Transport
-from lowshard.comm.work import Op, Order, Stream, Work
+from lowshard.comm.work import Op, Order, Stream, Work, failed_work
 from lowshard.errors import CommError, LowshardError
 from lowshard.foreign_array import like, view_or_same
 
@@ -34,7 +35,6 @@ P = ParamSpec("P")
 
 _MOST = (1 << 31) - 1
 """Of a colour and a key: MPI takes C ints."""
-_ALL_GATHER, _ALL_TO_ALL, _BARRIER = ("all_gather",), ("all_to_all",), ("barrier",)
 
 
 class Communicator:
@@ -49,10 +49,11 @@ class Communicator:
     One thread at a time calls a communicator, since the calls of several threads have no order that all ranks share. A
     call made while another thread is in one raises CommError. `split` makes a communicator for each thread.
 
-    Ranks compare what they ask for before anything moves (`LOWSHARD_CHECK`: hash, the default, full or off), so that
-    each of these errors is raised by all ranks alike: MismatchError where they ask for different things, and what is
-    wrong with the arguments of one. A wait that ends without the others raises PeerFailed or TimedOut. On NCCL `hash`
-    compares a little later, so that no call waits for another host: `lowshard.comm.nccl` says what that means.
+    Wrong arguments raise at once, on the rank that has them; the others hear of it when that rank ends, or at their
+    deadline. Ranks compare what they ask for before anything moves (`LOWSHARD_CHECK`: hash, the default, full or off),
+    so that all of them raise one MismatchError where they ask for different things. A wait that ends without the others
+    raises PeerFailed or TimedOut. On NCCL `hash` compares when a wait has failed, so that no call waits for another
+    host: `lowshard.comm.nccl` says what that means.
 
     On GPUs `stream` says where a call is put: a stream of CuPy or torch, an object with `__cuda_stream__`, or the
     address of a cudaStream_t; by default CuPy's current stream of the buffers' device. A stream of another device is a
@@ -201,10 +202,9 @@ class Communicator:
             MismatchError: ranks ask for different things.
             CommError: the communicator is closed.
         """
-        if shared is not False and self._caller.is_shared(shared, "all_gather"):
+        if shared is not False and self._caller.is_shared(shared):
             return self._caller.shared(table.ALL_GATHER, send, recv, stream)
-        if stream is not None or not self._caller.again(_ALL_GATHER, id(send), id(recv)):
-            self._caller.call(table.ALL_GATHER, _ALL_GATHER, send, recv, stream)
+        self._caller.call(table.ALL_GATHER, (), send, recv, stream)
         return None
 
     def all_gather_v(
@@ -221,9 +221,7 @@ class Communicator:
             MismatchError: ranks ask for different things.
             CommError: the communicator is closed.
         """
-        self._caller.call(
-            table.ALL_GATHER_V, _counts_key("all_gather_v", recv_counts, recv_displs), send, recv, stream
-        )
+        self._caller.call(table.ALL_GATHER_V, _hashable(recv_counts, recv_displs), send, recv, stream)
 
     def all_to_all(self, send: Array, recv: Array, *, stream: Stream = None) -> None:
         """Send part j of `send` to rank j, and put what rank i sent into part i of `recv`.
@@ -236,8 +234,7 @@ class Communicator:
             MismatchError: ranks ask for different things.
             CommError: the communicator is closed.
         """
-        if stream is not None or not self._caller.again(_ALL_TO_ALL, id(send), id(recv)):
-            self._caller.call(table.ALL_TO_ALL, _ALL_TO_ALL, send, recv, stream)
+        self._caller.call(table.ALL_TO_ALL, (), send, recv, stream)
 
     def all_to_all_v(
         self, send: Array, send_counts: Sequence[int], send_displs: Sequence[int], recv: Array,
@@ -254,9 +251,8 @@ class Communicator:
             MismatchError: ranks ask for different things, or one expects another count than is sent to it.
             CommError: the communicator is closed.
         """
-        key = _counts_key("all_to_all_v", send_counts, send_displs, recv_counts, recv_displs)
-        if stream is not None or not self._caller.again(key, id(send), id(recv)):
-            self._caller.call(table.ALL_TO_ALL_V, key, send, recv, stream)
+        spans = _hashable(send_counts, send_displs, recv_counts, recv_displs)
+        self._caller.call(table.ALL_TO_ALL_V, spans, send, recv, stream)
 
     def broadcast(
         self, buf: Array | None, root: int = 0, *, shared: bool = False, stream: Stream = None
@@ -277,14 +273,10 @@ class Communicator:
         """
         if type(root) is not int:
             root = check.rank(root)
-        if shared is not False and self._caller.is_shared(shared, "broadcast"):
+        if shared is not False and self._caller.is_shared(shared):
             return self._caller.shared(table.BROADCAST, buf, None, stream, root)
-        key = ("broadcast", root)
-        if self.rank == root:
-            if stream is not None or not self._caller.again(key, id(buf), 0):
-                self._caller.call(table.BROADCAST, key, buf, None, stream)
-        elif stream is not None or not self._caller.again(key, 0, id(buf)):
-            self._caller.call(table.BROADCAST, key, None, buf, stream)
+        send, recv = (buf, None) if self.rank == root else (None, buf)
+        self._caller.call(table.BROADCAST, (root,), send, recv, stream)
         return None
 
     def gather(self, send: Array, recv: Array | None, root: int = 0, *, stream: Stream = None) -> None:
@@ -299,9 +291,7 @@ class Communicator:
         """
         if type(root) is not int:
             root = check.rank(root)
-        key, mine = ("gather", root), self.rank == root
-        if stream is not None or not self._caller.again(key, id(send), id(recv) if mine else 0):
-            self._caller.call(table.GATHER, key, send, recv if mine else None, stream)
+        self._caller.call(table.GATHER, (root,), send, recv if self.rank == root else None, stream)
 
     def scatter(self, send: Array | None, recv: Array, root: int = 0, *, stream: Stream = None) -> None:
         """Put part i of root's `send` into rank i's `recv`; others pass send=None.
@@ -315,9 +305,7 @@ class Communicator:
         """
         if type(root) is not int:
             root = check.rank(root)
-        key, mine = ("scatter", root), self.rank == root
-        if stream is not None or not self._caller.again(key, id(send) if mine else 0, id(recv)):
-            self._caller.call(table.SCATTER, key, send if mine else None, recv, stream)
+        self._caller.call(table.SCATTER, (root,), send if self.rank == root else None, recv, stream)
 
     def barrier(self) -> None:
         """Return once every rank has called it.
@@ -328,8 +316,7 @@ class Communicator:
             MismatchError: another rank calls something else.
             CommError: the communicator is closed.
         """
-        if not self._caller.again(_BARRIER, 0, 0):
-            self._caller.call(table.BARRIER, _BARRIER, None, None)
+        self._caller.call(table.BARRIER, (), None, None)
 
     # ---- reductions
 
@@ -360,11 +347,9 @@ class Communicator:
         """
         if (type(op), type(order)) != check.NAMES:
             op, order = check.names(op, order)  # type: ignore[assignment]  # checked where a call is made
-        if shared is not False and self._caller.is_shared(shared, "all_reduce"):
+        if shared is not False and self._caller.is_shared(shared):
             return self._caller.shared(table.ALL_REDUCE, send, recv, stream, op, order)
-        key = ("all_reduce", op, order)
-        if stream is not None or not self._caller.again(key, id(send), id(recv)):
-            self._caller.call(table.ALL_REDUCE, key, send, recv, stream)
+        self._caller.call(table.ALL_REDUCE, (op, order), send, recv, stream)
         return None
 
     def reduce_scatter(
@@ -383,9 +368,7 @@ class Communicator:
         """
         if (type(op), type(order)) != check.NAMES:
             op, order = check.names(op, order)  # type: ignore[assignment]  # checked where a call is made
-        key = ("reduce_scatter", op, order)
-        if stream is not None or not self._caller.again(key, id(send), id(recv)):
-            self._caller.call(table.REDUCE_SCATTER, key, send, recv, stream)
+        self._caller.call(table.REDUCE_SCATTER, (op, order), send, recv, stream)
 
     def reduce(
         self, send: Array, recv: Array | None, op: Op = "sum", root: int = 0, order: Order = "fast",
@@ -405,9 +388,7 @@ class Communicator:
             root = check.rank(root)
         if (type(op), type(order)) != check.NAMES:
             op, order = check.names(op, order)  # type: ignore[assignment]  # checked where a call is made
-        key, mine = ("reduce", op, root, order), self.rank == root
-        if stream is not None or not self._caller.again(key, id(send), id(recv) if mine else 0):
-            self._caller.call(table.REDUCE, key, send, recv if mine else None, stream)
+        self._caller.call(table.REDUCE, (op, root, order), send, recv if self.rank == root else None, stream)
 
     # ---- messages
 
@@ -423,9 +404,7 @@ class Communicator:
         """
         if type(dst) is not int:
             dst = check.rank(dst)
-        key = ("send", dst)
-        if stream is not None or not self._caller.sent_again(key, id(buf), 0, key):
-            self._caller.message_call(key, buf, stream)
+        self._caller.message("send", buf, dst, stream)
 
     def recv(self, buf: Array, src: int, *, stream: Stream = None) -> None:
         """Receive into `buf` what rank `src` sends: an array of this dtype and number of elements.
@@ -438,9 +417,7 @@ class Communicator:
         """
         if type(src) is not int:
             src = check.rank(src)
-        key = ("recv", src)
-        if stream is not None or not self._caller.sent_again(key, 0, id(buf), key):
-            self._caller.message_call(key, buf, stream)
+        self._caller.message("recv", buf, src, stream)
 
     def send_recv(self, send: Array, dst: int, recv: Array, src: int, *, stream: Stream = None) -> None:
         """Send to rank `dst` and receive from rank `src` at once: a step of a ring, or an exchange of two ranks.
@@ -453,9 +430,7 @@ class Communicator:
         """
         if (type(dst), type(src)) != check.RANKS:
             dst, src = check.rank(dst), check.rank(src)
-        key = ("send_recv", dst, src)
-        if stream is not None or not self._caller.sent_again(key, id(send), id(recv), None):
-            self._caller.swap(key, send, recv, stream)
+        self._caller.swap(dst, src, send, recv, stream)
 
     def grouped(self) -> AbstractContextManager[None]:
         """Start every send and recv called inside at once, when the block ends, and wait for all.
@@ -481,23 +456,19 @@ class Communicator:
         """
         t, c = self._transport, self._caller
         t.buffers.refuse_capture("split")
-        try:
-            c.open()
-            rule = f"split takes a color of 0 to {_MOST}, or None for a rank that takes no part"
-            color = None if color is None else whole(color, rule, CommError, 0, _MOST)
-            key = whole(key, f"split orders by a key of {-_MOST} to {_MOST}", CommError, -_MOST, _MOST)
-        except LowshardError as error:
-            c.refuse(error, "split")
-        call = c.make("split", "split", 0, 0)
+        c.open()
+        rule = f"split takes a color of 0 to {_MOST}, or None for a rank that takes no part"
+        color = None if color is None else whole(color, rule, CommError, 0, _MOST)
+        key = whole(key, f"split orders by a key of {-_MOST} to {_MOST}", CommError, -_MOST, _MOST)
+        call = c.make("split", "split")
         made: list[Transport | None] = []
 
         def run() -> None:
             t.verify(call)
             made.append(t.split(color, key))
 
-        call.run = run
-        c.do(call)
-        group = made.pop()  # the record of calls keeps this one for a while, but not the group
+        c.run(call, run)
+        group = made.pop()
         if group is None:
             return None
         group.why = t.why
@@ -563,14 +534,11 @@ class Communicator:
             MismatchError: ranks ask for different things.
             CommError: the communicator is closed.
         """
-        key = (what.name, *detail)
-        sent, received = 0 if send is None else id(send), 0 if recv is None else id(recv)
-        if stream is not None or not self._caller.again(key, sent, received):
-            self._caller.call(what, key, send, recv, stream)
+        self._caller.call(what, detail, send, recv, stream)
 
     def step(
         self, name: str, text: str, run: Callable[..., None], *args: Any, sent_bytes: int = 0, received_bytes: int = 0,
-        reached_bytes: int = 0, key: object = None,
+        reached_bytes: int = 0,
     ) -> None:  # fmt: skip
         """Run an operation of a client's own as one call of this communicator: in turn, recorded and counted.
 
@@ -584,16 +552,8 @@ class Communicator:
             sent_bytes: bytes of this rank's elements that other ranks get.
             received_bytes: bytes of other ranks' elements that this rank gets.
             reached_bytes: those of received_bytes that come by memory, not by messages.
-            key: the call is kept under it for the next time; None keeps nothing.
         """
-        c = self._caller
-        call = None if key is None else c.calls.get(key)
-        if call is None:
-            call = c.make(name, text, sent_bytes, received_bytes)
-            call.reached_bytes, call.run = reached_bytes, _apply
-            if key is not None:
-                c.keep(key, call)
-        c.do(call, run, *args)
+        self._caller.run(Call(name, text, 0, sent_bytes, received_bytes, reached_bytes), run, *args)
 
     def carry(
         self, send: Array, send_counts: Sequence[int], send_displs: Sequence[int], recv: Array,
@@ -619,15 +579,13 @@ def _started(
 ) -> Callable[Concatenate[Starter, P], Work]:
     """Return what starts a call of the communicator, with the same arguments."""
     name, takes = method.__name__, signature(method)
-    message = name in ("send", "recv")
 
     @wraps(method)
     def start(self: Starter, /, *args: P.args, **options: P.kwargs) -> Work:
         given = takes.bind(self, *args, **options)  # what is not such a call raises TypeError here
-        begin = self._start_message if message else self._start
-        return begin(name, *given.args[1:], **given.kwargs)
+        return self._start(name, *given.args[1:], **given.kwargs)
 
-    start.__doc__ = f"Start `{name}`" + ("; it need not be in turn with collectives." if message else ".")
+    start.__doc__ = f"Start `{name}`."
     start.__annotations__ = {**method.__annotations__, "return": "Work"}
     start.__signature__ = takes.replace(return_annotation="Work")  # type: ignore[attr-defined]
     return start
@@ -655,22 +613,28 @@ class Starter:
 
         return begin() if stream is None else self._on_stream(stream, name, begin)
 
-    def _start_message(self, name: str, buf: Array, peer: int, *, stream: Stream = None) -> Work:
-        comm = self._comm
+    def send(self, buf: Array, dst: int, *, stream: Stream = None) -> Work:
+        """Start `send`; it need not be in turn with collectives."""
+        return self._start_message("send", buf, dst, stream)
 
-        def begin() -> Work:
-            seen = view_or_same(buf, writes=name == "recv")
-            return comm._transport.start_message(comm._caller, name, seen, check.rank(peer))
+    def recv(self, buf: Array, src: int, *, stream: Stream = None) -> Work:
+        """Start `recv`; it need not be in turn with collectives."""
+        return self._start_message("recv", buf, src, stream)
 
-        return begin() if stream is None else self._on_stream(stream, name, begin)
+    def _start_message(self, name: str, buf: Array, peer: int, stream: Stream) -> Work:
+        t, caller = self._comm._transport, self._comm._caller
+        if not t.buffers.ready(buf):
+            buf = view_or_same(buf, writes=name == "recv")
+        if type(peer) is not int:
+            peer = check.rank(peer)
+        if stream is None:
+            return t.start_message(caller, name, buf, peer)
+        return self._on_stream(stream, name, lambda: t.start_message(caller, name, buf, peer))
 
     def _on_stream(self, stream: Stream, name: str, begin: Callable[[], Work]) -> Work:
         t, caller = self._comm._transport, self._comm._caller
         with t.buffers.current(stream, caller.in_group()) as wrong:
-            if wrong is None:
-                return begin()
-        error = wrong
-        return t.start(caller, name, lambda: caller.refuse_stream(error, name))
+            return begin() if wrong is None else failed_work(name, wrong, caller.failure)
 
     call = _started(Communicator.call)
     all_gather = _started(Communicator.all_gather)
@@ -684,17 +648,11 @@ class Starter:
     reduce_scatter = _started(Communicator.reduce_scatter)
     reduce = _started(Communicator.reduce)
     barrier = _started(Communicator.barrier)
-    send = _started(Communicator.send)
-    recv = _started(Communicator.recv)
 
 
-def _counts_key(name: str, *spans: Any) -> tuple[Any, ...]:
-    """Return what an exchange of these counts is known by; where they are no counts, as they came."""
+def _hashable(*spans: Any) -> tuple[Any, ...]:
+    """Return counts as tuples; what are no counts as they came, for the check to refuse."""
     try:
-        return name, *map(tuple, spans)
+        return tuple(map(tuple, spans))
     except TypeError:
-        return name, *spans
-
-
-def _apply(run: Callable[..., None], *args: Any) -> None:
-    run(*args)
+        return spans

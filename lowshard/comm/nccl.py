@@ -13,9 +13,11 @@ kept until the communicator is closed, since the graph uses it again. Graphs do 
 communicator. Those raise CaptureError, on each rank by itself, before anything is put on the stream. A graph
 that has recorded calls is destroyed before the communicator is closed: else `close` raises TimedOut.
 
-No call waits for another host. Where there is a communicator of the host, what ranks ask for is compared some
-20 ms later; where it differs all ranks raise the same named error, at the latest in the next `barrier`, `split`,
-`close` or wait of the host, and NCCL's work is given up. `lowshard.comm.late_comparison` says what is promised.
+No call waits for another host. Each rank keeps a record of its last 64 calls. When a wait of the host has failed
+(`Work.wait(timeout_s)`, `barrier`, `split`, `close`), ranks compare their records over the host's communicator, where
+there is one. The error names the first call that differs, with both texts and lines, or the ranks that did not come to
+a call. NCCL's work is given up then, and what it was to write is undefined. `LOWSHARD_CHECK=full` compares each call
+before it is given to NCCL, and so waits for the other hosts; `off` keeps no record.
 
 Ranks of a communicator that lowshard has made are connected to each other when it is made, and those of its groups in
 `split`, in a thread that keeps the deadline: so no first call blocks, and an abort is always safe. This is why blocking
@@ -29,28 +31,36 @@ fails is aborted here, and NCCL says that this may make the others of such a fam
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, NoReturn, Self
+from typing import Any, ClassVar, NoReturn
 
 import numpy as np
 
 from lowshard.comm import check
-from lowshard.comm.call import Call
-from lowshard.comm.call_comparison import only_agreements, verdict_of, verify_counts
+from lowshard.comm.call import RECORD_CALLS, Call, Place, place_text, source_place
+from lowshard.comm.call_comparison import (
+    counts_error,
+    late_ranks,
+    mismatch,
+    share_texts,
+    verdict,
+    verify_counts,
+)  # fmt: skip
 from lowshard.comm.collectives import ALL_REDUCE, REDUCE_SCATTER
 from lowshard.comm.communicator import Communicator
 from lowshard.comm.device import GpuBuffers
-from lowshard.comm.late_comparison import LateComparison
 from lowshard.comm.nccl_bindings import Binding
 from lowshard.comm.nccl_handle import NCCLHandle
 from lowshard.comm.nccl_wire import SUM, UINT8, Exchange, exchange_of, exchange_parts, native_code, wire_of
 from lowshard.comm.stream_work import SideStream, StreamWork
 from lowshard.comm.transport import Front, Planner, Run, Transport
 from lowshard.comm.wait_guard import Watching
-from lowshard.errors import CommError, LowshardError, cause_of
+from lowshard.errors import CommError, LowshardError
 from lowshard.settings import TIMEOUT_S, environment
 
 Array = Any
@@ -62,6 +72,11 @@ _CAPTURED = frozenset((
     "send_recv", "all_reduce", "reduce_scatter", "reduce",
 ))  # fmt: skip
 """Calls that a CUDA graph records."""
+_Counts = tuple[list[int], list[int]]
+_NO_CALLS, _IN_VAIN = 16, 17
+"""What ranks compare as they meet on the host: all calls so far as one number, or that a wait was in vain."""
+_ODD, _MASK = 0x9E37_79B9_7F4A_7C15, (1 << 62) - 1
+_EARLY_S = 5.0
 _NO_COLOR = -1  # NCCL_SPLIT_NOCOLOR
 
 
@@ -102,8 +117,13 @@ class NCCLTransport(Transport):
         given = {} if host is None else {"group": host.group, "activity": host.activity}
         if timeout_s is None:
             timeout_s = TIMEOUT_S.seconds() if host is None else host.timeout_s
-        self._late: LateComparison | None = None
-        self._nccl = NCCLHandle(handle, binding, owned=owned, timeout_s=timeout_s, watch=watch)
+        self._calls = _NO_CALLS
+        # A rank that waits for the GPU finds out why before one that waits for it on the host gives up.
+        early_s = 0.0 if host is None else min(_EARLY_S, timeout_s / 4)
+        self._made: deque[tuple[int, str, Place, _Counts | None]] = deque(maxlen=RECORD_CALLS)
+        self._nccl = NCCLHandle(
+            handle, binding, owned=owned, timeout_s=timeout_s - early_s, watch=watch, explain=self._explain
+        )
         self._handle, self._call, self._device = self._nccl.raw, self._nccl.call, self._nccl.device
         self._binding = binding.of_device(self._device)
         self.buffers: GpuBuffers = GpuBuffers(
@@ -114,7 +134,7 @@ class NCCLTransport(Transport):
         if host is None:
             self.check = "off"  # there is nothing to compare over but the GPU
         self.host, self._side = host, SideStream(self._binding, self._nccl.has_ended)
-        self._next_look_s = time.monotonic() + _LOOK_S
+        self._next_look_s, self._ranks = time.monotonic() + _LOOK_S, range(size)
         has = (self._nccl.rank, self._nccl.size)
         if has != (rank, size):
             raise CommError(
@@ -132,52 +152,23 @@ class NCCLTransport(Transport):
         """Connect all ranks to each other; see `NCCLHandle.connect`."""
         self._nccl.connect()
 
-    def compare_late(self) -> Self:
-        """Compare what ranks ask for a little after they have asked, and no longer before; returns itself.
-
-        Collective: all ranks of the communicator call this, before any other call. Without a communicator of the host,
-        and with LOWSHARD_CHECK=off or full, nothing changes.
-        """
-        if self.host is not None and self.check == "hash" and self.size > 1:
-            beside = self.host.split(0, self.rank)
-            assert beside is not None
-            nccl, select, device = self._nccl, self._binding.select, self._device
-
-            def give_up(error: LowshardError) -> LowshardError:
-                select(device)  # a new thread begins on device 0
-                return nccl.give_up_because(error)
-
-            self._late, self.agrees = LateComparison(beside, give_up), True
-        return self
-
     # ---- checks between ranks
 
     def verify(self, call: Call) -> None:
-        if self._late is None:
-            super().verify(call)
-        else:
-            self._late.note(self.sequence, call)
+        self._verify(call, None)
 
-    def refuse(self, text: str, error: LowshardError) -> NoReturn:
-        if self._late is None:
-            super().refuse(text, error)
-        rows = self._late.agree(self.sequence, text, 0, error)
-        raise verdict_of(rows, self.sequence) from cause_of(error)
+    def _verify(self, call: Call, counts: _Counts | None) -> None:
+        """Compare a call, and the counts of an exchange, before it is made; or note it, to be compared in need."""
+        if self.check == "full":
+            super().verify(call)
+            if counts is not None:
+                verify_counts(self, call, *counts)
+        elif self.check == "hash":
+            self._made.append((self.sequence, call.text, source_place(), counts))
+            self._calls = (self._calls * _ODD + call.signature) & _MASK
 
     def compare(self, signature: int) -> bool:
         return True if self.host is None else self.host.compare(signature)
-
-    def agree(
-        self, signature: int, text: str, error: Exception | None, compared: bool = False
-    ) -> list[list[str]]:
-        if self._late is None:
-            return super().agree(signature, text, error, compared)
-        rows = self._late.agree(self.sequence + 1, text, signature, error)
-        return only_agreements(rows, error, self.sequence)
-
-    def agree_late(self, signature: int, text: str) -> None:
-        assert self._late is not None
-        self._late.note(self.sequence + 1, Call("agree", text, signature))
 
     def to_host(self, array: Array) -> np.ndarray:
         self._wait_for_stream("what ranks agree on")
@@ -190,13 +181,63 @@ class NCCLTransport(Transport):
         self._nccl.wait_on_host(event, self._nccl.timeout_s, what)
 
     def gather_facts(self, record: np.ndarray) -> np.ndarray:
-        self._compare_all()
-        return super().gather_facts(record) if self.host is None else self.host.gather_facts(record)
+        if self.host is None:
+            return super().gather_facts(record)
+        self._meet()
+        return self.host.gather_facts(record)
 
-    def _compare_all(self) -> None:
-        """Return once all calls so far are compared, as they must be before ranks wait for each other on the host."""
-        if self._late is not None:
-            self._late.settle()
+    def refuse(self, text: str, error: LowshardError) -> NoReturn:
+        if self.host is None or self.check == "off":
+            raise error
+        self.host.compare(_IN_VAIN)
+        found = self._difference(error)
+        raise found or error
+
+    def _meet(self) -> None:
+        """Meet on the host, and raise on all ranks what differs in the calls so far."""
+        if self.host is None or self.host.compare(self._calls if self.check == "hash" else _NO_CALLS):
+            return
+        found = self._difference()
+        self._nccl.give_up()
+        raise found or CommError("ranks have made different calls, longer ago than their records reach")
+
+    def _explain(self) -> LowshardError | None:
+        """Return what the records say of a wait that was in vain: others may be in a meeting, or explain it too."""
+        if self.host is None or self.check != "hash" or self.size == 1:
+            return None
+        self.host.compare(_IN_VAIN)
+        return self._difference()
+
+    def _difference(self, error: LowshardError | None = None) -> LowshardError | None:
+        """Return what the ranks' records of their last calls say, the same on all ranks.
+
+        The error that a rank comes with; a MismatchError where calls differ; a TimedOut that names the ranks that did
+        not come to a call; None where the records are equal.
+        """
+        assert self.host is not None
+        mine = [(number, text, place_text(place), counts) for number, text, place, counts in self._made]
+        wrong = [] if error is None else [type(error).__name__, str(error)]
+        said = [json.loads(row) for row in share_texts(self.host, json.dumps([wrong, mine]))]
+        if any(row[0] for row in said):
+            return verdict([("a call", "", *row[0]) for row in said], self.sequence)
+        records = [{row[0]: row[1:] for row in rows} for _, rows in said]
+        ends = [max(record, default=0) for record in records]
+        first = max(min(record, default=0) for record in records)  # older calls are forgotten somewhere
+        for number in range(max(first, 1), min(ends) + 1):
+            rows = [record.get(number, ["nothing", "?", None]) for record in records]
+            if len({row[0] for row in rows}) > 1:
+                return mismatch([row[:2] for row in rows], number)
+            counts = [row[2] for row in rows]
+            if all(counts) and any(
+                counts[i][0][j] != counts[j][1][i] for i in self._ranks for j in self._ranks
+            ):
+                return counts_error(rows[0][0], [row[1] for row in rows], counts, number)
+        behind = [rank for rank, end in enumerate(ends) if end < max(ends)]
+        if not behind:
+            return None
+        number = min(ends) + 1
+        asked = next(record[number] for record in records if number in record)
+        return late_ranks(behind, asked, number)
 
     # ---- the way to NCCL
 
@@ -225,7 +266,7 @@ class NCCLTransport(Transport):
     def _run_group(self, batch: Sequence[tuple[Call, Array, int]]) -> None:
         with self._nccl.group():
             for call, buf, peer in batch:
-                call.run(buf, peer)
+                (self.send if call.name == "send" else self.recv)(buf, peer)
 
     # ---- calls that are not waited for
 
@@ -313,15 +354,11 @@ class NCCLTransport(Transport):
         return run
 
     def _plan_all_to_all_v(self, call: Call, dtype: Any, elems: int, *spans: Sequence[int]) -> Run:
-        sent, _, received, _ = spans
+        counts = list(map(int, spans[0])), list(map(int, spans[2]))
         exchange = exchange_of(wire_of(dtype), self.rank, *spans)
 
         def run(send: Array, recv: Array) -> None:
-            if self._late is None:
-                self.verify(call)
-                verify_counts(self, call, sent, received)
-            else:
-                self._late.note(self.sequence, call, (sent, received))
+            self._verify(call, counts)
             self._exchange(exchange, send, recv)
 
         return run
@@ -473,9 +510,8 @@ class NCCLTransport(Transport):
     # ---- groups and life
 
     def barrier(self) -> None:
-        self._compare_all()
         if self.host is not None:
-            self.host.barrier()
+            self._meet()
             return
         one = self.buffers.xp.zeros(1, np.uint8)
         at = self._binding.pointer(one)
@@ -491,11 +527,10 @@ class NCCLTransport(Transport):
     def split(self, color: int | None, key: int) -> Transport | None:
         nccl = self._nccl
         self.lend_name()
-        self._compare_all()
         # A split may deadlock with work of the same communicator that is still under way.
         nccl.blocking(self._binding.synchronize, "split: the work queued before it")
         if self.host is not None:
-            self.host.barrier()  # a rank that does not come is found here, and named
+            self._meet()  # a rank that does not come is found here, and named
         asked = _NO_COLOR if color is None else color
         handle = nccl.blocking(lambda: self._call(self._handle.commSplit, asked, key), "split")
         host = None if self.host is None else self.host.split(color, key)
@@ -503,27 +538,22 @@ class NCCLTransport(Transport):
             return None
         rank, size = int(handle.rank_id()), int(handle.size())
         made = NCCLTransport(
-            handle, rank, size, host, binding=self._binding, timeout_s=nccl.timeout_s, watch=nccl.watch
+            handle, rank, size, host, binding=self._binding, timeout_s=self.timeout_s, watch=nccl.watch
         )
         try:
             made.connect()
         except LowshardError:
             made.close()  # it has failed: an abort where one is possible, and the end of its host transport
             raise
-        return made if self._late is None else made.compare_late()
+        return made
 
     def end(self) -> None:
         if not self.failed:
             self._begin_messages()
         self._nccl.failed = self._nccl.failed or self.failed
         try:
-            if self._late is not None:
-                self._late.close(self.sequence + 1, self._nccl.failed)
-        finally:
-            self._end()
-
-    def _end(self) -> None:
-        try:
+            if not self._nccl.failed:
+                self._meet()
             self._nccl.end()
         finally:
             if self.host is not None:
@@ -532,7 +562,7 @@ class NCCLTransport(Transport):
 
 
 def nccl_communicator(
-    handle: Any, rank: int, size: int, host: Communicator | None = None, *, late: bool = False, **options: Any
+    handle: Any, rank: int, size: int, host: Communicator | None = None, **options: Any
 ) -> Communicator:
     """Return a communicator over an NCCL communicator.
 
@@ -541,10 +571,11 @@ def nccl_communicator(
         rank: this rank.
         size: number of ranks.
         host: a communicator of the host over the same ranks, its control; closed with it.
-        late: whether calls are compared late, as `NCCLTransport.compare_late` says. Collective then.
+        options: timeout_s, binding and the like.
     """
-    made = NCCLTransport(handle, rank, size, None if host is None else host._transport, **options)
-    return Communicator(made.compare_late() if late else made, host)
+    return Communicator(
+        NCCLTransport(handle, rank, size, None if host is None else host._transport, **options), host
+    )
 
 
 _thread = threading.local()

@@ -17,7 +17,7 @@ import numpy as np
 from lowshard.comm.nccl_bindings import Binding
 from lowshard.comm.nccl_wait import InThread, is_done, last_error, wait_for
 from lowshard.comm.wait_guard import Watching
-from lowshard.errors import CommError, LowshardError, PeerFailed, TimedOut, again
+from lowshard.errors import CommError, LowshardError, PeerFailed, TimedOut
 
 T = TypeVar("T")
 
@@ -26,6 +26,7 @@ SUM = 0  # ncclSum
 _INVALID_ARGUMENT = 4  # the one ncclResult_t error that leaves a communicator usable
 _REMOTE_ERROR, _IN_PROGRESS, _TIMEOUT = 6, 7, 8
 _ABORT_LOCK_S = 1.0
+_EXPLAIN_S = 5.0  # for the others' waits to end too, which began at other times
 _NOT_OURS = "the NCCL communicator is its maker's: abort it there, or its kernels keep the GPU busy"
 
 
@@ -33,8 +34,9 @@ class NCCLHandle:
     """What stands between a communicator of ours and one of NCCL's."""
 
     def __init__(
-        self, raw: Any, binding: Binding, *, owned: bool, timeout_s: float, watch: Watching | None
-    ) -> None:
+        self, raw: Any, binding: Binding, *, owned: bool, timeout_s: float, watch: Watching | None,
+        explain: Callable[[], LowshardError | None] = lambda: None,
+    ) -> None:  # fmt: skip
         """Wrap an NCCL communicator.
 
         Args:
@@ -43,13 +45,12 @@ class NCCLHandle:
             owned: whether it is ours to end.
             timeout_s: deadline of every wait of the host.
             watch: the side channel, or None.
+            explain: returns what the ranks' calls say of a wait that is over in vain, or None. Ranks meet in it.
         """
-        self.raw = raw
+        self.raw, self._explain = raw, explain
         self.timeout_s, self.watch = timeout_s, watch
         self.failed = False
         """Whether something went wrong after which only an abort may follow."""
-        self.cause: LowshardError | None = None
-        """Why the ranks gave the communicator up, where they agreed to: raised by every later call and wait."""
         self._binding, self._owned = binding, owned
         self._state: Literal["open", "ended", "aborted"] = "open"
         self._calling = threading.RLock()
@@ -92,8 +93,6 @@ class NCCLHandle:
             self.call(nccl.groupEnd)
 
     def _check_state(self) -> None:
-        if self.cause is not None:
-            raise again(self.cause)
         if self._state == "aborted":
             raise CommError("this NCCL communicator was aborted after an error; make a new one")
 
@@ -167,13 +166,18 @@ class NCCLHandle:
         """Say whether the work before an event is done; does not wait. What it raises: see `look`."""
         return is_done(event, self.watch, self, what)
 
-    def give_up_because(self, error: LowshardError) -> LowshardError:
-        """Give up over what the ranks agree on; return what every later call and wait raises, and one under way."""
-        self.cause = error if self._owned else again(error, f"{error}; {_NOT_OURS}")
-        left = self.give_up()
-        if left:
-            self.cause = again(error, f"{error}; {left}")
-        return self.cause
+    def explain(self) -> LowshardError | None:
+        """Return why a wait was in vain, as far as the ranks find out together in a moment."""
+        thread = InThread(self._explain, "lowshard comparison of calls")
+        end_s = time.monotonic() + min(self.timeout_s, _EXPLAIN_S)
+        while not thread.done:
+            if time.monotonic() > end_s or (self.watch is not None and self.watch.flag[0]):
+                return None
+            time.sleep(1e-3)
+        try:
+            return thread.result()
+        except CommError:
+            return None
 
     def give_up(self) -> str:
         """Abort the NCCL communicator, so that its kernels leave the device; return what hindered it, or ""."""
@@ -181,7 +185,7 @@ class NCCLHandle:
         if self._state != "open":
             return ""
         if not self._owned:
-            return _NOT_OURS if self.cause is None else ""  # the cause says it
+            return _NOT_OURS
         if not self._calling.acquire(timeout=_ABORT_LOCK_S):
             return "it was not aborted, for another thread is inside an NCCL call"
         try:

@@ -156,7 +156,7 @@ def _connect(host: Communicator, mpi_comm: Any, found: _Found, watch: Watching |
         ) from failure
     made = NCCLTransport(handle, host.rank, host.size, host._transport, binding=found.binding, watch=watch)
     made.connect()
-    return Communicator(made.compare_late(), host)
+    return Communicator(made, host)
 
 
 class _Request:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
 from lowshard.comm.wait_guard import Watching
-from lowshard.errors import CommError, TimedOut
+from lowshard.errors import CommError, LowshardError, MismatchError, TimedOut, again
 
 T = TypeVar("T")
 
@@ -42,6 +42,9 @@ class Breakable(Protocol):
 
     def ask(self) -> None:
         """Raise what NCCL knows to have gone wrong."""
+
+    def explain(self) -> LowshardError | None:
+        """Return why a wait was in vain, or None."""
 
     def give_up(self) -> str:
         """End what is under way, so that the device is free again; return what could not be done, or ""."""
@@ -96,6 +99,11 @@ def wait_for(
             text = f"{what} was not done after {now - begun:.3g} s" + (
                 f"; NCCL's last message: {said}" if said else ""
             )
+            why = None if communicator is None else communicator.explain()
+            if why is not None:
+                if watch is not None:
+                    watch.tell("disagreed" if isinstance(why, MismatchError) else "timed out", str(why))
+                raise again(why, f"{why}; {text}{_give_up(communicator)}")
             if watch is not None:
                 watch.tell("timed out", text)
             raise TimedOut(text + _give_up(communicator))

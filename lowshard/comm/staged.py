@@ -282,15 +282,12 @@ class StagedTransport(Transport):
         whole: list[np.ndarray] = []
         pieces: list[tuple[Call, Array, int]] = []
         for call, buf, peer in batch:
-            sends = call.name == "send"
             content = np.empty(buf.size, buf.dtype)
             whole.append(content)
             # Also what is received into: where a message is refused the others arrive, and this one stays as it was.
             self._transfer(buf, content, to_host=True)
-            run = self.host.send if sends else self.host.recv
-            beside = Call(call.name, call.text, 0, run=run)
             chunk = self._chunk(buf.dtype, 1)
-            pieces += [(beside, content[at : at + chunk], peer) for at in range(0, buf.size + 1, chunk)]
+            pieces += [(call, content[at : at + chunk], peer) for at in range(0, buf.size + 1, chunk)]
         try:
             self.host.run_batch(front, pieces)
         finally:

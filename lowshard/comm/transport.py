@@ -6,7 +6,6 @@ contiguous, already checked arrays, and count nothing. What a transport declares
 
 - `buffers`: where arrays lie, in host memory or on a GPU;
 - `plans`, `shared_plans`: collectives of the table that it has a plan of its own for; of the others the table has one;
-- `quick`: a table of calls that compiled code runs, where it keeps one;
 - `reach`: the memory of other ranks;
 - `launch`: what is around every call, on a GPU.
 """
@@ -34,35 +33,6 @@ Run = Callable[..., Any]
 Planner = Callable[..., Run | None]
 """Returns the run of a call, from the transport, the call, dtype and elements and what the call asks for beside; None
 where the table's own plan serves."""
-
-
-class Quick(Protocol):
-    """A table of calls that were made before, which compiled code finds and runs by itself.
-
-    Attributes:
-        acts: by key of a call (name, then what it asks for beside its buffers), the number it is known by.
-        waiting: messages that wait for others, by name and peer: none goes past those.
-        head: address of the table, the first argument of `run`.
-        run: runs a call from head, act, number, and `id` of send and recv (0 for none); returns a code.
-    """
-
-    acts: dict[object, int]
-    waiting: dict[tuple[str, int], Any]
-    head: int
-    run: Callable[..., int]
-    unknown: int
-
-    def learn(self, key: tuple[Any, ...], call: Call, send: Array | None, recv: Array | None) -> None:
-        """Enter a call that has just been made the long way, if the table can have it."""
-
-    def ended(self, code: int) -> None:
-        """Do what is left after a collective that ended with this code, or raise."""
-
-    def message_ended(self, code: int, sends: bool) -> None:
-        """The same for messages."""
-
-    def take_uses(self) -> list[tuple[Call, int]]:
-        """Return calls and how often each was run since this was asked."""
 
 
 class Front(Protocol):
@@ -104,7 +74,6 @@ class Transport(ABC):
         closed: whether it takes no more calls.
         ended: whether its resources were given back; what goes on while it is closed has them still.
         failed: a peer may be gone: wait for no one any more.
-        forked: whether this process is a child of the rank's; then it is closed here, and ends nothing.
         why: why it was chosen, where there was a choice.
     """
 
@@ -117,7 +86,6 @@ class Transport(ABC):
     asked for beside. None where the table's serves."""
     launch: Callable[..., None] | None = None
     """Runs a step of a call, from the call, the step and its arguments, on a device; None where there is none."""
-    quick: Quick | None = None
     compares: bool = True
     """Whether ranks can compare numbers at once; else `compare` says yes to everything."""
     host: Transport | None = None
@@ -143,7 +111,7 @@ class Transport(ABC):
         self.activity = Activity() if activity is None else activity
         self.buffers = HostBuffers(self.name) if buffers is None else buffers
         self.sequence = 0
-        self.closed = self.ended = self.failed = self.forked = False
+        self.closed = self.ended = self.failed = False
         self.why = ""
         self._reach: Reach | None = None
 
@@ -297,11 +265,8 @@ class Transport(ABC):
             call_comparison.differ(self, call.text)
 
     def refuse(self, text: str, error: LowshardError) -> NoReturn:
-        """Raise what is wrong with this rank's arguments, on all ranks; `text` is what it asked for."""
+        """Raise this rank's error on all ranks, in place of their next call; `text` is what this one was to do."""
         call_comparison.refuse(self, text, error)
-
-    agrees: bool = False
-    """Whether agreements beside a control are made here, in one order with the calls, and not there."""
 
     def agree(
         self, signature: int, text: str, error: Exception | None, compared: bool = False
@@ -315,10 +280,6 @@ class Transport(ABC):
             compared: whether signatures were compared before, and differ.
         """
         return call_comparison.agree(self, signature, text, error, compared)
-
-    def agree_late(self, signature: int, text: str) -> None:
-        """Note an agreement, to be compared later; where `agrees`."""
-        raise NotImplementedError(f"{self.name} agrees at once")
 
     def gather_facts(self, record: np.ndarray) -> np.ndarray:
         """Return every rank's record of one length `[size, n]`, moved by the primitives: no traffic of the user's."""

@@ -60,7 +60,7 @@ def run(program: Program, local: Array | None, out: Array | None, comm: Communic
         comm.step(
             program.name, program.text, _by_memory, program, local, out, comm,
             sent_bytes=program.sent_bytes, received_bytes=program.received_bytes,
-            reached_bytes=program.reached_bytes, key=("move", program.serial),
+            reached_bytes=program.reached_bytes,
         )  # fmt: skip
     else:
         _by_messages(program, local, out, comm)

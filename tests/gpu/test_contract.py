@@ -28,7 +28,7 @@ from lowshard.selftest.steps import STEPS
 NCCL, STAGED = (partial(Way, transport=name, on_gpu=True) for name in ("nccl", "staged"))
 WAYS: dict[str, tuple[Way, int, Any]] = {
     "one rank": (NCCL(1), 2, partial(run_nccl, control=False)),
-    "compared late": (NCCL(2, late=True), 4, partial(run_nccl, late=True)),
+    "two ranks": (NCCL(2, late=True), 4, run_nccl),
     "never compared": (NCCL(3, compares=False), 2, partial(run_nccl, control=False)),
     "staged, one rank": (STAGED(1), 1, run_staged),
     "staged in pieces": (STAGED(2), 5, partial(run_staged, slot_bytes=3000)),

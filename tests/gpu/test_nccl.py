@@ -12,8 +12,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.comm_kit import outcome, refused, same
+from support import mode
+from support.comm_kit import refused, same
 from support.gpu import Answers, Recorded, alone, on_gpu, recorded, run_nccl
+from support.mismatch import Board, line_of, mismatches
 
 from lowshard import DeviceMesh, Layout, dtypes, execute, plan_redistribute
 from lowshard import comm as lc
@@ -25,7 +27,6 @@ from lowshard.errors import CommError, DependencyError, MismatchError, PeerFaile
 from lowshard.fsdp.groups import StreamQueue, _StreamWork
 
 ROWS = [row for row in dtypes.all_dtypes() if not row.is_float8 and row.kind not in ("scale", "bool")]
-SOON_S = 5.0  # much less than the deadline of a wait, much more than a comparison of calls takes
 
 
 def calls_of(comm: Communicator, call: Callable[[], object]) -> list[str]:
@@ -204,64 +205,56 @@ def test_an_error_of_one_rank_is_raised_by_its_next_call_on_all(kind: str, how: 
     run_nccl(2, check)
 
 
-def told(call: Callable[[], object], cls: str, *says: str) -> None:
-    """Check that a call raises an error soon, or after some such calls, as it comes late."""
-    found, end_s = outcome(call), time.monotonic() + SOON_S
-    while not found[0] and time.monotonic() < end_s:
-        time.sleep(0.01)
-        found = outcome(call)
-    assert (found[0], [text for text in says if text not in found[1]]) == (cls, []), found
-
-
 @pytest.mark.whole
-@pytest.mark.parametrize("end", ["all_reduce", "wait", "barrier", "split", "close", "shared"])
-def test_calls_that_differ_end_in_one_error_on_all_ranks_and_an_abort(end: str, answers: Answers) -> None:
-    """A next call tells of it, and what waits for the other ranks compares first."""
-
+@pytest.mark.parametrize("place", mode.sample(range(38), 6, "mismatches over NCCL"))
+def test_calls_that_differ_are_named_when_a_wait_has_failed(place: int, answers: Answers) -> None:
     def check(comm: Communicator) -> None:
-        buf, begun = on_gpu(comm, np.zeros(3 + comm.rank)), time.monotonic()
-        calls: dict[str, Callable[[], object]] = {
-            "all_reduce": lambda: comm.all_reduce(buf, buf), "barrier": comm.barrier,
-            "split": lambda: comm.split(0), "close": comm.close,
-            "shared": lambda: comm.broadcast(None if comm.rank else buf, shared=True),
-            "wait": lambda: comm.start.broadcast(buf).wait(timeout_s=60.0),
-        }  # fmt: skip
-        comm.control.barrier()
+        entry, buf = mismatches(Board(comm))[place], on_gpu(comm, np.zeros(4))
+        answers.status = Answers.NEVER
 
         def work() -> None:
-            if end == "wait":
-                answers.status = Answers.NEVER
-            elif comm.rank == 1:
-                comm.broadcast(buf)
-            calls[end]()
+            (entry.other if comm.rank else entry.one)()
+            comm.start.all_reduce(buf, buf).wait(timeout_s=60.0)
 
-        asked = "broadcast" if end in ("shared", "wait") else end
-        mine = "rank 1 asked for broadcast float64[4] root=0 at test_nccl.py:"
-        told(work, "MismatchError", "call #1", mine, f"rank 0 asked for {asked}")
-        assert (recorded(comm).ended, time.monotonic() - begun < SOON_S) == ("abort", True)
-        if end != "close":  # every later call and wait says it again
-            refused(comm.barrier, MismatchError, "call #1")
-            refused(lambda: comm.start.broadcast(buf).wait(), MismatchError, "call #1")
-
-    run_nccl(2, check, still=True, late=True)
-
-
-def test_a_rank_goes_on_and_those_that_do_not_call_are_named_when_the_time_is_over() -> None:
-    stop = threading.Event()
-
-    def check(comm: Communicator) -> None:
-        buf, other = on_gpu(comm, np.zeros(4), np.zeros(4))
-        nccl = comm._transport._nccl  # type: ignore[attr-defined]
-        if comm.rank == 1:
-            stop.wait(SOON_S)
-            nccl.failed = True  # no destroy beside an abort
-            return
-        for _ in range(100):
-            comm.all_reduce(buf, buf)
-            comm.all_to_all_v(buf, [1, 1], [0, 1], other, [1, 1], [0, 1])
-        time.sleep(0.3)
-        told(nccl.ask, "TimedOut", "ranks [1] did not come", "called all_reduce float64[4]", "call #1")
+        refused(
+            work, MismatchError, "call #1", f"{entry.one_says}[^;]* at {line_of(entry.one)}", entry.other_says
+        )
         assert recorded(comm).ended == "abort"
-        stop.set()
+        refused(lambda: comm.all_reduce(buf, buf), CommError, "aborted")
 
-    run_nccl(2, check, still=True, late=True, timeout_s=0.5)
+    run_nccl(2, check, still=True, timeout_s=0.8)
+
+
+@pytest.mark.parametrize("end", ["barrier", "split", "close"])
+def test_calls_that_differ_are_found_where_the_hosts_meet(end: str) -> None:
+    def check(comm: Communicator) -> None:
+        buf = on_gpu(comm, np.zeros(3 + comm.rank))
+        comm.all_reduce(buf, buf)
+        calls: dict[str, Callable[[], object]] = {
+            "barrier": comm.barrier, "split": lambda: comm.split(0), "close": comm.close,
+        }  # fmt: skip
+        mine = [
+            rf"rank {rank} asked for all_reduce float64\[{3 + rank}\] sum fast at test_nccl.py:"
+            for rank in (0, 1)
+        ]
+        refused(calls[end], MismatchError, "call #1", *mine)
+        assert recorded(comm).ended == "abort"
+
+    run_nccl(2, check, still=True)
+
+
+def test_ranks_that_do_not_come_are_named_at_the_deadline(answers: Answers) -> None:
+    def check(comm: Communicator) -> None:
+        buf = on_gpu(comm, np.zeros(4))
+        answers.status = Answers.NEVER
+        comm.all_reduce(buf, buf)
+        for _ in range(0 if comm.rank else 2):
+            comm.broadcast(buf)
+        refused(
+            lambda: comm.start.send(buf, 1 - comm.rank).wait(timeout_s=60.0),
+            TimedOut,
+            "rank 1 .*call #2",
+            "broadcast",
+        )
+
+    run_nccl(2, check, still=True, timeout_s=0.8)

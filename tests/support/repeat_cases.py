@@ -259,10 +259,10 @@ def calls_of_many_sizes_are_all_counted_and_numbered(comm: Communicator, rng: np
         calls = group.traffic.calls["all_reduce"]
         assert calls % 340 == 0, calls
     assert group.traffic.calls == {"all_reduce": 680, "barrier": 1}
-    ring = group._transport.activity.ring()
+    lines = group._transport.activity.lines()
     if comm.transport != "nccl":
-        assert len(ring) == 64
-        assert ring[-1].startswith("all_reduce#681 float64["), ring[-1]
+        assert len(lines) == 64
+        assert lines[-1].startswith("all_reduce#681 float64["), lines[-1]
     group.close()
 
 

@@ -69,10 +69,8 @@ def every_promise(comm: Communicator, by_the_host: bool = True) -> None:
     wrong = put(comm, np.zeros(5, np.float32))
     refused(lambda: comm.call(SHIFT, recv, wrong, 1), BufferMismatchError, "shift: recv holds as many")
     refused(lambda: comm.call(SHIFT, recv, recv, "far"), CommError, "number of ranks")
-    if size > 1 and by_the_host:
+    if size > 1 and by_the_host and comm.transport != "nccl":
         refused(lambda: comm.call(SHIFT, recv, recv, me), MismatchError, r"shift float32\[6\] by 1")
-        only = wrong if me == 1 else put(comm, np.zeros(6, np.float32))
-        refused(lambda: comm.call(SHIFT, recv, only, 1), BufferMismatchError, "rank 1: shift: recv holds")
     with comm.grouped():
         refused(lambda: comm.call(SHIFT, recv, recv, 1), CommError, "only send and recv")
     comm.close()

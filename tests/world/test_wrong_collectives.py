@@ -45,20 +45,20 @@ def graph_plan() -> Any:
 
 
 PLAIN: dict[str, Prepare] = {
-    "all_gather": lambda c: call(c.all_gather, send=floats(4), recv=floats(8), shared=False),
+    "all_gather": lambda c: call(c.all_gather, send=floats(4), recv=floats(4), shared=False),
     "all_gather_v": lambda c: call(
-        c.all_gather_v, send=floats(4), recv=floats(8), recv_counts=[4, 4], recv_displs=[0, 4]
+        c.all_gather_v, send=floats(4), recv=floats(4), recv_counts=[4], recv_displs=[0]
     ),
     "all_to_all": lambda c: call(c.all_to_all, send=floats(4), recv=floats(4)),
     "all_to_all_v": lambda c: call(
-        c.all_to_all_v, send=floats(4), send_counts=[2, 2], send_displs=[0, 2], recv=floats(4), recv_counts=[2, 2],
-        recv_displs=[0, 2],
+        c.all_to_all_v, send=floats(4), send_counts=[4], send_displs=[0], recv=floats(4), recv_counts=[4],
+        recv_displs=[0],
     ),
     "broadcast": lambda c: call(c.broadcast, buf=floats(4), root=0, shared=True),
-    "gather": lambda c: call(c.gather, send=floats(4), recv=floats(8), root=0),
-    "scatter": lambda c: call(c.scatter, send=floats(8), recv=floats(4), root=0),
+    "gather": lambda c: call(c.gather, send=floats(4), recv=floats(4), root=0),
+    "scatter": lambda c: call(c.scatter, send=floats(4), recv=floats(4), root=0),
     "all_reduce": lambda c: call(c.all_reduce, send=floats(4), recv=floats(4), op="max", order="tree", shared=False),
-    "reduce_scatter": lambda c: call(c.reduce_scatter, send=floats(8), recv=floats(4), op="max", order="tree"),
+    "reduce_scatter": lambda c: call(c.reduce_scatter, send=floats(4), recv=floats(4), op="max", order="tree"),
     "reduce": lambda c: call(c.reduce, send=floats(4), recv=floats(4), op="max", root=0, order="tree"),
     "split": lambda c: call(c.split, color=0, key=0),
 }  # fmt: skip
@@ -198,14 +198,28 @@ def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(SAVED, {"w": (Layout(DeviceMesh((1,), ("x",)), (8, 6), "float32", (Replicated(),)), floats(8, 6))})
 
 
-@pytest.mark.parametrize("name", mode.sample([*PLAIN, *COMPOUND], 25, "wrong collectives"))
+@pytest.mark.parametrize("name", PLAIN)
+def test_a_plain_call_refuses_by_itself(name: str) -> None:
+    failed = []
+    for argument in PLAIN[name](loopback(1)[0])[1]:
+        for what, wrong in {"right": ..., **WRONG}.items():
+            function, right = PLAIN[name](loopback(1)[0])
+            try:
+                function(**(right if wrong is ... else {**right, argument: wrong}))
+            except Exception as error:
+                if wrong is ... or not isinstance(error, LowshardError):
+                    failed.append(f"{argument}={what}: {type(error).__name__}: {error}")
+    assert not failed, "\n".join(failed)
+
+
+@pytest.mark.parametrize("name", mode.sample([*COMPOUND], 16, "wrong collectives"))
 def test_wrong_on_all_ranks_and_on_one(name: str) -> None:
-    prepare = (PLAIN | COMPOUND)[name]
+    prepare = COMPOUND[name]
     assert outcomes(prepare, {}) == [""] * RANKS
     failed = []
     for argument in run_loopback(RANKS, lambda comm: list(prepare(comm)[1]))[0]:
         for what, wrong in mode.sample(list(WRONG.items()), 8, f"{argument} of {name}"):
-            alone = [] if argument == "comm" or name in PLAIN else [(RANKS - 1,)]
+            alone = [] if argument == "comm" else [(RANKS - 1,)]
             wrong = list(wrong) if isinstance(wrong, list) else wrong  # some calls append
             for ranks in [tuple(range(RANKS)), *alone]:
                 found = outcomes(prepare, {rank: {argument: wrong} for rank in ranks})
