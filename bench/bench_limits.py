@@ -110,7 +110,7 @@ PLAN_S = {
 RANKS = 2
 FROM_BYTES, TO_BYTES = 16_000_000, 64 << 20
 """Sizes that the multiples of a memcpy hold for."""
-X_MEMCPY = {("all_reduce", "window"): 2.0, ("reduce_scatter", "window"): 0.9, ("all_gather", "shared"): 0.6}
+X_MEMCPY = {("all_reduce", "window"): 2.0, ("reduce_scatter", "window"): 0.9}
 """Largest time as a multiple of a memcpy, out of place, by collective and form."""
 X_MPI, OVER_MPI_S, X_MPI_FROM_BYTES = 1.05, 1.5e-6, 64 << 10
 """Largest time as a multiple of mpi4py's own call, and seconds beside it, from so many bytes on."""
@@ -129,7 +129,7 @@ class CollectiveRun:
     transport: str
     check: str
     form: str = ""
-    """window or shared, where nothing else is unusual."""
+    """window, where nothing else is unusual."""
     small_all_reduce_s: float = 0.0
 
     def why_none(self, largest: int, in_range: bool, compare_mpi: bool) -> str | None:

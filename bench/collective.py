@@ -103,8 +103,6 @@ def _add_what(parser: argparse.ArgumentParser, op: str) -> None:
             help="order of the operands (default fast, the transport's own)")  # fmt: skip
     if OPERATIONS[op].rooted:
         add("-r", "--root", type=options.natural, default=0, metavar="RANK", help="root (default 0)")
-    if OPERATIONS[op].shared:
-        add("--shared", action="store_true", help="the result is one read-only array for the node")
     if op != "barrier":
         add("--window", action="store_true", help="buffers from comm.empty, which other ranks read directly")
     add("--ranks", type=options.count, metavar="N",
@@ -174,7 +172,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
         () if redop is None else ALL_REDOPS if redop == "all" else (redop,),
         root=getattr(args, "root", 0), rounds=args.iters, warmups=args.warmup_iters, calls=args.agg_iters,
         checks=args.checks, average=args.average, cycles=args.run_cycles, each=args.per_iteration,
-        transport=args.transport, shared=getattr(args, "shared", False), window=getattr(args, "window", False),
+        transport=args.transport, window=getattr(args, "window", False),
         order=getattr(args, "order", "fast"), compare_mpi=args.compare_mpi,
     )  # fmt: skip
 
@@ -437,9 +435,7 @@ class Listing:
         how.append(
             "each call timed by itself" if settings.each else f"{settings.rounds} rounds of batches of calls"
         )
-        how += ["buffers from comm.empty"] * settings.window + [
-            "results shared by the node"
-        ] * settings.shared
+        how += ["buffers from comm.empty"] * settings.window
         how += [f"order {settings.order}"] * (settings.order != "fast")
         yield f"# {'how':<10} {', '.join(how)}"
         block = sum(column.width for column in self._block)

@@ -28,7 +28,6 @@ class Operation:
     name: str
     reduces: bool = False
     rooted: bool = False
-    shared: bool = False
     out_of_place: bool = True
     in_place: bool = True
     whole_send: bool = True
@@ -63,12 +62,12 @@ class Sizes:
 OPERATIONS = {
     one.name: one
     for one in (
-        Operation("all_reduce", reduces=True, shared=True),
-        Operation("all_gather", shared=True, whole_send=False),
+        Operation("all_reduce", reduces=True),
+        Operation("all_gather", whole_send=False),
         Operation("reduce_scatter", reduces=True, whole_recv=False),
         Operation("all_to_all", in_place=False),
         Operation("all_to_all_v", in_place=False),
-        Operation("broadcast", rooted=True, shared=True, out_of_place=False),
+        Operation("broadcast", rooted=True, out_of_place=False),
         Operation("reduce", reduces=True, rooted=True),
         Operation("gather", rooted=True, whole_send=False),
         Operation("scatter", rooted=True, whole_recv=False),
@@ -133,7 +132,6 @@ class Settings:
     cycles: int = 1
     each: bool = False
     transport: str = "auto"
-    shared: bool = False
     window: bool = False
     order: str = "fast"
     compare_mpi: bool = False
@@ -146,18 +144,16 @@ class Settings:
 
     @property
     def form(self) -> str:
-        """Whether results are shared or buffers are windows, where nothing else is unusual; "" else."""
+        """Whether buffers are windows, where nothing else is unusual; "" else."""
         if self.order != "fast" or self.average != 3 or self.dtypes != ("float32",):
             return ""
         if self.redops not in ((), ("sum",)):
             return ""
-        return "shared" if self.shared else "window" if self.window else ""
+        return "window" if self.window else ""
 
     def request(self, size_bytes: int, dtype: str, redop: str | None = None) -> Request:
         """Return what is called for a size, a type and a reduction."""
-        return Request(
-            self.op, size_bytes, dtype, redop, self.root, self.order, self.shared, self.window
-        )  # fmt: skip
+        return Request(self.op, size_bytes, dtype, redop, self.root, self.order, self.window)
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data that `from_json` reads back."""
@@ -180,7 +176,6 @@ class Request:
     redop: str | None = None
     root: int = 0
     order: str = "fast"
-    shared: bool = False
     window: bool = False
 
     @property
@@ -194,11 +189,9 @@ class Request:
 
     def placements(self) -> tuple[Placement, ...]:
         """Return the placements in which the collective can be called."""
-        # A shared result is an array of the communicator's.
         can: dict[Placement, bool] = {
-            "out-of-place": self.shared or self.operation.out_of_place,
-            "in-place": not self.shared and self.operation.in_place,
-        }
+            "out-of-place": self.operation.out_of_place, "in-place": self.operation.in_place,
+        }  # fmt: skip
         return tuple(p for p, possible in can.items() if possible)
 
 
@@ -213,9 +206,8 @@ class Case:
         self._uneven: Uneven | None = None
         if request.op == "all_to_all_v":
             self._uneven = uneven(self._sizes.count, comm.rank, comm.size)
-        self._result: Array | None = None  # of a shared form: the array that the last call gave
         self.send, self.recv = self._buffers()
-        self.run: Work = self._shared_call() if request.shared else self._call()
+        self.run: Work = self._call()
 
     # ---- buffers
 
@@ -226,10 +218,8 @@ class Case:
         if op == "barrier":
             return None, None
         if op == "broadcast":
-            buf = None if self.request.shared and not root else self._new(sizes.send)
-            return buf, None if self.request.shared else buf
-        if self.request.shared:
-            return self._new(sizes.send), None
+            buf = self._new(sizes.send)
+            return buf, buf
         sends = op != "scatter" or root
         receives = op not in ("reduce", "gather") or root
         if self.placement == "out-of-place" or not (sends and receives):
@@ -275,20 +265,6 @@ class Case:
         }  # fmt: skip
         return calls[request.op]()
 
-    def _shared_call(self) -> Work:
-        comm, request, send = self._comm, self.request, self.send
-        if request.op == "all_reduce":
-            call = partial(comm.all_reduce, send, op=request.redop, order=request.order, shared=True)
-        elif request.op == "all_gather":
-            call = partial(comm.all_gather, send, shared=True)
-        else:
-            call = partial(comm.broadcast, send, root=request.root, shared=True)
-
-        def run() -> None:
-            self._result = call()
-
-        return run
-
     # ---- checks
 
     def load(self, pattern: Pattern) -> None:
@@ -308,7 +284,6 @@ class Case:
     def check(self, pattern: Pattern) -> int:
         """Load, call once, and return how many elements on this rank are wrong. Collective."""
         self.load(pattern)
-        self._result = None
         self.run()
         self.finish()
         return self.wrong(pattern)
@@ -318,7 +293,7 @@ class Case:
         segments = self.segments()
         if not segments:
             return 0
-        result = self._result if self.request.shared else self.recv
+        result = self.recv
         if result is None or result.size != sum(segment.count for segment in segments):
             return sum(segment.count for segment in segments)
         return pattern.wrong(result.reshape(-1), segments)

@@ -66,7 +66,7 @@ class Rival:
         self._at_root = self._rank == request.root
         # MPI.IN_PLACE is the root's own where there is a root, and everybody's elsewhere.
         self._in_place = placement == "in-place" and (self._at_root or not request.operation.rooted)
-        if case is None or request.redop is not None or request.window or request.shared:
+        if case is None or request.redop is not None or request.window:
             self.send, self.recv = self._buffers()
         else:
             self.send, self.recv = (

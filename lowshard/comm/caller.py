@@ -10,17 +10,14 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from time import monotonic
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
-import numpy as np
-
-from lowshard.argument import truth
 from lowshard.bounded import BoundedCache
 from lowshard.comm import collectives as table
 from lowshard.comm.call import Call, signature_of
-from lowshard.comm.collectives import Collective, planned, text_of
+from lowshard.comm.collectives import Collective, planned
 from lowshard.comm.transport import Run, Transport
 from lowshard.comm.work import FirstFailure, Stream, ThreadWork, Work, Worker
-from lowshard.errors import BufferMismatchError, CommError
-from lowshard.foreign_array import is_foreign, like, view_in_call
+from lowshard.errors import CommError
+from lowshard.foreign_array import is_foreign, view_in_call
 
 Array = Any  # a NumPy or CuPy array; CuPy ships no types
 T = TypeVar("T")
@@ -379,47 +376,6 @@ class Caller:
         call, flat = self._message(name, buf, peer)
         self.traffic.add(call.name, call.sent_bytes, call.received_bytes)
         return call, flat
-
-    # ---- shared results
-
-    def is_shared(self, shared: object) -> bool:
-        """Return whether a result is to be shared, where the argument is not False."""
-        return truth(shared, "shared is True or False", CommError)
-
-    def shared(
-        self, what: Collective, send: Array | None, recv: Array | None, stream: Stream, *detail: Any
-    ) -> Array:
-        """Run a collective whose result the ranks of a node share, and return it read-only."""
-        t = self.transport
-        if stream is not None:
-            with self._on(stream):
-                return self.shared(what, send, recv, None, *detail)
-        if is_foreign(send):
-            seen = view_in_call(send, what.arrays[0])
-            return like(self.shared(what, seen, recv, None, *detail), send)
-        self.open()
-        if recv is not None:
-            raise BufferMismatchError("shared=True returns the result: pass no recv beside it")
-        rooted = what is table.BROADCAST
-        flat = table.check_shared(t, what, send, *detail)
-        text = (
-            f"{what.name} shared root={detail[0]}"
-            if rooted
-            else f"{what.name} shared {text_of(send)} {detail}"
-        )
-        call = self.make(what.name, text, *table.shared_bytes(t, what, flat))
-        made: list[Array] = []
-        self.run(call, lambda: made.append(table.share(t, what, call, send if rooted else flat, *detail)))
-        result = made.pop()
-        if not rooted:
-            assert send is not None
-            shape = send.shape
-            if what is table.ALL_GATHER:
-                shape = (t.size * (shape[0] if shape else 1), *shape[1:])
-            result = result.reshape(shape)
-        if isinstance(result, np.ndarray):
-            result.flags.writeable = False
-        return result
 
 
 def _key(

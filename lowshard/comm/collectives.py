@@ -7,17 +7,14 @@ call of any record, and so does `Communicator.start.call`.
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-from lowshard import dtypes
 from lowshard.comm import check
 from lowshard.comm.call import Call
-from lowshard.comm.call_comparison import share_texts, verify_counts
+from lowshard.comm.call_comparison import verify_counts
 from lowshard.comm.reduction import divide, fold
 from lowshard.comm.transport import Run, Transport
 from lowshard.errors import BufferMismatchError, CommError
@@ -58,8 +55,6 @@ class Collective:
         check: returns what is asked for, from the transport, send, recv and the detail, or raises what is wrong.
         plan: returns the run of a call over the primitives, from the transport, the call, dtype, elements and detail.
         arrays: names of the arguments send and recv, for errors.
-        shared: runs a call whose result the ranks of a node share, from the transport, the call, send and the detail;
-            None where there is no such thing.
     """
 
     name: str
@@ -67,7 +62,6 @@ class Collective:
     check: Callable[..., Asked]
     plan: Callable[..., Run]
     arrays: tuple[str, str] = ("send", "recv")
-    shared: Callable[..., Array] | None = None
 
 
 def planned(t: Transport, what: Collective, call: Call, dtype: Any, elems: int, *detail: Any) -> Run:
@@ -75,14 +69,6 @@ def planned(t: Transport, what: Collective, call: Call, dtype: Any, elems: int, 
     fast = t.plans.get(what.name)
     run = None if fast is None else fast(t, call, dtype, elems, *detail)
     return what.plan(t, call, dtype, elems, *detail) if run is None else run
-
-
-def share(t: Transport, what: Collective, call: Call, send: Array | None, *detail: Any) -> Array:
-    """Return the result of a call that the ranks of a node share: the transport's own way, else the table's."""
-    fast = t.shared_plans.get(what.name)
-    result = None if fast is None else fast(t, call, send, *detail)
-    assert what.shared is not None
-    return what.shared(t, call, send, *detail) if result is None else result
 
 
 # ---- arguments
@@ -108,7 +94,7 @@ def is_rank(t: Transport, root: int) -> None:
 
 def _pair(t: Transport, send: Array, recv: Array | None) -> tuple[Array, Array]:
     if recv is None:
-        raise BufferMismatchError("recv is an array for the result, got None; pass one, or shared=True")
+        raise BufferMismatchError("recv is an array for the result, got None; pass one")
     s, r = t.buffers.flat(send, "send"), t.buffers.flat(recv, "recv", writes=True)
     check.same_dtype(s, r)
     return s, r
@@ -268,28 +254,6 @@ def _reduced_bytes(t: Transport, s: Array) -> int:
     return int((s.size - own) * s.itemsize + own * (t.size - 1) * s.itemsize)
 
 
-def check_shared(t: Transport, what: Collective, send: Array | None, *detail: Any) -> Array | None:
-    """Return the flat operand of a call with a shared result, or None where this rank gives none; checked."""
-    if what is BROADCAST:
-        is_rank(t, detail[0])
-        if t.rank != detail[0]:
-            return None
-    flat = t.buffers.flat(send, what.arrays[0])
-    if what is ALL_REDUCE:
-        check.reducible(flat, *detail)
-    return flat
-
-
-def shared_bytes(t: Transport, what: Collective, flat: Array | None) -> tuple[int, int]:
-    """Return the bytes that a call with a shared result sends and receives."""
-    if flat is None:
-        return 0, 0
-    if what is ALL_REDUCE:
-        return (_reduced_bytes(t, flat),) * 2
-    moved = flat.nbytes * (t.size - 1)
-    return moved, 0 if what is BROADCAST else moved
-
-
 # ---- plans of moves, over a transport's primitives
 
 
@@ -435,60 +399,6 @@ def _native(
     return True
 
 
-# ---- results that the ranks of a node share; without shared memory each has its own
-
-
-def _shared_all_gather(t: Transport, call: Call, send: Array) -> Array:
-    t.verify(call)
-    result, n = t.common(send.size * t.size, send.dtype), send.size
-    if result is None:
-        result = t.buffers.xp.empty(n * t.size, send.dtype)
-        t.all_gather_v(send, result, [n] * t.size, [n * i for i in range(t.size)])
-    else:
-        result[n * t.rank : n * (t.rank + 1)] = send
-        t.barrier()
-    return result
-
-
-def _shared_all_reduce(t: Transport, call: Call, send: Array, op: str, order: str) -> Array:
-    t.verify(call)
-    result = t.common(send.size, send.dtype)
-    if result is None:
-        result = t.buffers.xp.empty(send.size, send.dtype)
-        planned(t, ALL_REDUCE, call, send.dtype, send.size, op, order)(send, result)
-        return result
-    counts, displs = cut(t, send.size)
-    own = result[displs[t.rank] : displs[t.rank] + counts[t.rank]]
-    fold(t.terms(send, counts, displs), own, op, order)
-    t.barrier()
-    return result
-
-
-def _shared_broadcast(t: Transport, call: Call, send: Array | None, root: int) -> Array:
-    t.verify(call)
-    dtype, shape = shape_at_root(t, send, root)
-    elems = math.prod(shape)
-    common = t.common(elems, dtype)
-    result = t.buffers.xp.empty(elems, dtype) if common is None else common
-    if t.rank == root:
-        result[...] = send.reshape(-1)  # type: ignore[union-attr]
-    if common is None:
-        t.broadcast(result, root)
-    else:
-        t.barrier()
-    return result.reshape(shape)
-
-
-def shape_at_root(t: Transport, buf: Array | None, root: int) -> tuple[Any, tuple[int, ...]]:
-    """Return dtype and shape of root's array, on all ranks.
-
-    Collective: all ranks call this.
-    """
-    about = "" if buf is None or t.rank != root else json.dumps([buf.dtype.name, list(buf.shape)])
-    name, shape = json.loads(share_texts(t, about)[root])
-    return dtypes.get(name).numpy, tuple(shape)
-
-
 # ---- the table
 
 
@@ -501,7 +411,6 @@ ALL_GATHER = Collective(
     lambda send, recv: f"all_gather {text_of(send)}",
     _check_all_gather,
     _plan_all_gather,
-    shared=_shared_all_gather,
 )
 ALL_GATHER_V = Collective(
     "all_gather_v",
@@ -527,7 +436,6 @@ BROADCAST = Collective(
     _check_broadcast,
     _plan_broadcast,
     arrays=("buf", "buf"),
-    shared=_shared_broadcast,
 )
 GATHER = Collective(
     "gather",
@@ -546,7 +454,6 @@ ALL_REDUCE = Collective(
     lambda send, recv, op, order: f"all_reduce {text_of(send)} {op} {order}",
     _check_all_reduce,
     _plan_all_reduce,
-    shared=_shared_all_reduce,
 )
 REDUCE_SCATTER = Collective(
     "reduce_scatter",

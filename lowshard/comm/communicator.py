@@ -28,7 +28,7 @@ from lowshard.comm.reach import Reach
 from lowshard.comm.transport import Transport
 from lowshard.comm.work import Op, Order, Stream, Work, failed_work
 from lowshard.errors import CommError, LowshardError
-from lowshard.foreign_array import like, view_or_same
+from lowshard.foreign_array import view_or_same
 
 Array = Any  # a NumPy or CuPy array; CuPy ships no types
 P = ParamSpec("P")
@@ -44,7 +44,7 @@ class Communicator:
     `__cuda_array_interface__` or the buffer protocol (torch, JAX). Their own memory is read and written, never a copy.
     Read-only ones (JAX's) are sources only. Counts are in elements. Every method but the attributes and `empty` is
     collective: all ranks of the communicator call it, in one order (`send` and `recv`: the two ranks concerned).
-    Results are written into the buffers given; shared ones, which are new, are of the library of the input.
+    Results are written into the buffers given.
 
     One thread at a time calls a communicator, since the calls of several threads have no order that all ranks share. A
     call made while another thread is in one raises CommError. `split` makes a communicator for each thread.
@@ -183,9 +183,7 @@ class Communicator:
 
     # ---- moves
 
-    def all_gather(
-        self, send: Array, recv: Array | None = None, *, shared: bool = False, stream: Stream = None
-    ) -> Array | None:
+    def all_gather(self, send: Array, recv: Array, *, stream: Stream = None) -> None:
         """Put every rank's `send` into `recv` on all ranks, in rank order.
 
         Collective: all ranks of the communicator call this. recv holds size x send elements. In
@@ -194,18 +192,13 @@ class Communicator:
         Args:
             send: this rank's part.
             recv: where the whole goes.
-            shared: return the whole instead, joined along the first dim: one read-only array for all ranks of the
-                node. recv is None.
 
         Raises:
             BufferMismatchError: shape, dtype, device or memory order do not fit.
             MismatchError: ranks ask for different things.
             CommError: the communicator is closed.
         """
-        if shared is not False and self._caller.is_shared(shared):
-            return self._caller.shared(table.ALL_GATHER, send, recv, stream)
         self._caller.call(table.ALL_GATHER, (), send, recv, stream)
-        return None
 
     def all_gather_v(
         self, send: Array, recv: Array, recv_counts: Sequence[int], recv_displs: Sequence[int],
@@ -254,17 +247,14 @@ class Communicator:
         spans = _hashable(send_counts, send_displs, recv_counts, recv_displs)
         self._caller.call(table.ALL_TO_ALL_V, spans, send, recv, stream)
 
-    def broadcast(
-        self, buf: Array | None, root: int = 0, *, shared: bool = False, stream: Stream = None
-    ) -> Array | None:
+    def broadcast(self, buf: Array, root: int = 0, *, stream: Stream = None) -> None:
         """Copy root's `buf` into every rank's `buf`.
 
         Collective: all ranks of the communicator call this.
 
         Args:
-            buf: the array; with shared, root's alone, and the others pass None.
+            buf: the array.
             root: whose array.
-            shared: return a copy of root's array instead: one read-only array for all ranks of the node.
 
         Raises:
             BufferMismatchError: as for all_gather.
@@ -273,11 +263,8 @@ class Communicator:
         """
         if type(root) is not int:
             root = check.rank(root)
-        if shared is not False and self._caller.is_shared(shared):
-            return self._caller.shared(table.BROADCAST, buf, None, stream, root)
         send, recv = (buf, None) if self.rank == root else (None, buf)
         self._caller.call(table.BROADCAST, (root,), send, recv, stream)
-        return None
 
     def gather(self, send: Array, recv: Array | None, root: int = 0, *, stream: Stream = None) -> None:
         """Put every rank's `send` into root's `recv`, in rank order; others pass recv=None.
@@ -321,9 +308,8 @@ class Communicator:
     # ---- reductions
 
     def all_reduce(
-        self, send: Array, recv: Array | None = None, op: Op = "sum", order: Order = "fast",
-        *, shared: bool = False, stream: Stream = None,
-    ) -> Array | None:  # fmt: skip
+        self, send: Array, recv: Array, op: Op = "sum", order: Order = "fast", *, stream: Stream = None
+    ) -> None:
         """Reduce every rank's `send` elementwise and put the result into every rank's `recv`.
 
         Collective: all ranks of the communicator call this. In place: pass one array as both.
@@ -337,7 +323,6 @@ class Communicator:
                 same bits on every transport; "fast" is the transport's own, and NCCL and MPI promise no bits: NCCL's
                 avg scales each operand before it adds them, and with LOWSHARD_NCCL_REDUCE16=nccl it reduces bf16 and
                 fp16 too, in a precision of its choice.
-            shared: return the result instead: one read-only array for all ranks of the node. recv is None.
 
         Raises:
             BufferMismatchError: as for all_gather.
@@ -347,10 +332,7 @@ class Communicator:
         """
         if (type(op), type(order)) != check.NAMES:
             op, order = check.names(op, order)  # type: ignore[assignment]  # checked where a call is made
-        if shared is not False and self._caller.is_shared(shared):
-            return self._caller.shared(table.ALL_REDUCE, send, recv, stream, op, order)
         self._caller.call(table.ALL_REDUCE, (op, order), send, recv, stream)
-        return None
 
     def reduce_scatter(
         self, send: Array, recv: Array, op: Op = "sum", order: Order = "fast", *, stream: Stream = None
@@ -609,7 +591,7 @@ class Starter:
         def begin() -> Work:
             seen = [view_or_same(arg, writes=place == 1) for place, arg in enumerate(args)]  # send, recv, ...
             make = getattr(comm, name)
-            return comm._transport.start(comm._caller, name, lambda: like(make(*seen, **options), *args[:1]))
+            return comm._transport.start(comm._caller, name, lambda: make(*seen, **options))
 
         return begin() if stream is None else self._on_stream(stream, name, begin)
 

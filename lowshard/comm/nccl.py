@@ -9,7 +9,7 @@ size or number of ranks to another.
 CUDA graphs record the collectives, send and recv, also in `grouped` and `send_recv`. All ranks capture, and replay, the
 same calls; they are compared and counted when they are captured, not when they are replayed. Memory of temporaries is
 kept until the communicator is closed, since the graph uses it again. Graphs do not record what the host takes part in:
-`start`, the wait for what was started, `barrier`, `split`, `close`, `shared=True`, `execute`, and any call of a staged
+`start`, the wait for what was started, `barrier`, `split`, `close`, `execute`, and any call of a staged
 communicator. Those raise CaptureError, on each rank by itself, before anything is put on the stream. A graph
 that has recorded calls is destroyed before the communicator is closed: else `close` raises TimedOut.
 
@@ -244,7 +244,7 @@ class NCCLTransport(Transport):
     def _captures(self, call: Call) -> bool:
         if not self._binding.capturing(self._binding.stream()):
             return False
-        if call.name not in _CAPTURED or "shared" in call.text:
+        if call.name not in _CAPTURED:
             self.buffers.refuse_capture(call.text)
         return True
 

@@ -5,7 +5,7 @@ checks arguments, counts and records; it asks the transport and never the other 
 contiguous, already checked arrays, and count nothing. What a transport declares:
 
 - `buffers`: where arrays lie, in host memory or on a GPU;
-- `plans`, `shared_plans`: collectives of the table that it has a plan of its own for; of the others the table has one;
+- `plans`: collectives of the table that it has a plan of its own for; of the others the table has one;
 - `reach`: the memory of other ranks;
 - `launch`: what is around every call, on a GPU.
 """
@@ -81,9 +81,6 @@ class Transport(ABC):
     """What `Communicator.transport` says."""
     plans: ClassVar[Mapping[str, Planner]] = {}
     """By collective, its own plan."""
-    shared_plans: ClassVar[Mapping[str, Planner]] = {}
-    """By collective, its own way to a result that the ranks of a node share; from transport, call, operand and what is
-    asked for beside. None where the table's serves."""
     launch: Callable[..., None] | None = None
     """Runs a step of a call, from the call, the step and its arguments, on a device; None where there is none."""
     compares: bool = True
@@ -221,13 +218,6 @@ class Transport(ABC):
         found = self.buffers.xp.empty((size, n), send.dtype)
         self.all_to_all_v(send, counts, displs, found.reshape(-1), [n] * size, [n * i for i in range(size)])
         return list(found)
-
-    def common(self, elems: int, dtype: Any) -> Array | None:
-        """Return an array that all ranks see, the same memory on each, or None where there is no such thing.
-
-        Collective: all ranks call this.
-        """
-        return None
 
     def empty(self, shape: int | Sequence[int], dtype: Any) -> Array:
         """Return an array, not filled, where others read it most easily."""

@@ -40,6 +40,6 @@ def capabilities() -> list[tuple[str, str, list[str]]]:
     rows = []
     for entry in TRANSPORTS:
         kind = entry.load()
-        own = [name for name in COLLECTIVES if name in kind.plans or name in kind.shared_plans]
+        own = [name for name in COLLECTIVES if name in kind.plans]
         rows.append((entry.kind, entry.ranks, own))
     return rows

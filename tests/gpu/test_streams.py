@@ -211,7 +211,7 @@ def refused_calls(comm: Communicator, w: Any) -> dict[str, Any]:
     return {
         "start.all_reduce": lambda: comm.start.all_reduce(w, w), "start.send": lambda: comm.start.send(w, 1),
         "barrier": comm.barrier, "split": lambda: comm.split(0), "close": comm.close,
-        "all_gather": lambda: comm.all_gather(w, shared=True), "execute": lambda: ls.execute(PLAN, w, comm),
+        "execute": lambda: ls.execute(PLAN, w, comm),
         "execute_all": lambda: ls.execute_all({"w": PLAN}, {"w": w}, comm),
         "redistribute": lambda: ls.redistribute(w, CUT, WHOLE, comm),
         "Reshard": lambda: execute_reshard_plan(MOVES, {"w": w}, {"w": w}, comm),

@@ -40,7 +40,6 @@ def calls(comm: lc.Communicator) -> dict[str, Callable[[], Any]]:
         "all_to_all_v": lambda: comm.all_to_all_v(
             small, counts, displs, whole, counts, [2 * i for i in range(comm.size)]
         ),
-        "shared all_gather": lambda: comm.all_gather(small, shared=True),
         "barrier": lambda: comm.barrier(),
         "split": lambda: comm.split(0),
         "started": lambda: comm.start.all_reduce(small, small).wait(),

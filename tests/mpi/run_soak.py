@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 from support import mode
-from support.comm_kit import calls_of, check, lend, put, same
+from support.comm_kit import calls_of, check
 
 from lowshard import comm as lc
 from lowshard.comm.work import Worker
@@ -76,12 +76,11 @@ def _status_kib(name: str) -> int:
 
 
 class Soak:
-    """Live groups, results that are kept a while, calls in flight; step by step."""
+    """Live groups, calls in flight; step by step."""
 
     def __init__(self, comm: lc.Communicator) -> None:
         self.world = comm
         self.groups: list[lc.Communicator | None] = [comm]
-        self.kept: list[tuple[Any, np.ndarray]] = []
         self.counts: dict[str, int] = {}
 
     def step(self, number: int) -> None:
@@ -93,9 +92,6 @@ class Soak:
             return
         group = self.groups[int(rng.integers(len(self.groups)))]
         if group is None:
-            return
-        if rng.random() < 0.2:
-            self.shared(group, rng, own)
             return
         made = calls_of(
             group, rng, elems=int(rng.choice(LENGTHS)), lent=own.random() < 0.4, in_place=own.random() < 0.4
@@ -113,25 +109,6 @@ class Soak:
                 work.wait()
         for call in calls:
             check(call)
-
-    def shared(self, group: lc.Communicator, rng: np.random.Generator, own: np.random.Generator) -> None:
-        """Make a result that is shared; each rank keeps it for as long as it likes."""
-        self.counts["shared"] = self.counts.get("shared", 0) + 1
-        elems, root = int(rng.choice(LENGTHS)), int(rng.integers(group.size))
-        start = int(rng.integers(1000))
-        parts = np.resize(np.arange(start, start + 997), (group.size, elems)).astype(np.float32)
-        send = (lend if own.random() < 0.5 else put)(group, parts[group.rank])
-        kind = int(rng.integers(3))
-        if kind == 0:
-            self.kept.append((group.all_gather(send, shared=True), parts.reshape(-1)))
-        elif kind == 1:
-            self.kept.append((group.all_reduce(send, op="max", order="tree", shared=True), parts.max(0)))
-        else:
-            mine = send if group.rank == root else None
-            self.kept.append((group.broadcast(mine, root, shared=True), parts[root]))
-        same(*self.kept[-1])
-        while len(self.kept) > int(own.integers(4)):
-            same(*self.kept.pop(int(own.integers(len(self.kept)))))
 
     def regroup(self, rng: np.random.Generator) -> None:
         """Split one of the groups, and close or drop an old one."""
@@ -156,7 +133,6 @@ class Soak:
             if group is not None:
                 group.close()
         self.groups[1:] = []
-        self.kept.clear()
 
 
 def main(count: int) -> None:

@@ -144,19 +144,6 @@ def reduce_has_the_bits_of_the_fold(comm: Communicator, rng: np.random.Generator
 
 
 @case()
-def shared_reductions_have_the_bits_of_the_fold(comm: Communicator, rng: np.random.Generator) -> None:
-    turn = 0
-
-    def shared(operand: np.ndarray, n: int, op: Any, order: Any) -> tuple[Array, int]:
-        nonlocal turn
-        turn += 1
-        buf = (lend if turn % 3 else put)(comm, operand)
-        return comm.all_reduce(buf, op=op, order=order, shared=True), 0
-
-    check_all(comm, rng, 3, shared)
-
-
-@case()
 def the_place_of_an_element_does_not_show_in_its_bits(comm: Communicator, rng: np.random.Generator) -> None:
     """One pair of values at every place: in vectors, behind the last one, in blocks, parts and messages."""
     for name in ("float32", "bfloat16"):

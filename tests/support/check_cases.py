@@ -109,28 +109,6 @@ def a_mismatch_in_a_group_concerns_nobody_else(comm: Communicator, rng: np.rando
 
 
 @case(compared, compared_before)
-def many_mismatches_in_a_row_cost_nothing_for_good(comm: Communicator, rng: np.random.Generator) -> None:
-    large = 16 << 20  # of which no page is touched
-    send = put(comm, np.zeros(large, np.int8))
-
-    def mapped() -> int:
-        return Path("/proc/self/maps").read_text().count("memfd:lowshard") if comm.xp is np else 0
-
-    def ask(turns: int) -> None:
-        for turn in range(turns):
-            odd = turn % comm.size == comm.rank
-            op = "max" if odd else "min"
-            name, _ = outcome(lambda op=op: comm.all_reduce(send, op=op, shared=True))  # type: ignore[misc]
-            assert name == MismatchError.__name__
-        go_on(comm)
-
-    ask(6)  # what one needs at a time
-    before = mapped()
-    ask(60)  # 960 MiB of results that were never made
-    assert mapped() <= before + 1, f"{mapped() - before} more segments of shared memory than before"
-
-
-@case(compared, compared_before)
 def what_is_wrong_in_itself_is_refused(comm: Communicator, rng: np.random.Generator) -> None:
     with untouched(comm) as board:
         for cls, word, wrong in wrong_arguments(board):

@@ -16,7 +16,6 @@ from support import (
     move_cases,
     reduction_cases,
     repeat_cases,
-    shared_cases,
     start_cases,
 )
 from support.comm_kit import CASES, Way, cases_for, run_case
@@ -35,6 +34,5 @@ __all__ = [
     "reduction_cases",
     "repeat_cases",
     "run_case",
-    "shared_cases",
     "start_cases",
 ]

@@ -385,13 +385,17 @@ def wrong_calls_are_refused_before_anything_moves(comm: Communicator, rng: np.ra
             ("byte order", BufferMismatchError, lambda: comm.broadcast(foreign)),
             ("byte order", BufferMismatchError, lambda: comm.all_reduce(foreign, foreign)),
         ]
-    cases += [] if rank else [  # only the root's own buffers are looked at
-        ("root .* passes recv", BufferMismatchError, lambda: comm.gather(good, None)),
-        ("root .* passes send", BufferMismatchError, lambda: comm.scatter(None, good)),
-        ("root's recv holds", BufferMismatchError, lambda: comm.gather(good, wide[1:])),
-        ("root's send holds", BufferMismatchError, lambda: comm.scatter(wide[1:], good)),
-        ("root's recv holds", BufferMismatchError, lambda: comm.reduce(good, good[1:])),
-    ]
+    cases += (
+        []
+        if rank
+        else [  # only the root's own buffers are looked at
+            ("root .* passes recv", BufferMismatchError, lambda: comm.gather(good, None)),
+            ("root .* passes send", BufferMismatchError, lambda: comm.scatter(None, good)),
+            ("root's recv holds", BufferMismatchError, lambda: comm.gather(good, wide[1:])),
+            ("root's send holds", BufferMismatchError, lambda: comm.scatter(wide[1:], good)),
+            ("root's recv holds", BufferMismatchError, lambda: comm.reduce(good, good[1:])),
+        ]
+    )
     before = comm.traffic.sent_bytes, comm.traffic.received_bytes, dict(comm.traffic.calls)
     for text, cls, call in cases:
         with told(expected=text):

@@ -253,14 +253,6 @@ def calls_that_are_over_hold_no_buffers(comm: Communicator, rng: np.random.Gener
             watch(f"start.{call.name}", *call.args)
         del call, work
         buf = put(comm, np.ones(elems))
-        watch("shared", buf)
-        for shared in (
-            lambda buf=buf: comm.all_gather(buf, shared=True),
-            lambda buf=buf: comm.all_reduce(buf, shared=True),
-            lambda buf=buf: comm.broadcast(buf if comm.rank == 0 else None, shared=True),
-        ):
-            watch("result", shared())  # type: ignore[no-untyped-call]
-        del shared
         if comm.size > 1:
             other = put(comm, np.ones(elems))
             with comm.grouped():

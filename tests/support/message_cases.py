@@ -133,7 +133,6 @@ def groups_do_not_nest_and_hold_no_collectives(comm: Communicator, rng: np.rando
         for call in (
             lambda: comm.all_reduce(buf, buf),
             lambda: comm.all_gather(buf, wide),
-            lambda: comm.all_gather(buf, shared=True),
             lambda: comm.broadcast(buf),
             lambda: comm.barrier(),
             lambda: comm.split(0),

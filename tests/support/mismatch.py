@@ -116,12 +116,6 @@ def mismatches(board: Board) -> list[Mismatch]:
             ("counts of all_to_all",
              rf"float64\[{e * n}\]", lambda e=e: c.all_to_all(send(e * n), recv(e * n)),
              rf"float64\[{e * n + n}\]", lambda e=e: c.all_to_all(send(e * n + n), recv(e * n + n))),
-            ("shared or not",
-             "all_reduce float64", lambda e=e: c.all_reduce(send(e), recv(e)),
-             "all_reduce shared", lambda e=e: c.all_reduce(send(e), shared=True)),
-            ("shared ops",
-             "min", lambda e=e: c.all_reduce(send(e), op="min", shared=True),
-             "avg", lambda e=e: c.all_reduce(send(e), op="avg", shared=True)),
         ]  # fmt: skip
     return [Mismatch(*one) for one in found]
 
@@ -154,7 +148,7 @@ def wrong_arguments(board: Board) -> list[tuple[type[LowshardError], str, Ask]]:
         found += [
             (BufferMismatchError, "as many", lambda k=k: c.all_reduce(send(k), recv(k - 1))),
             (BufferMismatchError, "one dtype", lambda k=k: c.all_reduce(send(k), recv(k, np.float32))),
-            (BufferMismatchError, "None", lambda k=k: c.all_reduce(send(k))),
+            (BufferMismatchError, "None", lambda k=k: c.all_reduce(send(k), None)),
             (BufferMismatchError, "contiguous", lambda k=k: c.all_reduce(send(2 * k)[::2], recv(k))),
             (BufferMismatchError, "array", lambda k=k: c.all_reduce([0.0] * k, recv(k))),
             (DTypeError, "complex64", lambda k=k: c.all_reduce(send(k).astype(np.complex64), recv(k))),
@@ -165,7 +159,6 @@ def wrong_arguments(board: Board) -> list[tuple[type[LowshardError], str, Ask]]:
              lambda k=k: c.all_to_all_v(*even(board, k), recv(k * n), [k] * n, [k * n - 1] * n)),
             (BufferMismatchError, "own recv_counts",
              lambda k=k: c.all_gather_v(send(k - 1), recv(k * n), [k] * n, starts([k] * n))),
-            (BufferMismatchError, "pass no recv", lambda k=k: c.all_gather(send(k), recv(k * n), shared=True)),
         ]  # fmt: skip
     if c.xp is np:
         fixed, foreign = np.zeros(4), np.zeros(4, np.dtype(np.float64).newbyteorder())

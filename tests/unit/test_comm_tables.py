@@ -30,7 +30,6 @@ def test_transports_have_plans_of_collectives_of_the_table_alone() -> None:
     for entry in TRANSPORTS:
         kind = entry.load()
         assert kind.plans.keys() <= COLLECTIVES.keys()
-        assert kind.shared_plans.keys() <= {name for name, what in COLLECTIVES.items() if what.shared}
     assert dict((kind, own) for kind, _, own in capabilities())["LoopbackTransport"] == []
 
 

@@ -45,7 +45,7 @@ def graph_plan() -> Any:
 
 
 PLAIN: dict[str, Prepare] = {
-    "all_gather": lambda c: call(c.all_gather, send=floats(4), recv=floats(4), shared=False),
+    "all_gather": lambda c: call(c.all_gather, send=floats(4), recv=floats(4)),
     "all_gather_v": lambda c: call(
         c.all_gather_v, send=floats(4), recv=floats(4), recv_counts=[4], recv_displs=[0]
     ),
@@ -54,10 +54,10 @@ PLAIN: dict[str, Prepare] = {
         c.all_to_all_v, send=floats(4), send_counts=[4], send_displs=[0], recv=floats(4), recv_counts=[4],
         recv_displs=[0],
     ),
-    "broadcast": lambda c: call(c.broadcast, buf=floats(4), root=0, shared=True),
+    "broadcast": lambda c: call(c.broadcast, buf=floats(4), root=0),
     "gather": lambda c: call(c.gather, send=floats(4), recv=floats(4), root=0),
     "scatter": lambda c: call(c.scatter, send=floats(4), recv=floats(4), root=0),
-    "all_reduce": lambda c: call(c.all_reduce, send=floats(4), recv=floats(4), op="max", order="tree", shared=False),
+    "all_reduce": lambda c: call(c.all_reduce, send=floats(4), recv=floats(4), op="max", order="tree"),
     "reduce_scatter": lambda c: call(c.reduce_scatter, send=floats(4), recv=floats(4), op="max", order="tree"),
     "reduce": lambda c: call(c.reduce, send=floats(4), recv=floats(4), op="max", root=0, order="tree"),
     "split": lambda c: call(c.split, color=0, key=0),
