@@ -80,6 +80,19 @@ class _EndOfTurn(AbstractContextManager[None]):
         self._turn.release()
 
 
+class Group(AbstractContextManager[None]):
+    """The block of `Communicator.grouped`."""
+
+    def __init__(self, caller: Caller) -> None:
+        self._caller = caller
+
+    def __enter__(self) -> None:
+        self._caller.begin_group()
+
+    def __exit__(self, kind: object, *exc: object) -> None:
+        self._caller.end_group(kind is None)
+
+
 class Caller:
     """What makes the calls of one communicator on its transport.
 
@@ -88,6 +101,7 @@ class Caller:
         traffic: what was called and moved.
         lock: held by the thread that is in a call. Threads that call at once would do so in another order on each rank.
         batch: messages of a grouped() block that is open.
+        group: the block in which they are kept.
         failure: of the calls that were started.
     """
 
@@ -101,7 +115,7 @@ class Caller:
         # A plan holds some numbers for every rank, in closures that weighing does not see.
         self._plans = BoundedCache[Any, Planned](None, PLANS_BYTES, lambda key, plan: _PLAN_BYTES + 64 * size)
         self._ready, self._activity = transport.buffers.ready, transport.activity
-        self._end_of_turn = _EndOfTurn(self.lock)
+        self._end_of_turn, self.group = _EndOfTurn(self.lock), Group(self)
         self._worker: Worker | None = None
         self._lines: dict[tuple[str, int], Worker] = {}
         _callers.add(self)
@@ -264,18 +278,28 @@ class Caller:
             return
         call, buf = self._message(name, buf, peer)
         launch = self.transport.launch
-        if launch is None:
-            self._run_message(call, buf, peer)
-        else:
+        if launch is not None:
             launch(call, self._run_message, call, buf, peer, begins=self.batch is None)
+        elif self.batch is not None and self.in_group():
+            self.batch.append((call, buf, peer))
+        else:
+            self._run_message(call, buf, peer)
 
     def _message(self, name: str, buf: Array, peer: int) -> tuple[Call, Array]:
         """Return the call of a send or a recv, checked, and its flat buffer."""
-        if name == "send":
-            (call, _), buf, _ = self._planned(table.SEND, (peer,), buf, None)
-        else:
-            (call, _), _, buf = self._planned(table.RECV, (peer,), None, buf)
-        return call, buf if buf.ndim == 1 else buf.reshape(-1)
+        sends = name == "send"
+        try:
+            known = self._plans.get((name, peer, buf.dtype, buf.size))
+            if known is not None and self._ready(buf, not sends):
+                return known.call, buf if buf.ndim == 1 else buf.reshape(-1)
+        except AttributeError:  # not an array
+            pass
+        plan, *buffers = self._planned(
+            *((table.SEND, (peer,), buf, None) if sends else (table.RECV, (peer,), None, buf))
+        )
+        buf = buffers[not sends]
+        self._plans.put((name, peer, buf.dtype, buf.size), plan)
+        return plan.call, buf if buf.ndim == 1 else buf.reshape(-1)
 
     def _run_message(self, call: Call, buf: Array, peer: int) -> None:
         if self.batch is not None and self.in_group():
@@ -317,22 +341,24 @@ class Caller:
             self.lock.release()
         self.traffic.add(call.name, call.sent_bytes, call.received_bytes)
 
-    @contextmanager
-    def grouped(self) -> Iterator[None]:
-        """Keep messages until the end of a block, then run them together; see `Communicator.grouped`."""
+    def begin_group(self) -> None:
+        """Keep messages of this thread from now on, for `end_group`."""
         if self.batch is not None:
             raise CommError("grouped() blocks do not nest; end the outer one first")
         self.batch, self._batch_thread = [], threading.get_ident()
-        try:
-            yield
-            batch, self.batch = self.batch, None
-            if batch:
-                self.open()
-                self.transport.run_batch(self, batch)
-                for call, _, _ in batch:
-                    self.traffic.add(call.name, call.sent_bytes, call.received_bytes)
-        finally:
-            self.batch = self._batch_thread = None
+
+    def end_group(self, runs: bool) -> None:
+        """Run the messages of a group together, or forget them."""
+        batch, self.batch, self._batch_thread = self.batch, None, None
+        if not batch or not runs:
+            return
+        self.open()
+        self.transport.run_batch(self, batch)
+        traffic = self.traffic
+        for call, _, _ in batch:
+            traffic.calls[call.name] += 1
+            traffic.sent_bytes += call.sent_bytes
+            traffic.received_bytes += call.received_bytes
 
     def in_group(self) -> bool:
         """Say whether a grouped() block of this thread is open."""

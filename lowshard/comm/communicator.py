@@ -423,7 +423,7 @@ class Communicator:
         Raises:
             CommError: a group within a group.
         """
-        return self._caller.grouped()
+        return self._caller.group
 
     # ---- groups and life
 
@@ -605,8 +605,6 @@ class Starter:
 
     def _start_message(self, name: str, buf: Array, peer: int, stream: Stream) -> Work:
         t, caller = self._comm._transport, self._comm._caller
-        if not t.buffers.ready(buf):
-            buf = view_or_same(buf, writes=name == "recv")
         if type(peer) is not int:
             peer = check.rank(peer)
         if stream is None:

@@ -196,26 +196,6 @@ class LoopbackTransport(Transport):
             self._board.wait(self.rank)
         self.leave()
 
-    def broadcast(self, buf: Array, root: int) -> None:
-        posted = self.meet(buf)
-        if self.rank != root:
-            _copy(posted[root], buf, root)
-        self.leave()
-
-    def gather(self, send: Array, recv: Array | None, root: int) -> None:
-        n = send.size
-        posted = self.meet(send if recv is None else check.apart(send, recv, recv[n * root : n * (root + 1)]))
-        if recv is not None:
-            for peer, data in enumerate(posted):
-                _copy(data, recv[n * peer : n * (peer + 1)], peer)
-        self.leave()
-
-    def scatter(self, send: Array | None, recv: Array, root: int) -> None:
-        n = recv.size
-        posted = self.meet(send if send is None else check.apart(send, recv, send[n * root : n * (root + 1)]))
-        _copy(posted[root][n * self.rank : n * (self.rank + 1)], recv, root)
-        self.leave()
-
     def send(self, buf: Array, dst: int) -> None:
         self._board.box(self.rank, dst).put(buf.copy())
 

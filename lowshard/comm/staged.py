@@ -26,6 +26,7 @@ from lowshard.comm.stream_work import SideStream
 from lowshard.comm.transport import Front, Planner, Run, Transport
 from lowshard.comm.wait_guard import Watching
 from lowshard.comm.work import Work
+from lowshard.foreign_array import view_or_same
 
 Array = Any
 Parts = list[tuple[int, int, int]]
@@ -322,7 +323,7 @@ class StagedTransport(Transport):
     def start_message(self, front: Front, name: str, buf: Array, peer: int) -> StagedWork:
         """Run a send or a recv by a thread, with a stream and slots, of its own."""
         self.buffers.refuse_capture(f"start.{name}")
-        side = self._new_side()
+        buf, side = view_or_same(buf, writes=name == "recv"), self._new_side()
         with self._binding.on_device(self._device):
             side.fork()
 
