@@ -76,7 +76,6 @@ CPU_PATH = Setting("LOWSHARD_CPU_PATH", "auto", "auto|window|mpi",
                    "whether ranks of a host share memory: if they can, must, never")
 CROSS_MEMORY = Setting("LOWSHARD_CROSS_MEMORY", "auto", "auto|off",
                        "whether processes of a host may read each other's private memory")
-PIPES = Setting("LOWSHARD_PIPES", "auto", "auto|off", "whether private memory in small pages is handed on by pipes")
 HUGE_PAGES = Setting("LOWSHARD_HUGE_PAGES", "auto", "auto|off", "whether a refit puts its arrays into huge pages")
 NODE_SIZE = Setting("LOWSHARD_NODE_SIZE", "", "a number of ranks", "takes so many ranks for a node, for trials")
 NCCL_REDUCE16 = Setting("LOWSHARD_NCCL_REDUCE16", "exact", "exact|nccl",
@@ -96,7 +95,7 @@ BUILD_CODE = Setting("LOWSHARD_BUILD_CODE", "host", "host|all|off",
 
 SETTINGS = (
     CHECK, TIMEOUT_S, WATCH, HEARTBEAT_S, ON_FAILURE, INTERFACE,
-    CPU_PATH, CROSS_MEMORY, PIPES, HUGE_PAGES, NODE_SIZE, NCCL_REDUCE16, KERNELS, SHIPPED_CODE,
+    CPU_PATH, CROSS_MEMORY, HUGE_PAGES, NODE_SIZE, NCCL_REDUCE16, KERNELS, SHIPPED_CODE,
     START_S, BUILD_CODE,
 )  # fmt: skip
 """What users may set, in the order of the table."""

@@ -6,9 +6,7 @@ import os
 import warnings
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from lowshard import settings
 from lowshard._version import __version__
@@ -16,16 +14,17 @@ from lowshard.argument import brief
 from lowshard.comm.call import Activity
 from lowshard.comm.caller import end_with_mpi
 from lowshard.comm.communicator import Communicator
-from lowshard.comm.mailbox import Mailbox
+from lowshard.comm.messages import Mailbox
 from lowshard.comm.mpi import MPITransport, load_mpi, world_ranks
-from lowshard.comm.node_map import Seating
 from lowshard.comm.progress import stop
 from lowshard.comm.start_barrier import await_all
-from lowshard.comm.transport import Transport
 from lowshard.comm.wait_guard import Lookout
 from lowshard.comm.world import world_mismatch
 from lowshard.compiled import numba_fault
 from lowshard.errors import CommError, LaunchError, LowshardError
+
+if TYPE_CHECKING:
+    from lowshard.comm.node.node_transport import NodeTransport
 
 # By the ranks of the world, in order: a process makes what it shares with a group once, and keeps it to its end.
 _memories: dict[tuple[int, ...], Any] = {}
@@ -101,12 +100,13 @@ def build_host(mpi_comm: Any, timeout_s: float | None = None, fault: str = "") -
     if size:
         whole, node = node, node.Split(node.Get_rank() // int(size))
         whole.Free()
-    seating = Seating(tuple(own.allgather((node.bcast(own.Get_rank(), 0), node.Get_rank()))))
-    alone = len(seating.nodes) == 1
-    if not problems and wish != "mpi" and (alone or seating.shares):
+    homes = own.allgather(node.bcast(own.Get_rank(), 0))
+    alone, memory, at = len(set(homes)) == 1, None, 0
+    if not problems and wish != "mpi" and (alone or len(set(homes)) < len(homes)):
         memory, at, problems = _meeting_place(mpi, own, node)
-        if alone and not problems:
-            return Communicator(_node_transport(mpi, own, memory, at, lookout, seconds))
+        memory = None if problems else memory
+    else:
+        node.Free()
     if problems and wish == "window":
         own.Free()
         raise CommError(f"{settings.CPU_PATH.name}=window, but the ranks cannot share memory: {problems[0]}")
@@ -115,23 +115,29 @@ def build_host(mpi_comm: Any, timeout_s: float | None = None, fault: str = "") -
             f"collectives go through MPI, since the ranks cannot share memory: {problems[0]}", RuntimeWarning,
             stacklevel=3,
         )  # fmt: skip
+    if memory is not None and alone:
+        mailbox = Mailbox(mpi, own, range(own.Get_size()), own.Get_rank(), lookout, seconds)
+        return Communicator(_node_transport(memory, at, mailbox, "0"))
     flat = MPITransport(own, owned=True, lookout=lookout, timeout_s=seconds, activity=lookout.activity)
-    if problems or wish == "mpi" or not seating.shares:
-        chosen = (
+    if memory is not None:
+        local = [rank for rank, home in enumerate(homes) if home == homes[flat.rank]]
+        flat.mailbox.reserve(3, inner=True)
+        mailbox = flat.mailbox.part(local, local.index(flat.rank), 2)
+        flat.share_node(_node_transport(memory, at, mailbox, "0/node"), homes)
+    elif problems and wish != "mpi":
+        flat.why = f"they cannot share memory: {problems[0]}"
+    else:
+        flat.why = (
             f"{settings.CPU_PATH.name}=mpi says so" if wish == "mpi" else "no node has several of the ranks"
         )
-        flat.why = f"they cannot share memory: {problems[0]}" if problems and wish != "mpi" else chosen
-        return Communicator(flat)
-    from lowshard.comm.hierarchy import HierarchicalTransport
-
-    return Communicator(HierarchicalTransport(flat, seating, memory, at))
+    return Communicator(flat)
 
 
 def _choice_fault() -> str:
     """Return what is wrong with a setting that only this rank goes by, or ""."""
     try:
         for setting in (
-            settings.CROSS_MEMORY, settings.PIPES, settings.HUGE_PAGES, settings.KERNELS, settings.SHIPPED_CODE,
+            settings.CROSS_MEMORY, settings.HUGE_PAGES, settings.KERNELS, settings.SHIPPED_CODE,
         ):  # fmt: skip
             setting.choice()
     except LowshardError as error:
@@ -201,7 +207,7 @@ def _meeting_place(mpi: Any, own: Any, node: Any) -> tuple[Any, int, list[str]]:
 
     Collective: all ranks of `own` call this; what is in the way is the same on all of them. `node` is freed.
     """
-    from lowshard.comm.node.group_block import lend_group
+    from lowshard.comm.node.node_group import lend_group
     from lowshard.comm.node.node_memory import NodeMemory
     from lowshard.comm.node.node_transport import Lent
 
@@ -211,23 +217,21 @@ def _meeting_place(mpi: Any, own: Any, node: Any) -> tuple[Any, int, list[str]]:
         if memory is None:
             memory = NodeMemory(node.Get_rank(), node.allgather)
             _memories[ranks] = memory
-        lent = Lent(lambda: lend_group(memory, node.Get_size())) if node.Get_rank() == 0 else Lent(None)
-        rows = np.array([node.bcast(lent.facts.tolist(), 0)])
-        lent.check(rows, memory)
-        at = memory.address(0, *rows[0].tolist())
+        lent = Lent(lambda: lend_group(memory, node.Get_size()) if node.Get_rank() == 0 else None)
+        row = node.bcast(lent.facts, 0)
+        lent.check([row], memory)
+        at = memory.address(0, *row)
     except CommError as error:  # on all ranks of the node alike
         problem = str(error)
     node.Free()
     return memory, at, [said for said in own.allgather(problem) if said]
 
 
-def _node_transport(
-    mpi: Any, own: Any, memory: Any, at: int, lookout: Lookout, timeout_s: float
-) -> Transport:
-    from lowshard.comm.node.group_block import Place
+def _node_transport(memory: Any, at: int, mailbox: Mailbox, group: str) -> NodeTransport:
+    """Return the transport of all of a mailbox's ranks, which are all processes of a node, in its order."""
     from lowshard.comm.node.node_transport import NodeTransport
 
-    members, rank = tuple(range(own.Get_size())), own.Get_rank()
-    mailbox = Mailbox(mpi, own, members, rank, lookout, timeout_s)
-    place = Place(memory, members, at)
-    return NodeTransport(place, rank, mailbox, group="0", timeout_s=timeout_s, activity=lookout.activity)
+    return NodeTransport(
+        memory, range(len(mailbox.ranks)), at, mailbox.rank, mailbox, group=group,
+        timeout_s=mailbox.timeout_s, activity=mailbox.lookout.activity,
+    )  # fmt: skip

@@ -1,25 +1,27 @@
 """MPI: the communicator over NumPy buffers, by mpi4py and whatever MPI it finds.
 
-Every wait is a nonblocking call and a loop, so that it ends when a rank fails or the time is over. The ranks of one
-node are better off in shared memory (`lowshard.comm.node`).
+Every wait is a nonblocking call and a loop, so that it ends when a rank fails or the time is over. Where ranks share a
+node, they have the memory of that beside (`lowshard.comm.node`), for `empty` and for whoever asks `reach`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from lowshard import dtypes
 from lowshard.comm import check
-from lowshard.comm.call import Activity, Call
-from lowshard.comm.large_count import byte_message, fits
-from lowshard.comm.mailbox import Mailbox
-from lowshard.comm.transport import Front, Transport
+from lowshard.comm.call import Activity
+from lowshard.comm.messages import ByMailbox, Mailbox
+from lowshard.comm.reach import Reach
+from lowshard.comm.transport import Transport
 from lowshard.comm.wait_guard import Lookout
-from lowshard.comm.work import Work, failed_work
-from lowshard.errors import DependencyError, LowshardError
+from lowshard.errors import DependencyError
+
+if TYPE_CHECKING:
+    from lowshard.comm.node.node_transport import NodeTransport
 
 Array = Any
 
@@ -30,65 +32,27 @@ _NATIVE = {
 }  # fmt: skip
 """Dtypes that MPI reduces, by its names: sums of shorter integers saturate in Open MPI, where they wrap elsewhere."""
 
-EXCHANGE_TAG = 1
+EXCHANGE_TAG = 2
 """Of messages within a collective; 0 is that of send and recv."""
-
-
-class ByMailbox:
-    """How a transport that has a mailbox moves the messages of its user."""
-
-    mailbox: Mailbox
-    closed: bool
-    ended: bool
-
-    def send(self, buf: Array, dst: int) -> None:
-        """Send a message."""
-        self.mailbox.send(buf, dst)
-
-    def recv(self, buf: Array, src: int) -> None:
-        """Receive a message of this length."""
-        self.mailbox.recv(buf, src)
-
-    def start_message(self, front: Front, name: str, buf: Array, peer: int) -> Work:
-        """Start a send or a recv."""
-        try:
-            _, flat = front.checked_message(name, buf, peer)
-        except LowshardError as error:
-            return failed_work(name, error, front.failure)
-        mailbox = self.mailbox
-        work = mailbox.start_send(flat, peer) if name == "send" else mailbox.start_recv(flat, peer)
-        work.failure = front.failure
-        return mailbox.keep_going(work)
-
-    def run_batch(self, front: Front, batch: Sequence[tuple[Call, Array, int]]) -> None:
-        """Start all sends and recvs of a group, then wait for them."""
-        batch = check.sent_apart(batch)
-        self.mailbox.run_all([(call.name == "send", buf, peer) for call, buf, peer in batch])
-
-    def settle(self) -> None:
-        """Wait for the messages that were started."""
-        self.mailbox.settle()
-
-    def end(self) -> None:
-        """Give the resources back."""
-        self.mailbox.drop()
-
-    def end_with_mpi(self) -> bool:
-        """Take no more calls: MPI, which is being finalized, would end the process."""
-        self.closed = self.ended = True
-        self.mailbox.drop()
-        return True
+_MOST_ELEMS = (1 << 31) - 1
+"""That MPI's own collectives take; it counts in C ints before version 4."""
 
 
 class MPITransport(ByMailbox, Transport):
-    """A duplicate of an mpi4py communicator, so that our messages meet no one else's."""
+    """A duplicate of an mpi4py communicator, so that our messages meet no one else's.
+
+    Attributes:
+        node: the ranks of this rank's node, who share memory; None where that is not wanted, or cannot be had.
+        homes: by rank, a number of its node.
+    """
 
     name = "mpi"
+    node: NodeTransport | None = None
+    homes: tuple[int, ...] = ()
 
     def __init__(
         self, mpi_comm: Any, *, owned: bool = False, lookout: Lookout | None = None, group: str = "0",
-        timeout_s: float | None = None, activity: Activity | None = None, mailbox: Mailbox | None = None,
-        watched: Sequence[int] | None = None,
+        timeout_s: float | None = None, activity: Activity | None = None, watched: Sequence[int] | None = None,
     ) -> None:  # fmt: skip
         self._mpi = load_mpi()
         self._comm = mpi_comm if owned else mpi_comm.Dup()
@@ -96,9 +60,10 @@ class MPITransport(ByMailbox, Transport):
             self._comm.Get_rank(), self._comm.Get_size(), group=group, timeout_s=timeout_s, activity=activity
         )
         self._lookout = Lookout(None, self.activity) if lookout is None else lookout
-        self.mailbox = mailbox or Mailbox(
+        self.mailbox = Mailbox(
             self._mpi, self._comm, range(self.size), self.rank, self._lookout, self.timeout_s, watched=watched
         )
+        self.mailbox.reserve(2, inner=True)  # the second is that of exchanges
         self._watched = self.mailbox.watched
         # Moving needs only the width of an element. bf16 and fp8 have no MPI type of their own
         # (BFLOAT16_T is null in both wheels, and passing it aborts an MPICH job).
@@ -115,8 +80,40 @@ class MPITransport(ByMailbox, Transport):
         """The mpi4py communicator underneath."""
         return self._comm
 
+    def share_node(self, node: NodeTransport, homes: Sequence[int]) -> None:
+        """Have the memory of a node beside, where its ranks are those of one home."""
+        self.node, self.homes, self._reach = node, tuple(homes), None
+        node.shared.names = [rank for rank, home in enumerate(homes) if home == homes[self.rank]]
+
     def way_between(self, one: int, other: int) -> tuple[str, str]:
+        if self.node is not None and self.homes[one] == self.homes[other]:
+            why = "they are on one node, whose memory moves of boxes and empty() go by"
+            return "MPI messages", why
         return "MPI messages", self.why or "they share no memory"
+
+    @property
+    def node_size(self) -> int | None:
+        if self.node is None:
+            return None
+        size = self.homes.count(self.homes[0])
+        in_order = all(home == self.homes[rank // size * size] for rank, home in enumerate(self.homes))
+        return size if in_order and all(self.homes.count(home) == size for home in self.homes) else None
+
+    def new_reach(self) -> Reach:
+        if self.node is None:
+            return super().new_reach()
+        from lowshard.comm.node.node_reach import NodeReach
+
+        return NodeReach(self.node, self.homes, self.homes[self.rank])
+
+    def empty(self, shape: int | Sequence[int], dtype: Any) -> Array:
+        return super().empty(shape, dtype) if self.node is None else self.node.empty(shape, dtype)
+
+    def fold(self, terms: Sequence[Array], out: Array, op: str, divisor: int = 1) -> None:
+        if self.node is None:
+            super().fold(terms, out, op, divisor)
+        else:
+            self.node.fold(terms, out, op, divisor)
 
     def _wire(self, buf: Array) -> list[Any]:
         as_uint, mpi_type = self._move[buf.dtype.itemsize]
@@ -145,7 +142,7 @@ class MPITransport(ByMailbox, Transport):
 
     def all_gather_v(self, send: Array, recv: Array, counts: Sequence[int], displs: Sequence[int]) -> None:
         # Displacements are each rank's own affair, so the choice of the MPI call must rest on counts alone.
-        if not fits(sum(counts)):
+        if sum(counts) > _MOST_ELEMS:
             self.all_to_all_v(send, [send.size] * self.size, [0] * self.size, recv, counts, displs)
             return
         even = len(set(counts)) == 1
@@ -186,12 +183,14 @@ class MPITransport(ByMailbox, Transport):
                 part[...] = send[send_displs[dst] : send_displs[dst] + send_counts[dst]]
                 continue
             if part.size:
-                requests.append(self._comm.Irecv(byte_message(self._mpi, part), src, EXCHANGE_TAG))
-                peers.append(src)
+                started = self.mailbox.receive_pieces(part, src, EXCHANGE_TAG)
+                requests += started
+                peers += [src] * len(started)
             if send_counts[dst]:
                 part = send[send_displs[dst] : send_displs[dst] + send_counts[dst]]
-                requests.append(self._comm.Isend(byte_message(self._mpi, part), dst, EXCHANGE_TAG))
-                peers.append(dst)
+                started = self.mailbox.send_pieces(part, dst, EXCHANGE_TAG)
+                requests += started
+                peers += [dst] * len(started)
         if requests:
             testall, test = self._mpi.Request.Testall, self._mpi.Request.Get_status
 
@@ -205,13 +204,13 @@ class MPITransport(ByMailbox, Transport):
             )
 
     def broadcast(self, buf: Array, root: int) -> None:
-        if not fits(buf.size):
+        if buf.size > _MOST_ELEMS:
             super().broadcast(buf, root)
             return
         self._finish(self._comm.Ibcast(self._wire(buf), root), "broadcast")
 
     def gather(self, send: Array, recv: Array | None, root: int) -> None:
-        if not fits(send.size * self.size):
+        if send.size * self.size > _MOST_ELEMS:
             super().gather(send, recv, root)
             return
         if recv is None:
@@ -224,7 +223,7 @@ class MPITransport(ByMailbox, Transport):
         self._finish(self._comm.Igather(source, self._wire(recv), root), "gather")
 
     def scatter(self, send: Array | None, recv: Array, root: int) -> None:
-        if not fits(recv.size * self.size):
+        if recv.size * self.size > _MOST_ELEMS:
             super().scatter(send, recv, root)
             return
         if send is None:
@@ -244,7 +243,7 @@ class MPITransport(ByMailbox, Transport):
         return [buf, getattr(self._mpi, _NATIVE[dtypes.get(buf.dtype).name])]
 
     def native_all_reduce(self, send: Array, recv: Array, op: str) -> bool:
-        if not (_is_native(send.dtype, op) and fits(send.size)):
+        if not (_is_native(send.dtype, op) and send.size <= _MOST_ELEMS):
             return False
         # Never MPI's in place: all ranks would have to say so, and which callers do is each rank's own affair.
         send = check.apart(send, recv)
@@ -253,7 +252,7 @@ class MPITransport(ByMailbox, Transport):
         return True
 
     def native_reduce_scatter(self, send: Array, recv: Array, op: str) -> bool:
-        if not (_is_native(send.dtype, op) and fits(send.size)):
+        if not (_is_native(send.dtype, op) and send.size <= _MOST_ELEMS):
             return False
         send = check.apart(send, recv)
         request = self._comm.Ireduce_scatter_block(self._summand(send), self._summand(recv), self._ops[op])
@@ -262,20 +261,37 @@ class MPITransport(ByMailbox, Transport):
 
     def split(self, color: int | None, key: int) -> Transport | None:
         # MPI has no split that can be given up. All ranks are here, since they were compared a moment ago.
-        group = self._comm.Split(self._mpi.UNDEFINED if color is None else color, key)
+        made = self._comm.Split(self._mpi.UNDEFINED if color is None else color, key)
+        node = None if self.node is None else self.node.split(color, key)
         if color is None:
             return None
-        members = self._mpi.Group.Translate_ranks(group.Get_group(), None, self._comm.Get_group())
-        return MPITransport(
-            group, owned=True, lookout=self._lookout, group=f"{self.group}/{self.sequence}.{color}",
-            timeout_s=self.timeout_s, activity=self.activity, watched=[self._watched[r] for r in members],
+        group, own = made.Get_group(), self._comm.Get_group()
+        members = self._mpi.Group.Translate_ranks(group, None, own)
+        group.Free()
+        own.Free()
+        if node is not None and node.size == made.Get_size():
+            made.Free()
+            return node
+        name, watched = f"{self.group}/{self.sequence}.{color}", [self._watched[r] for r in members]
+        part = MPITransport(
+            made, owned=True, lookout=self._lookout, group=name, timeout_s=self.timeout_s, activity=self.activity,
+            watched=watched,
         )  # fmt: skip
+        homes = [self.homes[r] for r in members] if node is not None else []
+        if node is not None and len(set(homes)) < len(homes):
+            part.share_node(node, homes)
+        elif node is not None:
+            node.close()
+        return part
 
     def end(self) -> None:
         super().end()
+        if self.node is not None:
+            self.failed = self.failed or self.node.failed
+            self.node.close()
         # Free is collective: it may wait for a rank that never comes.
-        if not self.failed and not self._lookout.failed() and not self._mpi.Is_finalized():
-            self._comm.Free()
+        if not self.failed:
+            self.mailbox.free()
 
 
 def _is_native(dtype: Any, op: str) -> bool:

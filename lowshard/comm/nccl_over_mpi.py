@@ -13,7 +13,7 @@ import numpy as np
 from lowshard import settings
 from lowshard.comm.agreement import agree, share_text
 from lowshard.comm.communicator import Communicator
-from lowshard.comm.mailbox import Mailbox
+from lowshard.comm.messages import Mailbox
 from lowshard.comm.mpi import MPITransport, load_mpi
 from lowshard.comm.nccl import NCCLTransport
 from lowshard.comm.nccl_bindings import Binding
@@ -84,7 +84,7 @@ def build_over_mpi(host: Communicator, mpi_comm: Any = None, transport: Transpor
     if transport not in TRANSPORTS:
         raise CommError(f"transport is {', '.join(map(repr, TRANSPORTS))}, got {transport!r}")
     mailbox: Mailbox = host._transport.mailbox  # type: ignore[attr-defined]
-    mpi_comm = mailbox._comm if mpi_comm is None else mpi_comm
+    mpi_comm = mailbox.mpi_comm if mpi_comm is None else mpi_comm
     watch = mailbox.lookout.watch
     found: _Found | None = None
     error: Exception | None = None

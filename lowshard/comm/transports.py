@@ -29,7 +29,6 @@ TRANSPORTS = (
     Entry("lowshard.comm.loopback", "LoopbackTransport", "threads of one process"),
     Entry("lowshard.comm.mpi", "MPITransport", "processes, by MPI's messages"),
     Entry("lowshard.comm.node.node_transport", "NodeTransport", "processes of one machine, by shared memory"),
-    Entry("lowshard.comm.hierarchy", "HierarchicalTransport", "processes of several machines, by both"),
     Entry("lowshard.comm.nccl", "NCCLTransport", "GPUs, by NCCL"),
     Entry("lowshard.comm.staged", "StagedTransport", "GPUs, through the memory of the host"),
 )

@@ -1,11 +1,9 @@
 """Runs the case table on MPI ranks; rank 0 prints one JSON line a case: how it ended on every rank.
 
-Usage: run_cases.py DEVICE [NAME ...], where DEVICE is "cpu", "windows" for the same with several nodes' small payloads
-going by way of windows too, in small pieces, "cuda", or "nccl" or "staged" for GPU arrays by that transport and no
-other; without names, all cases of the communicator contract; names may be of support.program_cases too.
-With LOWSHARD_TESTS_BARRED in the environment no rank may read another's memory;
-LOWSHARD_TESTS_CORES is how many cores the machine is said to have. LOWSHARD_TESTS_PIPES=whole has private memory handed
-on through pipes wherever it may be, and =broken through pipes that take nothing.
+Usage: run_cases.py DEVICE [NAME ...], where DEVICE is "cpu", "cuda", or "nccl" or "staged" for GPU arrays by that
+transport and no other; without names, all cases of the communicator contract; names may be of support.program_cases
+too. With LOWSHARD_TESTS_BARRED in the environment no rank may read another's memory; LOWSHARD_TESTS_CORES is how many
+cores the machine is said to have.
 Results travel by mpi4py's own gather, so that a broken collective of ours cannot hide them.
 """
 
@@ -17,7 +15,6 @@ import sys
 import time
 import traceback
 import warnings
-from typing import Any
 
 from support.barred import bar
 
@@ -35,37 +32,10 @@ if cores := os.environ.get("LOWSHARD_TESTS_CORES"):
     os.sched_getaffinity = lambda pid: set(range(int(cores)))
 
 
-def insist_on_pipes(whole: bool) -> None:
-    """Have every communicator of one node hand on whatever it may."""
-    from lowshard.comm.node.group_block import GroupContext, Place
-    from lowshard.comm.node.node_rendezvous import PIPES_FROM
-
-    lay_out = GroupContext.__init__
-
-    def laid_out(self: GroupContext, place: Place, *args: Any) -> None:
-        lay_out(self, place, *args)
-        self.words[PIPES_FROM] = 4096
-        table = place.memory.pipes.table
-        assert table is not None
-        if not whole:
-            table[:, 0], table[:, 2] = NOTHING, 0
-
-    GroupContext.__init__ = laid_out  # type: ignore[method-assign]
-
-
-NOTHING = os.open(os.devnull, os.O_RDONLY)
-if pipes := os.environ.get("LOWSHARD_TESTS_PIPES"):
-    insist_on_pipes(pipes == "whole")
-
-
 def make(device: str) -> lc.Communicator:
     """Return a new communicator over all ranks."""
     if device in ("nccl", "staged"):
         return build_over_mpi(build_host(MPI.COMM_WORLD), transport=device)  # type: ignore[arg-type]
-    if device == "windows":
-        from lowshard.comm import hierarchy
-
-        hierarchy.WINDOW_BYTES, hierarchy.PIECE_BYTES, device = 1, 50_000, "cpu"
     return lc.from_mpi(MPI.COMM_WORLD, device)  # type: ignore[arg-type]
 
 

@@ -27,7 +27,7 @@ __all__ = ["CASES", "GPU_LIMIT_S", "LIMIT_S", "cases_of_jobs", "check_case", "so
 def _table(
     size: int, device: str, names: tuple[str, ...], env: tuple[tuple[str, str], ...]
 ) -> tuple[dict[str, dict[str, Any]], str]:
-    limit_s = (LIMIT_S if device in ("cpu", "windows") else GPU_LIMIT_S) * (4 if mode.full() else 1)
+    limit_s = (LIMIT_S if device == "cpu" else GPU_LIMIT_S) * (4 if mode.full() else 1)
     ended = start_ranks(
         _RUNNER, size, [device, *names], limit_s, env=dict(env), prefix_output=True, may_time_out=True
     )
@@ -65,7 +65,7 @@ def check_case(name: str, size: int, device: str, names: tuple[str, ...] | None 
     Args:
         name: of the case.
         size: number of ranks.
-        device: "cpu", "windows", "cuda", "nccl" or "staged"; see tests/mpi/run_cases.py.
+        device: "cpu", "cuda", "nccl" or "staged"; see tests/mpi/run_cases.py.
         names: of all cases to run in one job with this one, as far as they mean something there; by default, of all
             there are.
         env: variables to set for the ranks.

@@ -124,7 +124,7 @@ def groups_of_groups_work_beside_their_parents(comm: Communicator, rng: np.rando
 
 @case(memory_of_a_node)
 def groups_that_nobody_holds_are_let_go(comm: Communicator, rng: np.random.Generator) -> None:
-    place: Any = comm._transport.place  # type: ignore[attr-defined]
+    memory: Any = comm._transport.shared.memory  # type: ignore[attr-defined]
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -140,8 +140,8 @@ def groups_that_nobody_holds_are_let_go(comm: Communicator, rng: np.random.Gener
             comm.barrier()
         assert sum(group() is not None for group in made) < 20
         if comm.rank == 0:  # of those let go by the others too
-            place.memory._take_back()
-            assert len(place.memory._lent) < 30
+            memory._take_back()
+            assert len(memory._lent) < 30
     finally:
         if was_on:
             gc.enable()

@@ -1,4 +1,4 @@
-"""What compiled waits and moves need of the machine: ordered loads and stores, futexes, another process's memory."""
+"""What compiled waits and moves need of the machine: ordered loads and stores, naps, another process's memory."""
 
 from __future__ import annotations
 
@@ -13,9 +13,6 @@ from lowshard.compiled.emitted import emitted
 _I8, _I32, _I64 = (ir.IntType(bits) for bits in (8, 32, 64))
 _PAUSES = {"x86_64": "llvm.x86.sse2.pause", "aarch64": "llvm.aarch64.hint"}
 
-FUTEX_CALLS = {"x86_64": 202, "aarch64": 98}
-"""Number of the futex system call by machine; elsewhere waits only yield."""
-
 
 def _pointer(builder: ir.IRBuilder, address: ir.Value, pointee: ir.Type = _I64) -> ir.Value:
     return builder.inttoptr(address, pointee.as_pointer())
@@ -25,11 +22,8 @@ def _place(builder: ir.IRBuilder, address: ir.Value, place: ir.Value) -> ir.Valu
     return _pointer(builder, builder.add(address, builder.mul(place, _I64(8))))
 
 
-def _external(
-    builder: ir.IRBuilder, name: str, result: ir.Type, args: Sequence[ir.Value], variadic: int | None = None
-) -> ir.Value:
-    fixed = [value.type for value in (args if variadic is None else args[:variadic])]
-    signature = ir.FunctionType(result, fixed, var_arg=variadic is not None)
+def _external(builder: ir.IRBuilder, name: str, result: ir.Type, args: Sequence[ir.Value]) -> ir.Value:
+    signature = ir.FunctionType(result, [value.type for value in args])
     return builder.call(cgutils.get_or_insert_function(builder.module, signature, name), args)
 
 
@@ -69,12 +63,6 @@ def release(builder: ir.IRBuilder, address: ir.Value, value: ir.Value) -> None:
     builder.store_atomic(value, _pointer(builder, address), "release", 8)
 
 
-@emitted()
-def add_to(builder: ir.IRBuilder, address: ir.Value, value: ir.Value) -> ir.Value:
-    """Add to an int64 in one indivisible step, in one order for all, and return what it was before."""
-    return builder.atomic_rmw("add", _pointer(builder, address), value, "seq_cst")
-
-
 @emitted("void")
 def relax(builder: ir.IRBuilder) -> None:
     """Tell the core that this is a loop that waits."""
@@ -90,13 +78,10 @@ def yield_core(builder: ir.IRBuilder) -> ir.Value:
     return _external(builder, "sched_yield", _I32, [])
 
 
-@emitted()
-def system_call(
-    builder: ir.IRBuilder, number: ir.Value, a: ir.Value, b: ir.Value, c: ir.Value, d: ir.Value, e: ir.Value,
-    f: ir.Value,
-) -> ir.Value:  # fmt: skip
-    """Make a system call with six arguments, by the C library's `syscall`."""
-    return _external(builder, "syscall", _I64, [number, a, b, c, d, e, f], variadic=1)
+@emitted("int32")
+def sleep_us(builder: ir.IRBuilder, microseconds: ir.Value) -> ir.Value:
+    """Sleep for so many microseconds: usleep."""
+    return _external(builder, "usleep", _I32, [builder.trunc(microseconds, _I32)])
 
 
 @emitted("int32")
@@ -134,31 +119,18 @@ def _vm_call(
     return _external(builder, name, _I64, [builder.trunc(pid, _I32), *vectors, _I64(0)])
 
 
-@emitted()
-def give_pages(builder: ir.IRBuilder, pipe: ir.Value, vector: ir.Value, flags: ir.Value) -> ir.Value:
-    """Put the pages of one iovec into a pipe, not copied: vmsplice; the bytes put or -1."""
-    args = [builder.trunc(pipe, _I32), _pointer(builder, vector, _I8), _I64(1), builder.trunc(flags, _I32)]
-    return _external(builder, "vmsplice", _I64, args)
-
-
-@emitted()
-def read_file(builder: ir.IRBuilder, file: ir.Value, into: ir.Value, size_bytes: ir.Value) -> ir.Value:
-    """Read from a file descriptor: the bytes read, or -1."""
-    args = [builder.trunc(file, _I32), _pointer(builder, into, _I8), size_bytes]
-    return _external(builder, "read", _I64, args)
-
-
-@emitted()
-def last_error(builder: ir.IRBuilder) -> ir.Value:
-    """Return the C library's errno of this thread."""
-    at = _external(builder, "__errno_location", _I32.as_pointer(), [])
-    return builder.sext(builder.load(at), _I64)
-
-
 @emitted("void")
 def call_three(builder: ir.IRBuilder, function: ir.Value, a: ir.Value, b: ir.Value, c: ir.Value) -> None:
     """Call a C function of three int64 by its address."""
     _call(builder, function, a, b, c)
+
+
+@emitted("void")
+def call_four(
+    builder: ir.IRBuilder, function: ir.Value, a: ir.Value, b: ir.Value, c: ir.Value, d: ir.Value
+) -> None:
+    """Call a C function of four int64 by its address."""
+    _call(builder, function, a, b, c, d)
 
 
 @emitted("void")

@@ -7,29 +7,23 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from lowshard.comm.node import call_table, fold, message_rings, node_moves
+from lowshard.comm.node import fold, meeting, moves
 from lowshard.comm.node.combine import recipe_of, source_digest
 from lowshard.compiled import INT, Signature, load_compiled
 
 
 @dataclass(frozen=True)
 class Calls:
-    """Each is described where it is defined: `call_table`, `message_rings`, `node_moves`, `fold`."""
+    """Each is described where it is defined: `meeting`, `moves`, `fold`."""
 
-    perform: Callable[..., int]
-    may_lie_so: Callable[..., int]
-    quick: Callable[..., int]
-    post: Callable[..., int]
-    is_taken: Callable[..., int]
-    send: Callable[..., int]
-    withdraw: Callable[..., int]
-    receive: Callable[..., int]
-    receive_if_come: Callable[..., int]
-    run_group: Callable[..., int]
     barrier: Callable[..., int]
-    gather_slots: Callable[..., int]
-    place: Callable[..., int]
+    move_by_slots: Callable[..., int]
+    move: Callable[..., int]
+    spread: Callable[..., int]
     exchange: Callable[..., int]
+    fold_by_slots: Callable[..., int]
+    fold_parts_by_slots: Callable[..., int]
+    fold: Callable[..., int]
     fold_rows: Callable[..., int]
 
 
@@ -41,23 +35,15 @@ def load_calls() -> Calls:
         name = f"{function.__name__}_{source_digest()}"
         return load_compiled(name, lambda: function, Signature((INT,) * args))
 
-    recipe_of(
-        "float32", "sum"
-    )  # what programs most often reduce; the others are loaded by the first call that needs one
+    recipe_of("float32", "sum")  # what programs most often reduce; the first call that needs another loads it
     return Calls(
-        perform=compiled(call_table.perform, 4),
-        may_lie_so=compiled(call_table.may_lie_so, 4),
-        quick=compiled(call_table.quick, 5),
-        post=compiled(message_rings.post, 5),
-        is_taken=compiled(message_rings.is_taken, 3),
-        send=compiled(message_rings.send, 4),
-        withdraw=compiled(message_rings.withdraw, 3),
-        receive=compiled(message_rings.receive, 4),
-        receive_if_come=compiled(message_rings.receive_if_come, 4),
-        run_group=compiled(message_rings.run_group, 3),
-        barrier=compiled(node_moves.barrier, 2),
-        gather_slots=compiled(node_moves.gather_slots, 9),
-        place=compiled(node_moves.place, 3),
-        exchange=compiled(node_moves.exchange, 8),
-        fold_rows=compiled(fold.fold_rows, 10),
+        barrier=compiled(meeting.barrier, 2),
+        move_by_slots=compiled(moves.move_by_slots, 10),
+        move=compiled(moves.move, 9),
+        spread=compiled(moves.spread, 5),
+        exchange=compiled(moves.exchange, 9),
+        fold_by_slots=compiled(fold.fold_by_slots, 11),
+        fold_parts_by_slots=compiled(fold.fold_parts_by_slots, 9),
+        fold=compiled(fold.fold, 12),
+        fold_rows=compiled(fold.fold_rows, 9),
     )

@@ -13,14 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from llvmlite import ir
 
-from lowshard.comm.node.line_vectors import LINE_BYTES, combine_element, combine_line, combine_line_past
 from lowshard.compiled import INT, Signature, digest_of, load_native
-from lowshard.compiled.deferred import carray, types
+from lowshard.compiled.deferred import carray, intrinsic, types
 from lowshard.compiled.emitted import elements_at
 
-BLOCK_BYTES = 64 << 10
-"""Bytes of a block in its accumulator's dtype: operands and temporaries stay in the core's second cache."""
+BLOCK_BYTES = 16 << 10
+"""Bytes of a block in its accumulator's dtype: operands and temporaries stay in the core's first cache."""
+LINE_BYTES = 64
 
 NATIVE = ("float32", "float64", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 HALVES = ("float16", "bfloat16")
@@ -65,9 +66,8 @@ class Recipe:
 
     Attributes:
         words: int64: bytes of an element, of one of its accumulator, and the addresses of four functions (0 for none).
-            combine(into, left, right, n, streaming) combines n elements of the accumulator's dtype; with streaming the
-            result goes past the caches. divide(at, n, divisor) divides n of them in place. widen(into, source, n)
-            and narrow(into, source, n) go to the accumulator's dtype and back.
+            combine(into, left, right, n) combines n elements of the accumulator's dtype, divide(at, n, divisor) divides
+            n of them in place, widen(into, source, n) and narrow(into, source, n) go to that dtype and back.
         kept: keeps the functions alive.
     """
 
@@ -94,29 +94,70 @@ def recipe_of(dtype: str, op: str) -> Recipe:
     return Recipe(np.array([sizes[dtype], sizes[wide], *addresses], np.int64), tuple(functions))
 
 
+# ---- cache lines as LLVM vectors: a loop that LLVM makes vectors of by itself falls back to elements in place
+
+
+_FLOATS = {"float32": ir.FloatType(), "float64": ir.DoubleType()}
+
+
+def pair(builder: ir.IRBuilder, dtype: str, op: str, a: ir.Value, b: ir.Value) -> ir.Value:
+    """Combine two elements, or two vectors of them; minimum and maximum hand NaNs on, as NumPy's do."""
+    floats = dtype in _FLOATS
+    if op == "sum":
+        return builder.fadd(a, b) if floats else builder.add(a, b)
+    if op == "prod":
+        return builder.fmul(a, b) if floats else builder.mul(a, b)
+    sign = "<" if op == "min" else ">"
+    if floats:
+        # Where the comparison fails it is b, a NaN of b too; a NaN of a compares with nothing and is kept.
+        first = builder.or_(builder.fcmp_ordered(sign, a, b), builder.fcmp_unordered("uno", a, a))
+        return builder.select(first, a, b)
+    compare = builder.icmp_unsigned if dtype.startswith("u") else builder.icmp_signed
+    return builder.select(compare(sign, a, b), a, b)
+
+
+@intrinsic(prefer_literal=True)
+def combine_line(typingctx: Any, code: Any, into: Any, left: Any, right: Any) -> Any:
+    """Combine 64 bytes; `code` is dtype and op, a literal such as "float32 sum"."""
+    return _combine_step(code, LINE_BYTES)
+
+
+@intrinsic(prefer_literal=True)
+def combine_element(typingctx: Any, code: Any, into: Any, left: Any, right: Any) -> Any:
+    """As `combine_line`, one element at any address."""
+    return _combine_step(code, 0)
+
+
+def _combine_step(code: Any, size_bytes: int) -> Any:
+    if not isinstance(code, types.StringLiteral):
+        return None
+    dtype, op = code.literal_value.split()
+    element = _FLOATS.get(dtype) or ir.IntType(int(dtype.lstrip("uint")))
+    kind = ir.VectorType(element, size_bytes // itemsizes([dtype])[dtype]) if size_bytes else element
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
+        into, *operands = (builder.inttoptr(at, kind.as_pointer()) for at in values[1:])
+        a, b = (builder.load(at, align=1) for at in operands)
+        builder.store(pair(builder, dtype, op, a, b), into, align=1)
+        return context.get_dummy_value()
+
+    return types.void(code, *(types.int64,) * 3), codegen
+
+
 @cache
 def _combiner(dtype: str, op: str) -> Any:
     item = itemsizes([dtype])[dtype]
     per_line = LINE_BYTES // item
     code = f"{dtype} {op}"
 
-    def combine(into: int, left: int, right: int, n: int, streaming: int) -> None:
-        start = 0
-        if streaming != 0 and into % item == 0:
-            start = min(n, (-into % LINE_BYTES) // item)
-            for i in range(start):
-                combine_element(code, into + i * item, left + i * item, right + i * item)
-            lines = (n - start) // per_line
-            for i in range(start * item, start * item + lines * LINE_BYTES, LINE_BYTES):
-                combine_line_past(code, into + i, left + i, right + i)
-        else:
-            lines = n // per_line
-            for i in range(0, lines * LINE_BYTES, LINE_BYTES):
-                combine_line(code, into + i, left + i, right + i)
-        for i in range((start + lines * per_line) * item, n * item, item):
+    def combine(into: int, left: int, right: int, n: int) -> None:
+        whole = n // per_line * LINE_BYTES
+        for i in range(0, whole, LINE_BYTES):
+            combine_line(code, into + i, left + i, right + i)
+        for i in range(whole, n * item, item):
             combine_element(code, into + i, left + i, right + i)
 
-    return _callback(combine, f"{dtype}_{op}", 5)
+    return _callback(combine, f"{dtype}_{op}", 4)
 
 
 @cache
@@ -156,9 +197,9 @@ def _callback(function: Callable[..., None], what: str, args: int) -> Any:
 
 @cache
 def source_digest() -> str:
-    """Return a digest of all source files that the compiled code of this package is made from."""
-    here = Path(__file__).parent
-    return digest_of([*here.glob("*.py"), here.parent / "call.py"])
+    """Return a digest of the source files that the compiled code of this package is made from."""
+    names = ("atomic", "combine", "fold", "inlined", "meeting", "moves")
+    return digest_of(Path(__file__).with_name(f"{name}.py") for name in names)
 
 
 def _widen_bfloat16(into: int, source: int, n: int) -> None:

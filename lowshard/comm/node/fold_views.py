@@ -16,9 +16,8 @@ from lowshard.bounded import bounded_cache
 from lowshard.comm.node.calls import load_calls
 from lowshard.comm.node.combine import BLOCK_BYTES, HALVES, NATIVE, OPS, recipe_of, schedule
 from lowshard.comm.node.fold import scratch_blocks
-from lowshard.comm.node.group_block import address_of
-from lowshard.comm.node.node_rendezvous import CONTEXT_WORDS, PARTS, SCRATCH, SIZE
-from lowshard.kernels.buffer import STREAM_FROM_BYTES
+from lowshard.comm.node.meeting import CONTEXT_WORDS, PARTS, SCRATCH, SIZE
+from lowshard.comm.node.node_group import address_of
 
 Array = Any
 Strides = tuple[int, ...]
@@ -40,7 +39,7 @@ class Folder:
         words[SIZE], words[PARTS] = terms, address_of(self._parts)
         words[SCRATCH] = -(-address_of(self._scratch) // 64) * 64
 
-    def fold(self, terms: Sequence[Array], out: Array, op: str, divisor: int, streaming: bool) -> None:
+    def fold(self, terms: Sequence[Array], out: Array, op: str, divisor: int) -> None:
         """Write the reduction of the operands into `out`."""
         for i, term in enumerate(terms):
             self._sources[i] = term.__array_interface__["data"][0]
@@ -48,7 +47,7 @@ class Folder:
         recipe = recipe_of(dtypes.get(out.dtype).name, op)
         load_calls().fold_rows(
             address_of(self._words), out.__array_interface__["data"][0], address_of(self._sources),
-            address_of(table), len(table), n, divisor, address_of(self._steps), address_of(recipe.words), streaming,
+            address_of(table), len(table), n, divisor, address_of(self._steps), address_of(recipe.words),
         )  # fmt: skip
 
 
@@ -80,7 +79,7 @@ def fold_views(terms: Sequence[Array], out: Array, op: str, divisor: int) -> Non
     folder = known.get(len(terms))
     if folder is None:
         folder = known[len(terms)] = Folder(len(terms))
-    folder.fold(terms, out, op, divisor, out.nbytes >= STREAM_FROM_BYTES)
+    folder.fold(terms, out, op, divisor)
 
 
 @bounded_cache(1 << 20)

@@ -6,21 +6,16 @@ import ctypes
 import os
 import weakref
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from lowshard.comm.node.arena import PAGE_BYTES, Arena, Block, PeerMemory
-from lowshard.comm.node.pipe_set import PipeSet
+from lowshard.comm.node.meeting import SEGMENTS
 from lowshard.errors import CommError
 from lowshard.settings import CROSS_MEMORY
 
-SEGMENTS = 64
-"""Segments of a rank that others map."""
 _HEAD_BYTES = PAGE_BYTES
-_LAST_CACHE_BYTES, _LEAST_CACHE_BYTES = 32 << 20, 8 << 20
-"""Of the last cache where the system does not tell it, and at least: some virtual machines hide it."""
 
 
 class NodeMemory:
@@ -30,11 +25,9 @@ class NodeMemory:
         rank: this process among those of the node.
         pids: process ids by rank.
         cores: cores that the ranks may run on, together.
-        cached_result_bytes: of rank 0's machine, for all: what ranks decide together rests on it.
         arena: what this process shares.
         reads_across: whether all ranks may read each other's private memory (process_vm_readv).
         maps: `[ranks, SEGMENTS]` int64: where this process sees the others' segments, 0 where it does not yet.
-        pipes: between the processes.
         wanted: int64[1], not 0 when a segment was met that is not mapped yet.
     """
 
@@ -51,14 +44,12 @@ class NodeMemory:
         except (OSError, MemoryError) as error:
             problem = f"no anonymous file can be made: {error}"
         cores = sorted(os.sched_getaffinity(0))
-        cached = cached_result_bytes() if rank == 0 else 0
-        rows = exchange((os.getpid(), -1 if arena is None else arena.descriptor, problem, cores, cached))
+        rows = exchange((os.getpid(), -1 if arena is None else arena.descriptor, problem, cores))
         self._raise_first([row[2] for row in rows])
         assert arena is not None
         self.arena = arena
         self.pids = [int(row[0]) for row in rows]
         self.cores = len({core for row in rows for core in row[3]})
-        self.cached_result_bytes = int(rows[0][4])
         self._peers: list[PeerMemory | None] = [None] * len(rows)
         word = ctypes.c_int64(4711 + rank)
         try:
@@ -75,8 +66,6 @@ class NodeMemory:
             if peer != rank
         )
         self.reads_across = all(exchange(reads))
-        # A rank that shares its core with others would wait for them instead of reading by itself.
-        self.pipes = PipeSet(rank, self.pids, exchange, self.reads_across and len(rows) <= self.cores)
         # The word is read by others until the exchange above is over.
         del word
         self.maps = np.zeros((len(rows), SEGMENTS), np.int64)
@@ -140,16 +129,6 @@ class NodeMemory:
         for rank, problem in enumerate(problems):
             if problem:
                 raise CommError(f"the ranks of a node share memory, but on its rank {rank} {problem}")
-
-
-def cached_result_bytes(caches: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int:
-    """Return how large a result may be so that the last cache keeps it beside its operand: half of that cache."""
-    try:
-        told = (max(caches.glob("index*")) / "size").read_text(encoding="ascii")  # such as 32768K
-        size_bytes = int(told.strip().removesuffix("K")) << 10
-    except (OSError, ValueError):
-        size_bytes = _LAST_CACHE_BYTES
-    return max(size_bytes, _LEAST_CACHE_BYTES) // 2
 
 
 def head_bytes(users: int) -> int:

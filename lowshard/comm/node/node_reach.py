@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lowshard.comm.call_comparison import STEP_SIGNATURE
-from lowshard.comm.node.call_runner import CallRunner
-from lowshard.comm.node.group_block import ALWAYS_SMALL_BYTES, address_of
+from lowshard.comm.node.node_group import address_of
 from lowshard.comm.node.node_memory import NodeMemory
 from lowshard.comm.reach import Published, Reach
+
+if TYPE_CHECKING:
+    from lowshard.comm.node.node_transport import NodeTransport
 
 Array = Any
 
@@ -20,20 +21,18 @@ class NodeReach(Reach):
     """The ranks of one machine: all of a communicator's, or those of this host in a communicator over several.
 
     Args:
-        runner: of the calls of this machine's ranks.
+        over: the transport of this machine's ranks.
         homes: by rank of the communicator, a number of its host; by default it has this host alone.
         home: of this host.
     """
 
-    def __init__(self, runner: CallRunner, homes: Sequence[int] | None = None, home: int = 0) -> None:
-        over, place = runner.over, runner.place
+    def __init__(self, over: NodeTransport, homes: Sequence[int] | None = None, home: int = 0) -> None:
         homes = (home,) * over.size if homes is None else tuple(homes)
         super().__init__(over.rank, len(homes))
         self.homes, self.peers = homes, tuple(rank for rank, other in enumerate(homes) if other == home)
-        self.crosses = bool(place.memory.reads_across)
-        self._members = dict(zip(self.peers, place.members, strict=True))
-        self._runner, self._over, self._memory = runner, over, place.memory
-        self._barrier, self._ctx = runner.compiled.barrier, runner.ctx
+        self._over, self._memory = over, over.shared.memory
+        self.crosses = bool(self._memory.reads_across)
+        self._members = dict(zip(self.peers, over.shared.members, strict=True))
 
     def maps(self, array: Array) -> bool:
         """Say whether an array lies in memory that the peers map."""
@@ -41,30 +40,19 @@ class NodeReach(Reach):
 
     def publish(self, arrays: Sequence[Array | None], note: int = 0) -> Published:
         """Tell where arrays lie, in one meeting; see `Reach.publish`."""
-        runner, size, arena, row = self._runner, self._over.size, self._memory.arena, [note]
+        arena, row = self._memory.arena, [note]
         for array in arrays:
             if array is None or not array.nbytes:
                 row += (-1, 0, 0, 0)
             else:
                 at = address_of(array)
                 row += (*arena.where(at, array.nbytes), at, array.nbytes)
-        mine = np.array(row, np.int64)
-        n = mine.nbytes
-        if n > ALWAYS_SMALL_BYTES:
-            return _Rows(self._memory, self._members, self._over.gather_facts(mine).tolist())
-        rows = np.empty((size, mine.size), np.int64)
-        code = runner.compiled.gather_slots(
-            runner.ctx, STEP_SIGNATURE, address_of(mine), n, address_of(rows), 0, size, 0, n
-        )
-        if code:
-            runner.end(code, "publish")
+        rows = self._over.gather_facts(np.array(row, np.int64))
         return _Rows(self._memory, self._members, rows.tolist())
 
     def barrier(self) -> None:
         """Return once all peers have come."""
-        code = self._barrier(self._ctx, STEP_SIGNATURE)
-        if code:
-            self._runner.end(code, "barrier")
+        self._over.barrier()
 
     def common(self, elems: int, dtype: Any) -> Array:
         """Return one array for all peers; the first one's arena has it."""

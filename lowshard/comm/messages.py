@@ -1,0 +1,416 @@
+"""Messages between two ranks over MPI: none waits without a deadline, and groups share one MPI communicator.
+
+A group is told apart by its tag, so splitting one costs no MPI communicator, of which there are few thousand. A message
+of up to SHORT_BYTES goes whole. Of a longer one a note goes in its place, with its length and the tag of its bytes.
+Messages and notes are received into memory of the mailbox, and so in the order in which they were sent, and never past
+the end of a buffer: Open MPI writes a message that is longer than expected whole before it says so.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from itertools import count
+from typing import Any
+
+import numpy as np
+
+from lowshard.comm.call import Call
+from lowshard.comm.check import sent_apart, wait_s
+from lowshard.comm.transport import Front
+from lowshard.comm.wait_guard import Lookout
+from lowshard.comm.work import FirstFailure, Work, failed_work
+from lowshard.errors import BufferMismatchError, CommError, LowshardError, TimedOut
+
+Array = Any
+
+NOTE_BYTES = 2048
+"""Of a note, which no short message has. Below what any MPI sends without asking the receiver."""
+SHORT_BYTES = NOTE_BYTES - 8
+PIECE_BYTES = 1 << 30
+"""Longer messages go in such pieces: MPI before version 4, so Open MPI 5, counts in C ints."""
+_LONG_TAGS = 1 << 13
+"""Of the bytes of long messages, odd ones below 2^14, taken in turn by each sender; those of groups are even."""
+_PAUSE_S = 1e-4
+_KEPT = 64
+"""Messages that were started and may have ended, from which on those that have are let go of."""
+
+
+def pieces(buf: Array) -> list[Array]:
+    """Return a flat buffer as bytes, in pieces that MPI can count."""
+    raw = buf.view(np.uint8)
+    return [raw[at : at + PIECE_BYTES] for at in range(0, raw.size, PIECE_BYTES)]
+
+
+class _Room:
+    """Memory for a short message or a note."""
+
+    def __init__(self, byte: Any) -> None:
+        self.memory = np.zeros(NOTE_BYTES, np.uint8)
+        self.spec = [self.memory, byte]
+        self.address = self.memory.ctypes.data
+        self.note = self.memory[:16].view(np.int64)  # of a long message: its bytes, their tag
+
+
+class Post:
+    """What the mailboxes over one MPI communicator share: the tags in use, and the long messages under way.
+
+    A long message that was started goes on whatever the caller does: a thread drives it while it is under way.
+    """
+
+    def __init__(self, mpi: Any, mpi_comm: Any) -> None:
+        self.next_group = self.inner_groups = 1
+        self.groups = int(mpi_comm.Get_attr(mpi.TAG_UB) or 32767) // 2
+        self.numbers = count()
+        self.rooms: list[_Room] = []
+        self.abandoned: list[object] = []
+        """What MPI may still read or write, though nobody waits for it any more."""
+        self.lock = threading.RLock()
+        self._works: list[MessageWork] = []
+        self._thread: threading.Thread | None = None
+
+    def add(self, work: MessageWork) -> None:
+        """See to it that a long message goes on."""
+        with self.lock:
+            self._works.append(work)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._drive, name="lowshard messages", daemon=True)
+                self._thread.start()
+
+    def push(self) -> None:
+        """Let the long messages that were started go on."""
+        if self._works:
+            with self.lock:
+                self._works = [work for work in self._works if not work.advance()]
+
+    def _drive(self) -> None:
+        while True:
+            with self.lock:
+                self.push()
+                if not self._works:
+                    self._thread = None
+                    return
+            time.sleep(_PAUSE_S)
+
+
+class MessageWork:
+    """A send or recv under way.
+
+    Attributes:
+        peer: the other rank.
+        ended: whether it has ended, well or not.
+        told: whether somebody who waited was told of its error.
+        failure: keeps its error; None for one that is sure to be waited for.
+    """
+
+    ended = told = False
+    failure: FirstFailure | None = None
+    _error: LowshardError | None = None
+    _room: _Room | None = None
+
+    def __init__(self, box: Mailbox, sends: bool, buf: Array, peer: int) -> None:
+        self._box, self.sends, self._buf, self.peer = box, sends, buf, peer
+        self.is_long = buf.nbytes > SHORT_BYTES
+        if sends and not self.is_long:
+            raw = buf if buf.dtype.kind in "fiu" else buf.view(np.uint8)
+            self._requests = [box.isend([raw, box.byte], box.ranks[peer], box.tag)]
+            return
+        rooms = box.post.rooms
+        self._room = room = rooms.pop() if rooms else _Room(box.byte)
+        if not sends:
+            self._status = box.new_status()
+            self._requests = [box.irecv(room.spec, box.ranks[peer], box.tag)]
+            return
+        tag = 2 * (next(box.post.numbers) % _LONG_TAGS) + 1
+        room.note[:] = buf.nbytes, tag
+        self._requests = [box.isend(room.spec, box.ranks[peer], box.tag), *box.send_pieces(buf, peer, tag)]
+
+    def advance(self) -> bool:
+        """Let it go on, and say whether it has ended."""
+        if self.ended:
+            return True
+        if not self.is_long:
+            return self._advance()
+        with self._box.post.lock:
+            return self.ended or self._advance()
+
+    def _advance(self) -> bool:
+        if self._room is not None and not self.sends:
+            if not self._requests[0].Test(self._status):
+                return False
+            self._requests = []
+            self._take(self._room, self._status.Get_count(self._box.byte))
+        requests = self._requests
+        while requests and requests[-1].Test():
+            requests.pop()
+        if not requests:
+            self.end(self._error)
+        return self.ended
+
+    def _take(self, room: _Room, came: int) -> None:
+        """Take a short message out of its room, or ask for the bytes of a long one."""
+        box, buf, is_note = self._box, self._buf, came == NOTE_BYTES
+        came, tag = map(int, room.note) if is_note else (came, 0)
+        if came != buf.nbytes:
+            text = f"recv: rank {self.peer} sent {came} bytes, this rank expects {buf.nbytes}"
+            self._error = BufferMismatchError(text)
+            buf = np.empty(came, np.uint8)  # what nobody wants must come all the same
+        if is_note:
+            self._requests = box.receive_pieces(buf, self.peer, tag)
+        elif self._error is None:
+            ctypes.memmove(box.address_of(buf), room.address, came)
+        self._room = None
+        box.post.rooms.append(room)
+
+    def end(self, error: LowshardError | None) -> None:
+        """Note the end; the buffer is free."""
+        if self.sends and self._room is not None:
+            self._box.post.rooms.append(self._room)
+        self.ended, self._error, self._buf, self._room = True, error, None, None
+        if error is not None and self.failure is not None:
+            self.failure.add(self, error)
+
+    def abandon(self, error: CommError) -> None:
+        """End what may never end by itself."""
+        with self._box.post.lock:
+            if self.ended:
+                return
+            self._box.post.abandoned.append((self._requests, self._room, self._buf))
+            if not self.sends and not self._box.is_over():
+                for request in self._requests:
+                    request.Cancel()
+            self._room = None
+            self.end(error)
+
+    @property
+    def text(self) -> str:
+        """What is waited for."""
+        return f"{'recv from' if self.sends else 'send to'} rank {self._box.rank}"
+
+    def done(self) -> bool:
+        """Say whether it has ended."""
+        return self.advance()
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait for the end; see `Work.wait`."""
+        timeout_s = wait_s(timeout_s)
+        if not self.advance():
+            try:
+                self._box.await_all([self], timeout_s)
+            except CommError:
+                self.told = timeout_s is None  # else the message goes on
+                raise
+        if self._error is not None:
+            self.told = True
+            raise self._error
+
+
+class Mailbox:
+    """The messages of one group."""
+
+    def __init__(
+        self, mpi: Any, mpi_comm: Any, ranks: Sequence[int], rank: int, lookout: Lookout, timeout_s: float,
+        group: int = 0, post: Post | None = None, watched: Sequence[int] | None = None,
+    ) -> None:  # fmt: skip
+        """Make a mailbox over an MPI communicator of our own.
+
+        Args:
+            mpi: the module mpi4py.MPI.
+            mpi_comm: the communicator.
+            ranks: the group's ranks as ranks of it.
+            rank: this rank in the group.
+            lookout: what waits look at.
+            timeout_s: deadline of each wait.
+            group: number of the group, of its tag.
+            post: of the communicator; by default a new one.
+            watched: the group's ranks as ranks of the side channel; by default the same.
+        """
+        self._mpi, self.mpi_comm, self.ranks, self.rank = mpi, mpi_comm, list(ranks), rank
+        self.lookout, self.timeout_s, self.tag = lookout, timeout_s, 2 * group
+        self.watched = self.ranks if watched is None else list(watched)
+        """The group's ranks as ranks of the side channel."""
+        self.post = Post(mpi, mpi_comm) if post is None else post
+        self.byte, self.new_status, self.address_of = mpi.BYTE, mpi.Status, mpi.Get_address
+        self.isend, self.irecv = mpi_comm.Isend, mpi_comm.Irecv
+        self._started: list[MessageWork] = []
+        self._prune_from = _KEPT
+
+    def is_over(self) -> bool:
+        """Say whether MPI has ended."""
+        return bool(self._mpi.Is_finalized())
+
+    def free(self) -> None:
+        """Free the MPI communicator, if no group was ever split from these ranks: it would use it too.
+
+        Collective: all ranks of the MPI communicator call this, unless a failure is known.
+        """
+        if (
+            self.post.next_group == self.post.inner_groups
+            and not self.lookout.failed()
+            and not self.is_over()
+        ):
+            self.mpi_comm.Free()
+
+    def reserve(self, number: int, inner: bool = False) -> None:
+        """Take all numbers of groups below one; `inner` for those that end with this mailbox.
+
+        Raises:
+            CommError: there are no more.
+        """
+        if number > self.post.groups:
+            raise CommError(
+                f"MPI has tags for {self.post.groups} groups and each split() takes one; split less often"
+            )
+        self.post.next_group = max(self.post.next_group, number)
+        if inner:
+            self.post.inner_groups = self.post.next_group
+
+    def part(self, ranks: Sequence[int], rank: int, group: int) -> Mailbox:
+        """Return the mailbox of a part of the group, ranks in the part's order."""
+        return Mailbox(
+            self._mpi, self.mpi_comm, [self.ranks[r] for r in ranks], rank, self.lookout, self.timeout_s, group,
+            self.post, [self.watched[r] for r in ranks],
+        )  # fmt: skip
+
+    def send_pieces(self, buf: Array, dst: int, tag: int) -> list[Any]:
+        """Start to send the bytes of a buffer; their requests."""
+        return [self.isend([part, self.byte], self.ranks[dst], tag) for part in pieces(buf)]
+
+    def receive_pieces(self, buf: Array, src: int, tag: int) -> list[Any]:
+        """Start to receive them."""
+        return [self.irecv([part, self.byte], self.ranks[src], tag) for part in pieces(buf)]
+
+    def run(self, sends: bool, buf: Array, peer: int) -> None:
+        """Send or receive, and wait."""
+        work = MessageWork(self, sends, buf, peer)
+        if not work.advance():
+            self.await_all([work])
+        if work._error is not None:
+            raise work._error
+
+    def start(self, sends: bool, buf: Array, peer: int, failure: FirstFailure) -> MessageWork:
+        """Start a message; `failure` keeps its error."""
+        work = MessageWork(self, sends, buf, peer)
+        work.failure = failure
+        self._started.append(work)
+        if len(self._started) > self._prune_from:
+            self._started = [one for one in self._started if not one.advance()]
+            self._prune_from = 2 * len(self._started) + _KEPT
+        if work.is_long:
+            self.post.add(work)
+        return work
+
+    def run_all(self, messages: Iterable[tuple[bool, Array, int]]) -> None:
+        """Start messages, (sends, buffer, peer) each, and wait for all of them.
+
+        One of another length is told of when the others have ended.
+        """
+        works = [MessageWork(self, *message) for message in messages]
+        self.await_all(works)
+        for work in works:
+            if work._error is not None:
+                raise work._error
+
+    def await_all(self, works: Sequence[MessageWork], timeout_s: float | None = None) -> None:
+        """Return when all have ended, whatever the end, or raise why they have not.
+
+        Args:
+            works: the messages.
+            timeout_s: the caller's own patience: when it is over nothing has failed, and the messages go on.
+        """
+        pending = [work for work in works if not work.advance()]
+        if not pending:
+            return
+        push = self.post.push
+
+        def ended() -> bool:
+            pending[:] = [work for work in pending if not work.advance()]
+            push()
+            return not pending
+
+        if timeout_s is not None and timeout_s < self.timeout_s:
+            self._be_patient(ended, pending[0].text, timeout_s)
+            return
+        try:
+            self.lookout.wait(
+                ended,
+                pending[0].text,
+                lambda: sorted({work.peer for work in pending}),
+                self.timeout_s,
+                self.watched,
+            )
+        except CommError as error:
+            for work in pending:
+                work.abandon(error)
+            raise
+
+    def _be_patient(self, ended: Callable[[], bool], text: str, timeout_s: float) -> None:
+        end_s = time.monotonic() + timeout_s
+        while not ended():
+            if self.lookout.failed():
+                raise self.lookout.failure()
+            if time.monotonic() >= end_s:
+                raise TimedOut(f"{text} has not come within {timeout_s:g} s; wait for it again")
+            time.sleep(_PAUSE_S)
+
+    def settle(self) -> None:
+        """Wait for the messages that were started; how they end is told by their works."""
+        works, self._started = self._started, []
+        try:
+            self.await_all(works)
+        except CommError as error:  # no rank is waited for any more
+            for work in works:
+                work.abandon(error)
+
+    def drop(self) -> None:
+        """End what is under way: what it needs is given back."""
+        for work in self._started:
+            work.abandon(
+                CommError("the communicator of this message is closed; wait for its messages before")
+            )
+        self._started = []
+
+
+class ByMailbox:
+    """How a transport that has a mailbox moves the messages of its user."""
+
+    mailbox: Mailbox
+    closed: bool
+    ended: bool
+
+    def send(self, buf: Array, dst: int) -> None:
+        """Send a message."""
+        self.mailbox.run(True, buf, dst)
+
+    def recv(self, buf: Array, src: int) -> None:
+        """Receive a message of this length."""
+        self.mailbox.run(False, buf, src)
+
+    def start_message(self, front: Front, name: str, buf: Array, peer: int) -> Work:
+        """Start a send or a recv."""
+        try:
+            _, flat = front.checked_message(name, buf, peer)
+        except LowshardError as error:
+            return failed_work(name, error, front.failure)
+        return self.mailbox.start(name == "send", flat, peer, front.failure)
+
+    def run_batch(self, front: Front, batch: Sequence[tuple[Call, Array, int]]) -> None:
+        """Start all sends and recvs of a group, then wait for them."""
+        batch = sent_apart(batch)
+        self.mailbox.run_all([(call.name == "send", buf, peer) for call, buf, peer in batch])
+
+    def settle(self) -> None:
+        """Wait for the messages that were started."""
+        self.mailbox.settle()
+
+    def end(self) -> None:
+        """Give the resources back."""
+        self.mailbox.drop()
+
+    def end_with_mpi(self) -> bool:
+        """Take no more calls: MPI, which is being finalized, would end the process."""
+        self.closed = self.ended = True
+        self.mailbox.drop()
+        return True
