@@ -227,10 +227,6 @@ class OpenLimit(StepError):
     """More units open, or with gradients not reduced, than the pool was made for."""
 
 
-class Disagree(MismatchError):
-    """Ranks made different models, or opened and reduced units in different orders."""
-
-
 __all__ = sorted(
     name for name, kind in globals().items() if isinstance(kind, type) and issubclass(kind, LowshardError)
 )

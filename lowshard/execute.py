@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Mapping
 from functools import partial
@@ -12,9 +11,10 @@ import numpy as np
 
 from lowshard import dtypes
 from lowshard.argument import brief, in_words, kind_of
-from lowshard.comm.agreement import agree, agree_on_plan, control_of, share
+from lowshard.comm.agreement import collective_step, control_of, share
 from lowshard.comm.communicator import Communicator
 from lowshard.comm.work import Stream
+from lowshard.content_hash import text_digest
 from lowshard.cost import ClusterProfile
 from lowshard.errors import BufferMismatchError, DTypeError, LowshardError, MeshError, PlanError
 from lowshard.foreign_array import READ_ONLY, like, view_in_call
@@ -73,13 +73,12 @@ def execute(
     control = control_of(comm)
     times: list[float] | None = [] if profile is True else None
     with comm.meeting("execute", stream) as wrong:
-        mine, into, error = _seen(local, out)
-        error = wrong or error or _argument_error(plan, mine, comm, into, pool, profile)
-        digest = b"" if error is not None else plan.digest_bytes
-        if profile is True:  # the ranks synchronise between the steps: all or none
-            digest = digest[::-1]
-        agree_on_plan(comm, digest, error, "execute", None if error is not None else partial(_words, plan))
-        result = _given_back(_walk(plan, mine, comm, into, pool, times), local, out)
+        with collective_step(comm, "execute", said=partial(_words, plan), once=True) as step:
+            step.error = wrong
+            mine, into = _seen(local, out)
+            _check_arguments(plan, mine, comm, into, pool, profile)
+            step.digest = plan.digest_bytes[::-1] if profile else plan.digest_bytes
+        result = _given_back(_walk(plan, mine, into, comm, pool, times), local, out)
     if times is None:
         return result
     rows = share(control, np.array(times, np.float64)) if times else []
@@ -107,48 +106,35 @@ def execute_all(
         LowshardError: as `execute`.
     """
     control_of(comm)
-    with comm.meeting("execute_all", stream) as wrong:
-        return _execute_all(plans, local, comm, {} if out is None else out, pool, wrong)
-
-
-def _execute_all(
-    plans: Mapping[str, RedistributePlan], local: Mapping[str, Array | None], comm: Communicator,
-    given: Mapping[str, Array], pool: BufferPool | None, error: LowshardError | None,
-) -> dict[str, Array | None]:  # fmt: skip
-    tables: dict[str, object] = {"plans": plans, "local": local, "out": given}
-    for what, table in tables.items():
-        if not isinstance(table, Mapping):
-            error = BufferMismatchError(f"{what} is a mapping by name, got {brief(table)}")
-            agree(comm, b"", error, "execute_all")  # raises it on all ranks
-    digest = hashlib.blake2b(digest_size=16)
+    given: Mapping[str, Array] = {} if out is None else out
     seen: dict[str, tuple[Array | None, Array | None]] = {}
-    for name, plan in plans.items():
-        mine, into, wrong = _seen(local.get(name), given.get(name))
-        seen[name] = mine, into
-        wrong = (wrong or _argument_error(plan, mine, comm, into, pool)) if error is None else None
-        if wrong is not None:
-            error = type(wrong)(f"{name!r}: {wrong}")
-        if error is None:
-            digest.update(f"{name}={plan.digest()};".encode())
-    strange = (local.keys() | given.keys()) - plans.keys()
-    if strange and error is None:
-        error = BufferMismatchError(
-            f"arrays were given for {sorted(map(str, strange))}, for which there is no plan"
-        )
-    if error is None:
-        outs, sources = ([(n, a[i]) for n, a in seen.items() if a[i] is not None] for i in (1, 0))
-        try:  # all are read and written one after the other
+    with comm.meeting("execute_all", stream) as wrong:
+        with collective_step(comm, "execute_all", once=True) as step:
+            step.error = wrong
+            tables: dict[str, object] = {"plans": plans, "local": local, "out": given}
+            for what, table in tables.items():
+                if not isinstance(table, Mapping):
+                    raise BufferMismatchError(f"{what} is a mapping by name, got {brief(table)}")
+            for name, plan in plans.items():
+                try:
+                    seen[name] = _seen(local.get(name), given.get(name))
+                    _check_arguments(plan, seen[name][0], comm, seen[name][1], pool)
+                except LowshardError as error:
+                    raise type(error)(f"{name!r}: {error}") from error.__cause__
+            strange = (local.keys() | given.keys()) - plans.keys()
+            if strange:
+                raise BufferMismatchError(
+                    f"arrays were given for {sorted(map(str, strange))}, for which there is no plan"
+                )
+            outs, sources = ([(n, a[i]) for n, a in seen.items() if a[i] is not None] for i in (1, 0))
+            # All are read and written one after the other.
             require_results_apart(outs, comm.rank, lambda *_: False, sources)
-        except BufferMismatchError as found:
-            error = found
-    words = None if error is not None else lambda: in_words({n: _words(plan) for n, plan in plans.items()})
-    agree_on_plan(comm, digest.digest(), error, "execute_all", words)
-    return {
-        name: _given_back(
-            _walk(plan, seen[name][0], comm, seen[name][1], pool), local.get(name), given.get(name)
-        )
-        for name, plan in plans.items()
-    }
+            step.digest = text_digest("".join(f"{name}={plan.digest()};" for name, plan in plans.items()))
+            step.said = lambda: in_words({n: _words(plan) for n, plan in plans.items()})
+        return {
+            name: _given_back(_walk(plan, *seen[name], comm, pool), local.get(name), given.get(name))
+            for name, plan in plans.items()
+        }
 
 
 def redistribute(
@@ -161,18 +147,14 @@ def redistribute(
     are read first. Arguments, result and errors: as for `execute`, and those of `plan_redistribute`, on every rank.
     """
     control_of(comm)
-    with comm.meeting("redistribute", stream) as error:
-        plan = None
-        mine, into, wrong = _seen(local, out)
-        try:
+    with comm.meeting("redistribute", stream) as wrong:
+        with collective_step(comm, "redistribute", once=True) as step:
+            step.error = wrong
+            mine, into = _seen(local, out)
             plan = plan_redistribute(src, dst, cost, comm.node_size)
-            error = error or wrong or _argument_error(plan, mine, comm, into, pool)
-        except LowshardError as caught:  # perhaps on this rank alone: the others wait
-            error = caught
-        said = None if plan is None else partial(_words, plan)
-        agree_on_plan(comm, b"" if plan is None else plan.digest_bytes, error, "redistribute", said)
-        assert plan is not None  # else agree has raised
-        return _given_back(_walk(plan, mine, comm, into, pool), local, out)
+            _check_arguments(plan, mine, comm, into, pool)
+            step.digest, step.said = plan.digest_bytes, partial(_words, plan)
+        return _given_back(_walk(plan, mine, into, comm, pool), local, out)
 
 
 def _words(plan: RedistributePlan) -> str:
@@ -180,14 +162,11 @@ def _words(plan: RedistributePlan) -> str:
     return f"{plan.src} to {plan.dst} on mesh {plan.dst.mesh}"
 
 
-def _seen(local: object, out: object) -> tuple[Array | None, Array | None, LowshardError | None]:
-    """Return arrays of any library as NumPy's or CuPy's, and the error if one cannot be viewed so."""
+def _seen(local: object, out: object) -> tuple[Array | None, Array | None]:
+    """Return arrays of any library as NumPy's or CuPy's."""
     if all(a is None or (type(a) is np.ndarray and a.dtype.isnative) for a in (local, out)):
-        return local, out, None
-    try:
-        return view_in_call(local, "local"), view_in_call(out, "out", writes=True), None
-    except LowshardError as error:
-        return None, None, error
+        return local, out
+    return view_in_call(local, "local"), view_in_call(out, "out", writes=True)
 
 
 def _given_back(result: Array | None, local: object, out: Any) -> Any:
@@ -198,7 +177,7 @@ def _given_back(result: Array | None, local: object, out: Any) -> Any:
 
 
 def _walk(
-    plan: RedistributePlan, local: Array | None, comm: Communicator, out: Array | None,
+    plan: RedistributePlan, local: Array | None, out: Array | None, comm: Communicator,
     pool: BufferPool | None, times: list[float] | None = None,
 ) -> Array | None:  # fmt: skip
     """Run the steps of a plan that all ranks have agreed on."""
@@ -216,7 +195,7 @@ def _steps(
     last = steps[-1].parts[-1]
     for step in steps:
         if times is not None:
-            agree(comm, b"", None, "execute")
+            control_of(comm).barrier()
             begin_s = time.perf_counter()
         if step.whole is not None and comm.reach.whole and exchange_runner.reads_peers(step.whole):
             part = step.parts[-1]
@@ -298,21 +277,21 @@ def read_only_view(view: Array) -> Array:
 # ---- checks
 
 
-def _argument_error(
+def _check_arguments(
     plan: object,
     local: Array | None,
     comm: Communicator,
     out: Array | None,
     pool: object,
     profile: object = False,
-) -> LowshardError | None:
-    """Return what is wrong with this rank's arguments, or None."""
+) -> None:
+    """Raise what is wrong with this rank's arguments."""
     if not isinstance(plan, RedistributePlan):
-        return PlanError(f"plan is a RedistributePlan, from plan_redistribute, got {type(plan).__name__}")
+        raise PlanError(f"plan is a RedistributePlan, from plan_redistribute, got {type(plan).__name__}")
     if pool is not None and not isinstance(pool, BufferPool):
-        return BufferMismatchError(f"pool is a BufferPool or None, got {brief(pool)}")
+        raise BufferMismatchError(f"pool is a BufferPool or None, got {brief(pool)}")
     if not isinstance(profile, bool):
-        return PlanError(f"profile is True or False, got {brief(profile)}")
+        raise PlanError(f"profile is True or False, got {brief(profile)}")
     form = form_of(plan, comm.rank)
     if (
         comm.xp is np
@@ -330,17 +309,17 @@ def _argument_error(
             )
         )
     ):
-        return None
+        return
     if comm.size < plan.world_size:
-        return MeshError(
+        raise MeshError(
             f"meshes {plan.src.mesh} and {plan.dst.mesh} name ranks up to {plan.world_size - 1}, but the "
             f"communicator has {comm.size}; start {plan.world_size} ranks, as `lowshard run "
             f"-n {plan.world_size}` does, or make a smaller mesh"
         )
     if comm.xp is not np and any(step.folded for step in plan.steps) and dtypes.get(plan.src.dtype).is_float8:
-        return DTypeError(f"partial {plan.src.dtype} terms cannot be folded on a GPU; cast to float32 first")
+        raise DTypeError(f"partial {plan.src.dtype} terms cannot be folded on a GPU; cast to float32 first")
     if form.dtype == bool and any(step.src.partials[a] == "avg" for step in plan.steps for a in step.folded):
-        return DTypeError(
+        raise DTypeError(
             f"the terms of {plan.src} have no mean: bools are folded by sum (or), min, max or prod"
         )
     for array, layout, name in ((local, plan.src, "local"), (out, plan.dst, "out")):
@@ -348,14 +327,13 @@ def _argument_error(
             continue
         wrong = _array_error(array, layout, name, comm)
         if wrong is not None:
-            return BufferMismatchError(wrong)
+            raise BufferMismatchError(wrong)
     if local is None or out is None:
-        return None
+        return
     if comm.xp is np and not out.flags.writeable:
-        return BufferMismatchError(f"out {READ_ONLY}")
+        raise BufferMismatchError(f"out {READ_ONLY}")
     if share_memory(local, out):
-        return BufferMismatchError("out overlaps local; give it memory of its own, or pass out=None")
-    return None
+        raise BufferMismatchError("out overlaps local; give it memory of its own, or pass out=None")
 
 
 def _is_array(array: Array | None, shape: tuple[int, ...], dtype: np.dtype[Any]) -> bool:

@@ -39,36 +39,15 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import TypeVar
 
 from lowshard.argument import path as check_path
 from lowshard.checkpoint.checkpoint_index import INDEX_NAME, read_index
-from lowshard.checkpoint.header import FilePath
 from lowshard.checkpoint.hf_index import DATA_NAME, TOKEN, forget
-from lowshard.comm import Communicator, agree, share_text
+from lowshard.comm import Communicator, collective_step, share_text
 from lowshard.errors import CheckpointError, CommError, LowshardError, NotDurable
-
-T = TypeVar("T")
 
 _LONG_BYTES = 120
 """Of a name from which none with a token is made: file systems have names of 143 bytes or of 255."""
-
-
-def together(comm: Communicator, path: FilePath, action: Callable[[], T], what: str) -> T:
-    """Run a local step and return its result if it succeeded on all ranks; else raise on all."""
-    result: list[T] = []
-    failed: Exception | None = None
-    try:
-        result.append(action())
-    except LowshardError as error:
-        failed = error
-    except OSError as error:
-        failed = CheckpointError(f"{path}: writing it failed: {error}")
-        failed.__cause__ = error
-    except Exception as error:  # whatever it is, the others must not wait for this rank
-        failed = error
-    agree(comm, b"", failed, what)
-    return result[0]
 
 
 class Commit:
@@ -98,10 +77,14 @@ class Commit:
     def __enter__(self) -> Commit:
         """Make the claim."""
         try:
-            self._on_rank_0(self._open_place)
+            with self.step():
+                if self.comm.rank == 0:
+                    self._open_place()
             self.token, made = share_text(self.comm.control, f"{self.token} {len(self._made)}")[0].split()
             self._made = [self.path, *self.path.parents][: int(made)]
-            self.step(self._open_claim)
+            with self.step():
+                if self.fd < 0:
+                    self.fd = os.open(self.claim, os.O_RDWR)
         except BaseException as error:
             self._leave(error)
             raise
@@ -112,9 +95,9 @@ class Commit:
     ) -> None:
         self._leave(error)
 
-    def step(self, action: Callable[[], T]) -> T:
-        """Run a local step of writing and return its result if it succeeded on all ranks; else raise on all."""
-        return together(self.comm, self.path, action, self._what)
+    def step(self) -> collective_step:
+        """Return a block for a part of the writing that each rank does by itself."""
+        return collective_step(self.comm, self._what, path=self.path)
 
     def data_file(self, number: int, count: int) -> Path:
         """Return the name of a data file, `number` of `count`, which this rank is about to make."""
@@ -134,11 +117,10 @@ class Commit:
         """Put the new checkpoint in place, for good."""
         self._is_ready = True  # once rank 0 has heard of all ranks it may commit
         texts = share_text(self.comm.control, said)
-        self._on_rank_0(lambda: self._publish(texts, complete, after))
+        with self.step():
+            if self.comm.rank == 0:
+                self._publish(texts, complete, after)
         self._is_committed = True
-
-    def _on_rank_0(self, action: Callable[[], None]) -> None:
-        self.step(action if self.comm.rank == 0 else lambda: None)
 
     def _open_place(self) -> None:
         """Make the folder, clear it, and make a claim that is locked as long as this process lives."""
@@ -164,10 +146,6 @@ class Commit:
             self.fd = -1
         if self._prepare is not None:
             self._prepare(self.fd)
-
-    def _open_claim(self) -> None:
-        if self.fd < 0:
-            self.fd = os.open(self.claim, os.O_RDWR)
 
     def _publish(
         self, texts: Sequence[str], complete: Callable[[Sequence[str]], object], after: Callable[[], object]

@@ -444,7 +444,8 @@ def write_delta(
         ByteSource(old) as a,
         ByteSource(new) as b,
     ):
-        report = commit.step(lambda: _write(a, b, commit, number, before))
+        with commit.step():
+            report = _write(a, b, commit, number, before)
         commit.commit("", lambda _: _check_free(target))  # another one may have been written meanwhile
     return report
 

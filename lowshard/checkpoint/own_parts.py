@@ -10,10 +10,9 @@ import numpy as np
 
 from lowshard.argument import instance
 from lowshard.box import Box, contains, full_box, relative_slices
-from lowshard.checkpoint.commit import together
 from lowshard.checkpoint.header import FilePath
 from lowshard.checkpoint.read_shares import Share, shares
-from lowshard.comm import Communicator
+from lowshard.comm import Communicator, collective_step
 from lowshard.comm.work import Work
 from lowshard.errors import CheckpointError
 from lowshard.foreign_array import view_in_call
@@ -37,26 +36,22 @@ def write_parts(
         return None
     beside = comm.control.beside
     if not is_copy:
-
-        def copy() -> Parts:
+        with collective_step(comm, what, path=path):
             ends = list(accumulate((_padded_bytes(a) for _, a in parts), initial=0))
             if beside.memory is None or beside.memory.size < ends[-1]:
                 beside.memory = None  # before there is more
                 beside.memory = np.empty(ends[-1], np.uint8)
-            return [
+            parts = [
                 (share, _put(array, beside.memory[at:]))
                 for (share, array), at in zip(parts, ends, strict=False)
             ]
-
-        parts = together(comm, path, copy, what)
     return beside.start(lambda: write(beside.comm, parts), f"{what} of rank {comm.rank} to {path}")
 
 
-def check_turn(comm: Communicator, wait: object) -> bool:
-    """Wait for a save that is under way, and return `wait` if it is one."""
-    if (error := comm.control.settle_beside()) is not None:
-        raise error
-    return instance(wait, bool, "wait is True or False", CheckpointError)
+def check_turn(step: collective_step, comm: Communicator, wait: object) -> None:
+    """Wait for a save that is under way, whose error the step raises; check `wait` of the next one."""
+    step.error = comm.control.settle_beside()
+    instance(wait, bool, "wait is True or False", CheckpointError)
 
 
 def own_parts(tilings: Mapping[str, Tiling], state: State, rank: int) -> Parts:

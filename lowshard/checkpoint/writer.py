@@ -19,12 +19,12 @@ import numpy as np
 from lowshard import dtypes
 from lowshard.argument import brief, in_words, mapping
 from lowshard.argument import path as check_path
-from lowshard.checkpoint.commit import Commit, together
+from lowshard.checkpoint.commit import Commit
 from lowshard.checkpoint.header import FilePath, TensorEntry, check_metadata, check_name, encode_header
 from lowshard.checkpoint.hf_index import is_sparse_delta
 from lowshard.checkpoint.own_parts import Parts, State, check_turn, write_parts
 from lowshard.checkpoint.reader import plan_box
-from lowshard.comm import Communicator, agree
+from lowshard.comm import Communicator, collective_step
 from lowshard.comm.agreement import control_of
 from lowshard.comm.work import Work
 from lowshard.content_hash import text_digest
@@ -112,18 +112,16 @@ def write_state(
 ) -> Work | None:  # fmt: skip
     """As `write_checkpoint`; with `is_copy` nobody changes the arrays, so that none is copied for the background."""
     control_of(comm)
-
-    def prepare() -> _File:
-        check_turn(comm, wait)
-        return _prepare(path, tensors, comm.rank, comm.size, metadata, wait)
-
-    file = together(comm, path, prepare, _WHAT)
-    words = f"{file.path}, wait {wait}, {in_words(file.tilings)}"
-    agree(comm, file.digest, None, _WHAT, lambda: words)
+    with collective_step(comm, _WHAT, path=path) as step:
+        check_turn(step, comm, wait)
+        file = _prepare(path, tensors, comm.rank, comm.size, metadata, wait)
+        step.digest = file.digest
+        step.said = lambda: f"{file.path}, wait {wait}, {in_words(file.tilings)}"
 
     def write(over: Communicator, parts: Parts) -> None:
         with Commit(file.path, over, _WHAT, lambda fd: _lay_out(file, fd)) as commit:
-            commit.step(lambda: _write_own(file, commit.fd, parts))
+            with commit.step():
+                _write_own(file, commit.fd, parts)
             commit.commit()
 
     return write_parts(comm, path, _WHAT, file.tilings, tensors, wait=wait, is_copy=is_copy, write=write)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from lowshard.argument import choice, whole
-from lowshard.comm.agreement import agree, refuse, share_text
+from lowshard.comm.agreement import collective_step, share_text
 from lowshard.comm.caller import Traffic
 from lowshard.comm.check import deadline_s
 from lowshard.comm.communicator import Communicator
@@ -18,11 +18,10 @@ __all__ = [
     "Communicator",
     "Traffic",
     "Work",
-    "agree",
+    "collective_step",
     "from_mpi",
     "from_nccl",
     "loopback",
-    "refuse",
     "run_loopback",
     "share_text",
 ]
@@ -119,23 +118,17 @@ def from_nccl(
             raise
         fault, timeout_s = str(error), None
     host = None if control is None else build_host(control, timeout_s, fault)
-    wrong: LowshardError | None = None
     try:
-        if host is not None and (host.rank, host.size) != (rank, size):
-            raise CommError(
-                f"control has rank {host.rank} of {host.size}, the NCCL communicator rank {rank} of {size}; "
-                "both list the same ranks in the same order"
-            )
-        beside = None if host is None else host._transport
-        made = NCCLTransport(nccl_communicator, rank, size, beside, owned=False)
-    except LowshardError as error:
-        if host is None:
-            raise
-        wrong = error
-    if host is not None:
-        try:
-            agree(host, NCCL_REDUCE16.text().encode(), wrong, "from_nccl")
-        except LowshardError:
+        with collective_step(host, "from_nccl", NCCL_REDUCE16.text().encode()):
+            if host is not None and (host.rank, host.size) != (rank, size):
+                raise CommError(
+                    f"control has rank {host.rank} of {host.size}, the NCCL communicator rank {rank} of {size}; "
+                    "both list the same ranks in the same order"
+                )
+            beside = None if host is None else host._transport
+            made = NCCLTransport(nccl_communicator, rank, size, beside, owned=False)
+    except LowshardError:
+        if host is not None:
             host.close()
-            raise
+        raise
     return Communicator(made, host)

@@ -1,32 +1,34 @@
-"""Agreement: all ranks raise the same error, or none does."""
+"""Agreement: after a part of a call that each rank does alone, all ranks go on, or all raise the same error."""
 
 from __future__ import annotations
 
 import json
-import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from hashlib import blake2b
 from itertools import accumulate
+from types import TracebackType
+from typing import Any, Self
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from lowshard import errors
 from lowshard.argument import brief, instance
-from lowshard.comm.call_comparison import AGREED, share_texts
+from lowshard.comm.call import source_line
+from lowshard.comm.call_comparison import AGREED, ERROR_SIGNATURE, share_texts, verdict
 from lowshard.comm.communicator import Communicator
-from lowshard.errors import CommError, LowshardError, MismatchError, cause_of
+from lowshard.comm.transport import Transport
+from lowshard.errors import CommError, LowshardError, cause_of
 
 _DIGEST_BYTES = 16
-_HALVES = struct.Struct("<2Q")
-_ODD = 0x9E37_79B9_7F4A_7C15, 0xD6E8_FEB8_6659_FD93
-"""Multipliers of a digest's halves; odd, so that no change of a half is lost."""
+_MOST_KEPT = 4096
+_agreed_before: WeakKeyDictionary[Transport, set[int]] = WeakKeyDictionary()
+"""By transport that compares nothing without stopping a GPU, what its ranks have agreed on."""
 
 
 def control_of(comm: Communicator) -> Communicator:
-    """Return the host side of a communicator.
-
-    Raises:
-        CommError: it is not a communicator of lowshard.
-    """
+    """Return the host side of a communicator; raise CommError for what is none."""
     try:
         return comm.control
     except AttributeError:
@@ -35,150 +37,140 @@ def control_of(comm: Communicator) -> Communicator:
         ) from None
 
 
-def agree(
-    comm: Communicator,
-    digest: bytes,
-    error: Exception | None = None,
-    what: str = "call",
-    said: Callable[[], str] | None = None,
-) -> None:
-    """Return if no rank has an error and all digests are equal; else raise one error on all ranks.
+class collective_step:
+    """A block that each rank runs by itself; at its end all ranks go on, or all raise the same error.
 
-    Collective: all ranks of the communicator call this. It costs one meeting where all is well.
+    Collective: all ranks of the communicator enter it. It costs one meeting where all is well. Ctrl-C leaves without.
 
     Args:
-        comm: the communicator; its host side (`comm.control`) carries the check.
-        digest: what must be the same everywhere; the first 16 bytes count.
-        error: what this rank found wrong with its own arguments.
-        what: the name of the checked call, for the message.
+        comm: the communicator; its host side (`comm.control`) carries the meeting. None for one rank alone.
+        what: the name of the call, equal on all ranks.
+        digest: what must be equal on all ranks, where no rank has an error; the first 16 bytes count.
         said: returns what the digest is of, in words, for the message where digests differ.
+        path: the files that the block reads or writes: what the system refuses is a CheckpointError that names them.
+        meets: the ranks meet inside, too: what may fail between goes through `attempt`, and what the block itself
+            raises leaves it without the meeting.
+        once: over NCCL alone, where a meeting stops the GPU, ranks do not meet again for what they have agreed on
+            before, and an error of such a rank is its own.
+
+    Attributes:
+        digest, said: as above; the block may set them.
+        error: an error that the block has kept, to be raised at its end in place of what it raises.
 
     Raises:
-        LowshardError: a rank had an error: the lowest such rank's, of the same class, on every rank.
-        MismatchError: the digests differ.
+        LowshardError: a rank had an error: that of the lowest such rank, of its class where it is one of ours.
+        MismatchError: digests differ, or some ranks make another call.
+        PeerFailed, TimedOut: a rank has failed, or did not come; the text names the call.
     """
-    control = control_of(comm)
-    fault = _fault_of(digest, error, what, said)
-    if fault is not None:
-        digest, error, what, said = b"", fault, "agree", None
-    if control._transport.compares:
-        # In one order with the calls of the communicator that is asked.
-        t, signature = control._transport, _signature(digest)
-        with control.turn(what):
-            compared = error is None and t.check != "full"
-            if compared and t.compare(signature):
-                return
-            text = f"{what}{AGREED}{digest[:_DIGEST_BYTES].hex()}{_words(said)}"
-            rows = t.agree(signature, text, error, compared)
-        _raise_if_apart(rows, error, what)
-        return
-    record = np.zeros(_DIGEST_BYTES + 1, np.uint8)
-    record[:_DIGEST_BYTES] = np.frombuffer(digest[:_DIGEST_BYTES].ljust(_DIGEST_BYTES, b"\0"), np.uint8)
-    record[_DIGEST_BYTES] = error is not None
-    records = share(control, record)
-    texts = [f"{what}{AGREED}{row[:_DIGEST_BYTES].tobytes().hex()}" for row in records]
-    if any(row[_DIGEST_BYTES] for row in records):
-        mine = [] if error is None else [type(error).__name__, str(error)]
-        others = [json.loads(text) for text in share_text(control, json.dumps(mine))]
-        _raise_if_apart([[text, "", *words] for text, words in zip(texts, others, strict=True)], error, what)
-    if len(set(texts)) > 1:
-        texts = [text + words for text, words in zip(texts, share_text(control, _words(said)), strict=True)]
-    _raise_if_apart([[text, ""] for text in texts], error, what)
 
+    __slots__ = ("_comm", "_meets", "_once", "_path", "_what", "digest", "error", "said")
 
-def _words(said: Callable[[], str] | None) -> str:
-    """Return what a digest is of, as it stands behind it in a text."""
-    return "" if said is None else f" {said()}"
+    def __init__(
+        self, comm: Communicator | None, what: str, digest: bytes = b"", said: Callable[[], str] | None = None, *,
+        path: object = None, meets: bool = False, once: bool = False,
+    ) -> None:  # fmt: skip
+        self._comm = None if comm is None else control_of(comm)
+        self._what = instance(what, str, "what is the name of a call, a text", CommError)
+        self.digest, self.said, self._path, self._meets, self._once = digest, said, path, meets, once
+        self.error: Exception | None = None
 
+    def __enter__(self) -> Self:
+        return self
 
-def agree_on_plan(
-    comm: Communicator,
-    digest: bytes,
-    error: Exception | None,
-    what: str,
-    said: Callable[[], str] | None = None,
-) -> None:
-    """As `agree`, for a plan that may come again and again: GPUs are not kept waiting for it.
-
-    Collective: all ranks of the communicator call this.
-
-    Where calls on a GPU are compared late, so is the digest, and a rank's error reaches the others late. Where there is
-    nothing but NCCL to compare over, which stops the host, plans that were agreed on before are not compared again, and
-    a rank's error about such a plan is its own. All ranks take the same way: what is remembered follows from the
-    agreements that this communicator has made, which succeed on all ranks or on none, are in one order on all, and are
-    forgotten by their number alone. Ranks that pass different plans, known here and new there, part at this place: the
-    one that compares waits in vain, until its deadline. With a control communicator such plans are told apart.
-
-    Raises:
-        As `agree`.
-    """
-    control_of(comm)
-    transport = comm._transport
-    if transport.compares:
-        agree(comm, digest, error, what, said)
-        return
-    agree(comm, digest, error, what, said)
-
-
-def _fault_of(digest: object, error: object, what: object, said: object) -> CommError | None:
-    if (
-        isinstance(what, str)
-        and isinstance(digest, bytes)
-        and (error is None or isinstance(error, Exception))
-        and (said is None or callable(said))
-    ):
+    def attempt(self, call: Callable[..., Any], *args: Any) -> Any:
+        """Call a function and keep its error for the end of the block; do nothing where there is one already."""
+        if self.error is None:
+            try:
+                return call(*args)
+            except Exception as error:
+                self.error = error
         return None
-    rule = "agree takes bytes, an exception or None, the name of a call, and a function that returns words or None"
-    return CommError(f"{rule}; got {brief(digest)}, {brief(error)}, {brief(what)} and {brief(said)}")
+
+    def __exit__(
+        self, kind: type[BaseException] | None, raised: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if raised is not None and (self._meets or not isinstance(raised, Exception)):
+            return
+        error, what = raised if self.error is None else self.error, self._what
+        if self._path is not None and isinstance(error, OSError) and not isinstance(error, LowshardError):
+            error, cause = errors.CheckpointError(f"{self._path}: {what} failed: {error}"), error
+            error.__cause__ = cause
+        if self._comm is None:
+            if error is not None and error is not raised:
+                raise error
+            return
+        rows: list[list[str]] = []
+        t = self._comm._transport
+        with self._comm.turn(what), naming(what):
+            signature, digest = ERROR_SIGNATURE, b""
+            if error is None:
+                digest = self.digest[:_DIGEST_BYTES]
+                signed = blake2b(what.encode() + b"\0" + digest, digest_size=8).digest()
+                signature = int.from_bytes(signed, "little") >> 2 | 16  # no small one, which has a meaning
+            if not (t.size == 1 or self._is_same(t, signature)) or error is not None:
+                said = self.said() if error is None and self.said is not None else ""
+                mine = [f"{what}{AGREED}{digest.hex()} {said}", source_line()]
+                if error is not None:
+                    mine += [type(error).__name__, str(error)]
+                rows = [json.loads(row) for row in share_texts(t, json.dumps(mine))]
+        if rows:
+            raise _verdict(rows, t.sequence) from cause_of(error)
+
+    def _is_same(self, t: Transport, signature: int) -> bool:
+        """Return, on all ranks alike, whether all have this signature."""
+        if t.check == "full":
+            return len(set(share_texts(t, f"{self._what}{AGREED}{signature}"))) == 1
+        if t.compares:
+            return t.compare(signature)
+        before = _agreed_before.setdefault(t, set())
+        if self._once and signature in before:
+            return True
+        is_same = bool((t.gather_facts(np.array([signature], np.int64)) == signature).all())
+        if is_same and self._once and len(before) < _MOST_KEPT:
+            before.add(signature)
+        return is_same
 
 
-def _raise_if_apart(rows: Sequence[Sequence[str]], error: Exception | None, what: str) -> None:
-    """Raise what the rows of all ranks (text, line, error's class and words) demand; the same on all ranks."""
-    for rank, row in enumerate(rows):
+def _verdict(rows: Sequence[Sequence[str]], sequence: int) -> LowshardError:
+    """Return the one error for what all ranks came with: text, source line and an error's class and words."""
+    calls = [row[0].partition(AGREED) for row in rows]
+    asked = [(what, agreed, *rest.partition(" ")[::2]) for what, agreed, rest in calls]
+    if not all(agreed for _, agreed, *_ in asked):  # some rank makes a plain call
+        return verdict(rows, sequence + 1)
+    for rank, (row, (what, *_)) in enumerate(zip(rows, asked, strict=True)):
         if len(row) > 2:
-            name, said = row[2:]
-            known = getattr(errors, name, None)
-            if isinstance(known, type) and issubclass(known, LowshardError):
-                is_old = said.startswith(f"{what}: rank ")  # of an earlier call, which nobody has waited for
-                raise known(said if is_old else f"{what}: rank {rank}: {said}") from cause_of(error)
-            raise LowshardError(f"{what}: rank {rank}: {name}: {said}") from cause_of(error)
-    seen: dict[str, list[int]] = {}
-    for rank, row in enumerate(rows):
-        seen.setdefault(row[0], []).append(rank)
-    if len(seen) > 1:
-        told = {text: text.partition(AGREED)[2].partition(" ") for text in seen}
-        is_told = len({words for _, _, words in told.values()}) == len(seen)
-        shown = {
-            text: words if is_told else f"{words} (digest {digest[:8]})".lstrip()
-            for text, (digest, _, words) in told.items()
-        }
-        parts = "; ".join(f"ranks {ranks} have {shown[text]}" for text, ranks in seen.items())
-        raise MismatchError(f"{what}: every rank asks for the same thing, but {parts}")
+            cls, begin = getattr(errors, row[2], None), f"{what}: rank "
+            kind = cls if isinstance(cls, type) and issubclass(cls, LowshardError) else LowshardError
+            said = row[3] if kind is cls else f"{row[2]}: {row[3]}"
+            is_told = said.startswith(begin)  # of an earlier call, which nobody has waited for
+            return kind(said if is_told else f"{begin}{rank}: {said}")
+    is_told = len({(what, said) for what, *_, said in asked}) == len(set(asked))
+    ranks: dict[str, list[int]] = {}
+    for rank, (what, _, digest, said) in enumerate(asked):
+        ranks.setdefault((said or what) + f" (digest {digest[:8]})" * (not is_told), []).append(rank)
+    parts = "; ".join(f"ranks {some} have {shown}" for shown, some in ranks.items())
+    return errors.MismatchError(f"{asked[0][0]}: every rank asks for the same thing, but {parts}")
 
 
-def _signature(digest: bytes) -> int:
-    """Return a digest as a signature: positive, below 2^62, and none of the small ones that have a meaning."""
-    low, high = _HALVES.unpack(digest[:_DIGEST_BYTES].ljust(_DIGEST_BYTES, b"\0"))
-    # Any change of one half changes the product's upper bits; every call with a plan comes here.
-    mixed = (low * _ODD[0] + high * _ODD[1]) & 0xFFFF_FFFF_FFFF_FFFF
-    return int(mixed >> 2) | 16
+@contextmanager
+def naming(what: str) -> Iterator[None]:
+    """Have errors of ranks that did not come, or have failed, name the call that this rank was in."""
+    try:
+        yield
+    except (errors.PeerFailed, errors.TimedOut) as error:
+        error.args = (f"{what}: {error}",)
+        raise
 
 
-def share(control: Communicator, record: np.ndarray) -> list[np.ndarray]:
-    """Return every rank's record, in rank order; all are of one length.
+def share(
+    control: Communicator, record: np.ndarray, what: str = "an exchange of records"
+) -> list[np.ndarray]:
+    """Return every rank's record, in rank order; all are of one length. It is no traffic of the user's.
 
     Collective: all ranks of the communicator call this.
     """
-    xp = control.xp
-    send = xp.asarray(record)
-    recv = xp.empty((control.size, record.size), record.dtype)
-    n = record.size
-    # The primitive, not the public call: checks are no traffic of the user's.
-    with control.turn("an exchange of records"):
-        counts, displs = [n] * control.size, [n * i for i in range(control.size)]
-        control._transport.all_gather_v(send, recv.reshape(-1), counts, displs)
-    on_device = control._transport.launch is not None
-    return list(control._transport.to_host(recv) if on_device else recv)
+    with control.turn(what), naming(what):
+        return list(control._transport.gather_facts(record))
 
 
 def trade(
@@ -186,13 +178,7 @@ def trade(
 ) -> np.ndarray:
     """Return what each rank has for this one, in rank order, from what this one has for each.
 
-    Collective: all ranks of the communicator call this. As `share`, it is no traffic of the user's.
-
-    Args:
-        comm: the communicator; its host side carries it.
-        record: one behind the other, in rank order.
-        counts: elements for each rank.
-        counts_in: elements of each rank for this one.
+    Collective: all ranks of the communicator call this. Both ways, `counts` elements a rank, one behind the other.
     """
     control = control_of(comm)
     xp = control.xp
@@ -218,26 +204,3 @@ def share_text(control: Communicator, text: str) -> list[str]:
         raise CommError(f"what is shared is a text that UTF-8 can hold, got {brief(text)}") from error
     with control.turn("an exchange of texts"):
         return share_texts(control._transport, text)
-
-
-def refuse(comm: Communicator, error: LowshardError, what: str) -> None:
-    """Tell the other ranks, at their next call of `comm`, that this rank cannot go on; always raises.
-
-    It takes the place of that call: this rank waits for the others here, and all of them raise the error. Where
-    calls are not compared (LOWSHARD_CHECK=off) the others learn nothing.
-
-    Args:
-        comm: the communicator.
-        error: what is wrong on this rank.
-        what: what this rank was to do, for the message.
-
-    Raises:
-        LowshardError: the error; of the lowest rank where several refuse.
-        CommError: an argument of another kind; the others learn nothing.
-    """
-    control_of(comm)
-    instance(error, LowshardError, "error is the LowshardError to raise on all ranks", CommError)
-    instance(what, str, "what is the name of a call, a text", CommError)
-    with comm.turn(what):
-        comm._transport.sequence += 1  # on the others this is a call like any
-        comm._transport.refuse(what, error)

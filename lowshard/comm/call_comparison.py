@@ -15,7 +15,7 @@ import numpy as np
 from lowshard import errors
 from lowshard.comm.call import Call, Check, source_line
 from lowshard.comm.wait_guard import names_of
-from lowshard.errors import LowshardError, MismatchError, TimedOut, cause_of
+from lowshard.errors import LowshardError, MismatchError, TimedOut
 
 ERROR_SIGNATURE = 2
 """In place of a call's signature: this rank's own arguments are wrong."""
@@ -58,19 +58,9 @@ def verify_counts(t: Comparing, call: Call, send_counts: Sequence[int], recv_cou
         differ_in_counts(t, call.text, send_counts, recv_counts)
 
 
-def refuse(t: Comparing, text: str, error: LowshardError) -> NoReturn:
-    """Raise this rank's error on all ranks, in place of their next call; `text` is what this one was to do."""
-    if t.check == "full":
-        share_texts(t, "")
-    else:
-        t.compare(ERROR_SIGNATURE)
-    differ(t, text, error)
-
-
-def differ(t: Comparing, text: str, error: LowshardError | None = None) -> NoReturn:
+def differ(t: Comparing, text: str) -> NoReturn:
     """Tell each other what was asked for and raise one error on all ranks: see `verdict`."""
-    rows = [json.loads(row) for row in share_texts(t, json.dumps(_mine(text, error)))]
-    raise verdict(rows, t.sequence) from cause_of(error)
+    raise verdict([json.loads(row) for row in share_texts(t, json.dumps([text, source_line()]))], t.sequence)
 
 
 def differ_in_counts(
@@ -86,43 +76,6 @@ def differ_in_counts(
     raise counts_error(text, [row[0] for row in rows], [row[1:] for row in rows], t.sequence)
 
 
-def agree(
-    t: Comparing, signature: int, text: str, error: Exception | None, compared: bool = False
-) -> list[list[str]]:
-    """Return nothing where all ranks come with this signature and no error; else what each of them came with.
-
-    That is a text, a source line and, where it has an error, its class and words.
-
-    Args:
-        t: the transport.
-        signature: what all must have.
-        text: it as text.
-        error: what is wrong on this rank.
-        compared: whether signatures were compared before, and differ.
-
-    Raises:
-        MismatchError: some rank makes another call meanwhile; the same on all ranks.
-    """
-    if compared:
-        pass
-    elif t.check != "full":
-        if t.compare(signature if error is None else ERROR_SIGNATURE) and error is None:
-            return []
-    elif error is not None:
-        share_texts(t, "")
-    elif set(share_texts(t, text)) == {text}:
-        return []
-    rows = [json.loads(row) for row in share_texts(t, json.dumps(_mine(text, error)))]
-    return only_agreements(rows, error, t.sequence)
-
-
-def only_agreements(rows: list[list[str]], error: Exception | None, sequence: int) -> list[list[str]]:
-    """Return what ranks came with to agree on, or raise `verdict` where some of them called something else."""
-    if not all(AGREED in row[0] for row in rows):
-        raise verdict(rows, sequence + 1) from cause_of(error)
-    return rows
-
-
 def share_texts(t: Comparing, text: str) -> list[str]:
     """Return every rank's text, in rank order, by way of two moves."""
     data = np.frombuffer(text.encode(), np.uint8)
@@ -131,11 +84,6 @@ def share_texts(t: Comparing, text: str) -> list[str]:
     padded[: data.size] = data
     rows = t.gather_facts(padded)
     return [rows[rank][: counts[rank]].tobytes().decode() for rank in range(t.size)]
-
-
-def _mine(text: str, error: Exception | None) -> list[str]:
-    said = [] if error is None else [type(error).__name__, str(error)]
-    return [text, source_line(), *said]
 
 
 def verdict(rows: Sequence[Sequence[str]], number: int) -> LowshardError:

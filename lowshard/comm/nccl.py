@@ -37,20 +37,13 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
 import numpy as np
 
 from lowshard.comm import check
 from lowshard.comm.call import RECORD_CALLS, Call, Place, place_text, source_place
-from lowshard.comm.call_comparison import (
-    counts_error,
-    late_ranks,
-    mismatch,
-    share_texts,
-    verdict,
-    verify_counts,
-)  # fmt: skip
+from lowshard.comm.call_comparison import counts_error, late_ranks, mismatch, share_texts, verify_counts
 from lowshard.comm.collectives import ALL_REDUCE, REDUCE_SCATTER
 from lowshard.comm.communicator import Communicator
 from lowshard.comm.device import GpuBuffers
@@ -186,13 +179,6 @@ class NCCLTransport(Transport):
         self._meet()
         return self.host.gather_facts(record)
 
-    def refuse(self, text: str, error: LowshardError) -> NoReturn:
-        if self.host is None or self.check == "off":
-            raise error
-        self.host.compare(_IN_VAIN)
-        found = self._difference(error)
-        raise found or error
-
     def _meet(self) -> None:
         """Meet on the host, and raise on all ranks what differs in the calls so far."""
         if self.host is None or self.host.compare(self._calls if self.check == "hash" else _NO_CALLS):
@@ -208,19 +194,16 @@ class NCCLTransport(Transport):
         self.host.compare(_IN_VAIN)
         return self._difference()
 
-    def _difference(self, error: LowshardError | None = None) -> LowshardError | None:
+    def _difference(self) -> LowshardError | None:
         """Return what the ranks' records of their last calls say, the same on all ranks.
 
-        The error that a rank comes with; a MismatchError where calls differ; a TimedOut that names the ranks that did
-        not come to a call; None where the records are equal.
+        A MismatchError where calls differ; a TimedOut that names the ranks that did not come to a call; None where the
+        records are equal.
         """
         assert self.host is not None
         mine = [(number, text, place_text(place), counts) for number, text, place, counts in self._made]
-        wrong = [] if error is None else [type(error).__name__, str(error)]
-        said = [json.loads(row) for row in share_texts(self.host, json.dumps([wrong, mine]))]
-        if any(row[0] for row in said):
-            return verdict([("a call", "", *row[0]) for row in said], self.sequence)
-        records = [{row[0]: row[1:] for row in rows} for _, rows in said]
+        said = [json.loads(row) for row in share_texts(self.host, json.dumps(mine))]
+        records = [{row[0]: row[1:] for row in rows} for rows in said]
         ends = [max(record, default=0) for record in records]
         first = max(min(record, default=0) for record in records)  # older calls are forgotten somewhere
         for number in range(max(first, 1), min(ends) + 1):

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from lowshard import settings
-from lowshard.comm.agreement import agree, share_text
+from lowshard.comm.agreement import collective_step, share_text
 from lowshard.comm.communicator import Communicator
 from lowshard.comm.messages import Mailbox
 from lowshard.comm.mpi import MPITransport, load_mpi
@@ -20,6 +20,7 @@ from lowshard.comm.nccl_bindings import Binding
 from lowshard.comm.nccl_wait import InThread, last_error, wait_for
 from lowshard.comm.staged import staged_communicator
 from lowshard.comm.wait_guard import Watching
+from lowshard.content_hash import text_digest
 from lowshard.errors import CommError, DependencyError
 
 Transport = Literal["auto", "nccl", "staged"]
@@ -99,7 +100,8 @@ def build_over_mpi(host: Communicator, mpi_comm: Any = None, transport: Transpor
     if found is not None and transport != "staged":
         missing = DependencyError(found.without) if found.without else None
         obstacle = missing or crowding(gpus, found.version, settings.environment())
-    agree(host, transport.encode(), error or (obstacle if transport == "nccl" else None), what)
+    with collective_step(host, what, transport.encode()) as step:
+        step.error = error or (obstacle if transport == "nccl" else None)
     assert found is not None
     found.binding.select(found.device)
     obstacles = [text for text in share_text(host, str(obstacle or "")) if text]
@@ -115,22 +117,21 @@ def build_over_mpi(host: Communicator, mpi_comm: Any = None, transport: Transpor
         made._transport.why = "transport='staged' says so" if transport == "staged" else obstacles[0]
         return made
     reduce16 = settings.NCCL_REDUCE16
-    agree(host, reduce16.text().encode(), None, f"{what} ({reduce16.name})")
-    # Decimal digits, so that the message shows the version: 00023007 is 2.30.7.
-    agree(host, bytes.fromhex(f"{found.version:08d}"), None, f"{what} (loaded version of NCCL)")
+    loaded = f"{reduce16.name}={reduce16.text()}, NCCL {found.version}"
+    with collective_step(host, what, text_digest(loaded), lambda: loaded):
+        pass
     return _connect(host, mpi_comm, found, watch)
 
 
 def _connect(host: Communicator, mpi_comm: Any, found: _Found, watch: Watching | None) -> Communicator:
     nccl = found.binding.nccl
     unique = np.zeros(128, np.uint8)
-    error: Exception | None = None
-    if host.rank == 0:
-        try:
-            unique[:] = np.frombuffer(nccl.get_unique_id(), np.uint8)
-        except (nccl.NcclError, KeyError) as caught:
-            error = CommError(f"NCCL makes no unique id ({caught}); NCCL_DEBUG=WARN prints why")
-    agree(host, b"", error, "NCCL's unique id")
+    with collective_step(host, "NCCL's unique id"):
+        if host.rank == 0:
+            try:
+                unique[:] = np.frombuffer(nccl.get_unique_id(), np.uint8)
+            except (nccl.NcclError, KeyError) as caught:
+                raise CommError(f"NCCL makes no unique id ({caught}); NCCL_DEBUG=WARN prints why") from caught
     host._transport.broadcast(unique, 0)
 
     def connect() -> Any:

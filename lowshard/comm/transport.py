@@ -254,23 +254,6 @@ class Transport(ABC):
         elif not self.compare(call.signature):
             call_comparison.differ(self, call.text)
 
-    def refuse(self, text: str, error: LowshardError) -> NoReturn:
-        """Raise this rank's error on all ranks, in place of their next call; `text` is what this one was to do."""
-        call_comparison.refuse(self, text, error)
-
-    def agree(
-        self, signature: int, text: str, error: Exception | None, compared: bool = False
-    ) -> list[list[str]]:
-        """Return nothing where all ranks come with this signature and no error; else what each of them came with.
-
-        Args:
-            signature: what all must have.
-            text: it as text.
-            error: what is wrong on this rank.
-            compared: whether signatures were compared before, and differ.
-        """
-        return call_comparison.agree(self, signature, text, error, compared)
-
     def gather_facts(self, record: np.ndarray) -> np.ndarray:
         """Return every rank's record of one length `[size, n]`, moved by the primitives: no traffic of the user's."""
         xp, n, size = self.buffers.xp, record.size, self.size

@@ -13,9 +13,8 @@ import numpy as np
 from lowshard import dtypes
 from lowshard.argument import MOST_ELEMS, brief, choice, in_words, instance, real, whole
 from lowshard.box import Box, full_box, shape_of
-from lowshard.comm import Communicator, agree
+from lowshard.comm import Communicator, collective_step
 from lowshard.errors import (
-    BadGrad,
     BufferMismatchError,
     CommError,
     LayoutError,
@@ -31,7 +30,7 @@ from lowshard.foreign_array import host_of, view_in_call
 from lowshard.fsdp.flat_plan import ALIGN_ELEMS, Piece, flat_boxes
 from lowshard.fsdp.fsdp_strategy import Precision, ShardingStrategy
 from lowshard.fsdp.gradient import Accumulate, Gradients
-from lowshard.fsdp.groups import Groups, is_reported
+from lowshard.fsdp.groups import Groups
 from lowshard.fsdp.norm import power_sum, value_of
 from lowshard.fsdp.opening import Opener
 from lowshard.fsdp.param import Param, Units
@@ -68,9 +67,7 @@ class Core:
     ) -> None:
         self.strategy, self.precision = strategy, Precision() if precision is None else precision
         self._check, self._world = check, comm
-        error: Exception | None = None
-        digest, words = b"", ""
-        try:
+        with collective_step(comm, "FSDP") as step:
             settings = (order, average, open_limit, prefetch, grad_limit, accumulate, communicators, check)
             _check_settings(strategy, *settings)
             instance(self.precision, Precision, "FSDP: precision is a Precision or None", ShardingError)
@@ -80,11 +77,8 @@ class Core:
             slots = max(open_limit, prefetch + 1)
             self._shape = Shape.of(self.plan, strategy, self.grid, slots, grad_limit, order)
             _check_open_limit(self._shape, open_limit, prefetch)
-            digest = self.plan.digest(strategy, self.precision, settings)
-            words = _model_words(strategy, self.precision, units, settings, align)
-        except Exception as raised:
-            error = raised
-        agree(comm, digest, error, "FSDP", lambda: words)
+            step.digest = self.plan.digest(strategy, self.precision, settings)
+            step.said = lambda: _model_words(strategy, self.precision, units, settings, align)
         self._groups = Groups(comm, self.grid, communicators)
         self._pool = self._make_pool()
         self.pool = self._pool.array
@@ -104,21 +98,17 @@ class Core:
     def _make_pool(self) -> Pool:
         """Return the pool; if a rank has no memory for it, all ranks raise and the groups are closed."""
         plan, home = plan_pool(self._shape), self._groups.shard
-        error: Exception | None = None
         try:
-            pool = Pool(plan, self._world if home is None else home.comm)
-        except (MemoryError, OSError) as raised:
-            error = _no_memory(f"the model's buffer of {plan.total_bytes:,} bytes", raised)
-        except Exception as raised:
-            error = raised
-        try:
-            agree(self._world, b"", error, "FSDP")
+            with collective_step(self._world, "FSDP"):
+                try:
+                    return Pool(plan, self._world if home is None else home.comm)
+                except (MemoryError, OSError) as error:
+                    raise _no_memory(f"the model's buffer of {plan.total_bytes:,} bytes", error) from error
         except (PeerFailed, TimedOut):
             raise
         except LowshardError:
             self._groups.close()
             raise
-        return pool
 
     def _slot_of(self, unit: UnitPlan) -> Slot:
         assert unit.trained is not None
@@ -187,7 +177,7 @@ class Core:
             return values
         send = xp.asarray(values)
         recv = xp.empty_like(send)
-        self._in_queue(lambda: channel.call("control", "all_reduce", send, recv, op, "tree"), "norm")
+        self._in_queue(lambda: channel.call("norm", "control", "all_reduce", send, recv, op, "tree"), "norm")
         return host_of(recv)
 
     def _peak(self, grads: list[Array]) -> float:
@@ -210,21 +200,24 @@ class Core:
         """Run a part of a step; all ranks raise its error."""
         try:
             return call()
-        except (StepError, BadGrad) as error:
-            if not is_reported(error):
-                self._fail(error)
-            self._broken = error
-            self._groups.report_error(error)
-            raise
         except BaseException as error:
-            self._broken = error
-            self._groups.report_error(error)
+            self._break(error)
             raise
 
+    def _break(self, error: BaseException) -> None:
+        """Make no call until `reset`: this rank has an error, which the others raise at their next call."""
+        self._broken = self._broken or error
+        self._groups.fail(error)
+
     def _fail(self, error: LowshardError) -> NoReturn:
-        """Raise an error of this call here, and on the other ranks at their next; nothing has changed."""
-        self._groups.report_error(error)
+        """Raise an error of this call here, and on the other ranks at their next."""
+        self._break(error)
         raise error
+
+    def _enter(self, what: str) -> None:
+        """Return when all ranks have come to this call, with the same numbers in those before it."""
+        calls, self._calls = [*self._calls, what], []
+        self._guarded(lambda: self._groups.enter("; ".join(calls)))
 
     def _check_usable(self) -> None:
         if self._is_shut:

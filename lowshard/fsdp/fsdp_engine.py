@@ -14,14 +14,12 @@ import numpy as np
 
 from lowshard.argument import brief
 from lowshard.box import Box
-from lowshard.comm import agree, share_text
+from lowshard.comm import collective_step, share_text
 from lowshard.comm.work import Work
-from lowshard.content_hash import text_digest
 from lowshard.errors import BadGrad, LayoutError, MismatchError, NotJoined, NotOpen, StaleParams, StepError
 from lowshard.foreign_array import host_of
 from lowshard.fsdp import model_state as saved
 from lowshard.fsdp.core import Core
-from lowshard.fsdp.groups import is_reported
 from lowshard.fsdp.norm import SMALLEST_SUM
 from lowshard.fsdp.opening import Phase
 from lowshard.fsdp.slot import Rule, Slot
@@ -49,8 +47,8 @@ class FSDP(Core):
     and broadcast_updated_params OPEN. Its gradient goes EMPTY -> grads -> LOCAL -> reduce -> REDUCING -> join -> READY
     -> update -> EMPTY; in step(last=False) it stays LOCAL (or PARTIAL: accumulate="reduce").
 
-    Every rank makes the same calls in the same order. A call that a state does not allow raises there, and is raised by
-    the other ranks at their next call; after a failed step all ranks call `reset`.
+    Every rank makes the same calls in the same order. A call that fails on a rank, a wrong one too, raises there, and
+    on the other ranks at their next call that meets others; then all ranks call `reset`.
 
     Collective: all ranks of the communicator make it.
 
@@ -70,14 +68,14 @@ class FSDP(Core):
         communicators: 2 lets reductions and gathers overlap each other. Ranks that make other calls then the others may
             wait in both, until the deadline.
         align: elements that parameters and shards begin at multiples of.
-        check: "digest" compares models and calls between ranks; "poison" also fills what is closed with NaN; "off".
+        check: "digest" compares what ranks are filled with; "poison" also fills what is closed with NaN; "off".
 
     Raises:
         LayoutError: invalid names, ties or keep blocks. DTypeError: dtypes that do not go together.
         BadGrid: the world is not a multiple of intra_node_size.
         ShardingError: a setting that is not one of the values listed, or an open_limit below what tied units need.
         CommError: a rank has no memory for the pool.
-        Disagree, MismatchError: the ranks give different models.
+        MismatchError: the ranks give different models.
 
     Attributes:
         pool: the one buffer `[bytes]` uint8 that all parameters and gradients lie in; it never grows.
@@ -106,18 +104,14 @@ class FSDP(Core):
         """
         if self._broken is not None or self._is_shut:
             self._check_usable()
-        self._compare_calls("fill")
-        error: Exception | None = None
-        try:
+        self._enter("fill")
+        with collective_step(self._world, "fill"):
             if not callable(function):
                 raise StepError(
                     f"fill takes a function of a parameter's name and a box, got {brief(function)}"
                 )
             for unit in self.plan.units:
                 self._fill_unit(unit, function)
-        except Exception as raised:
-            error = raised
-        agree(self._world, b"", error, "fill")
         if self._check != "off":
             self.check_equal_start()
         self._parameters_changed()
@@ -130,42 +124,26 @@ class FSDP(Core):
         Raises:
             MismatchError: two ranks that should hold the same elements hold different ones.
         """
-        if self._groups.replica is not None:
-            self._check_replicas()
-        ignored = [(unit, param.name) for unit in self.plan.units for param in unit.ignored]
-        if not ignored:
-            return
-        hashed = hashlib.blake2b(digest_size=16)
-        for unit, name in ignored:
-            held = host_of(self._opener.ignored(unit, name)).reshape(-1)
-            hashed.update(held.view(np.uint8).data)
-        same = len(set(share_text(self._world, hashed.hexdigest()))) == 1
-        wrong = MismatchError(
-            "every rank holds ignored parameters whole, but what ranks were filled with differs"
-        )
-        agree(self._world, b"", None if same else wrong, "check_equal_start")
-
-    def _check_replicas(self) -> None:
-        """Compare the shards of replicas; see `check_equal_start`."""
-        hashed = hashlib.blake2b(digest_size=16)
+        held, ignored = hashlib.blake2b(digest_size=16), hashlib.blake2b(digest_size=16)
         for unit in self.plan.units:
-            for segment in unit.segments:
-                hashed.update(host_of(self._opener.shard(unit.name, segment)).view(np.uint8).data)
-        channel, xp = self._groups.replica, self._groups.xp
-        assert channel is not None
-        record = xp.asarray(np.frombuffer(hashed.digest(), np.uint8).copy())
-        rows = xp.empty((channel.comm.size, record.size), np.uint8)
-        queue = self._groups.reduce_queue
-        self._guarded(
-            lambda: queue.submit(
-                lambda: channel.call("control", "all_gather", record, rows), "a check"
-            ).wait()
-        )
-        same = len({row.tobytes() for row in host_of(rows)}) == 1
-        wrong = MismatchError(
-            "all replicas start from the same parameters, but what they were filled with differs"
-        )
-        agree(self._world, b"", None if same else wrong, "check_equal_start")
+            for segment in unit.segments if self.grid.replicas > 1 else ():
+                held.update(host_of(self._opener.shard(unit.name, segment)).view(np.uint8).data)
+            for param in unit.ignored:
+                array = host_of(self._opener.ignored(unit, param.name)).reshape(-1)
+                ignored.update(array.view(np.uint8).data)
+        rows = [text.split() for text in share_text(self._world, f"{held.hexdigest()} {ignored.hexdigest()}")]
+        if any(
+            row[0] != rows[rank % self.grid.shards][0]
+            for rank, row in enumerate(rows)
+            if self.grid.replicas > 1
+        ):
+            raise MismatchError(
+                "all replicas start from the same parameters, but what they were filled with differs"
+            )
+        if any(row[1] != rows[0][1] for row in rows):
+            raise MismatchError(
+                "every rank holds ignored parameters whole, but what ranks were filled with differs"
+            )
 
     def full(self, name: str) -> Array:
         """Return a whole parameter, a new array in the master dtype, on every rank.
@@ -173,14 +151,14 @@ class FSDP(Core):
         Collective: all ranks of the communicator call this.
 
         Raises:
-            LayoutError: no such parameter. Disagree: the ranks name different ones. CommError: there is no memory.
+            LayoutError: no such parameter. MismatchError: the ranks name different ones. CommError: there is no memory.
         """
         self._check_usable()
         try:
             unit, segment, param = self._find(name)
         except LayoutError as error:
             self._fail(error)
-        self._compare_calls(f"full {name}")
+        self._enter(f"full {name}")
         if segment is None:
             return self._opener.ignored(unit, param).copy()
         entry = segment.plan.by_name[param]
@@ -217,12 +195,9 @@ class FSDP(Core):
         self._in_step = True
         try:
             yield self
-            self._guarded(self._grads.end_step)
+            self._grads.end_step()
         except BaseException as error:
-            if self._broken is None:
-                self._broken = error
-            if not is_reported(error):
-                self._groups.report_error(error)
+            self._break(error)
             raise
         finally:
             self._in_step = False
@@ -243,7 +218,6 @@ class FSDP(Core):
         self._check_unit(unit)
         if not isinstance(phase, str) or phase not in ("forward", "backward"):
             self._fail(StepError(f"phase is 'forward' or 'backward', got {phase!r}"))
-        self._calls.append(f"open {unit} {phase}")
         return self._guarded(lambda: self._opener.open(unit, phase))
 
     def close(self, unit: str, after: Any = None) -> None:
@@ -260,7 +234,6 @@ class FSDP(Core):
         self._check_unit(unit)
         if after is not None:
             self._groups.follow(after)
-        self._calls.append(f"close {unit}")
         self._guarded(lambda: self._opener.close(unit))
 
     def grads(self, unit: str, zero: bool = True) -> Mapping[str, Array]:
@@ -314,28 +287,19 @@ class FSDP(Core):
         if not self._opener.is_open(unit):
             self._fail(NotOpen(f"reduce({unit!r}): reduce a unit before it is closed"))
         self._ensure_step()
-        self._calls.append(f"reduce {unit} of micro-batch {self._grads.micro_batches}")
         self._guarded(lambda: self._grads.reduce(unit))
 
     def join(self) -> None:
-        """Wait for all reductions, and compare the calls of the step between ranks.
+        """Wait for all reductions.
 
         Collective: all ranks of the communicator call this.
 
         Raises:
-            Disagree: ranks opened or reduced different units, or in another order.
+            MismatchError: ranks make another call, or clipped by another number.
         """
         self._check_usable()
-        calls, self._calls = self._calls, []
-        self._compare_calls("join", calls)
+        self._enter("join")
         self._guarded(self._grads.join)
-
-    def _compare_calls(self, what: str, calls: list[str] | None = None) -> None:
-        """Raise Disagree on all ranks unless all have made these calls; by default only this one."""
-        if self._check != "off":
-            calls = [what] if calls is None else calls
-            digest = text_digest("\n".join(calls))
-            self._guarded(lambda: self._groups.compare_calls(what, calls, digest))
 
     # ---- this rank's part
 
@@ -470,7 +434,7 @@ class FSDP(Core):
                 name. CheckpointError, NotDurable, PeerFailed, TimedOut: as `write_checkpoint`.
         """
         self._check_joined("save")
-        self._compare_calls("save")  # fails at once on a rank that saves while others are in a step
+        self._enter("save")  # fails at once on a rank that saves while others are in a step
         return saved.save(self, path, wait)
 
     def load(self, path: Any) -> None:
@@ -483,7 +447,7 @@ class FSDP(Core):
         """
         if self._broken is not None or self._is_shut:
             self._check_usable()
-        self._compare_calls("load")
+        self._enter("load")
         saved.load(self, path)
 
     def reset(self) -> None:
@@ -497,9 +461,7 @@ class FSDP(Core):
         """
         if self._is_shut:
             self._check_usable()
-        if self._broken is None and self._groups.xp is np:  # others may be in a step, and wait for this rank
-            self._groups.report_error(StepError("this rank has called reset()"))
-        self._groups.catch_up()
+        self._groups.mend()
         self._opener.reset()
         self._grads.reset()
         self._calls, self._broken = [], None
@@ -514,7 +476,7 @@ class FSDP(Core):
     def report(self) -> Report:
         """Return what this rank has done so far."""
         wire: Counter[str] = Counter()
-        for channel, _ in self._groups.channels:
+        for channel in self._groups.channels:
             wire += channel.sent_bytes
         state_bytes = sum(
             getattr(value, "nbytes", 0) for slot in self._slots.values() for value in slot.state.values()

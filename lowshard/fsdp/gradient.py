@@ -248,7 +248,11 @@ class Gradients:
 
     def _run(self, unit: UnitPlan, buffer: Array, last: bool, micro: int, divisor: float) -> None:
         """Reduce one micro-batch: local sum, shard group, sum of the group's, replica group, division."""
-        formats, grid = unit.formats, self._shape.grid
+        formats, grid, text = (
+            unit.formats,
+            self._shape.grid,
+            f"the reduction of {unit.name!r} in micro-batch {micro}",
+        )
         order = self._shape.order
         term = buffer
         if formats.grad != formats.reduce:
@@ -263,7 +267,7 @@ class Gradients:
         if self._groups.reduce is not None:
             fused = grid.replicas == 1 and divisor == grid.shards and not (self._reduces_each and micro > 1)
             op = "avg" if last and fused and divisor != 1 else "sum"
-            self._groups.reduce.call("reduce", "reduce_scatter", term, out, op, order)
+            self._groups.reduce.call(text, "reduce", "reduce_scatter", term, out, op, order)
             divisor = 1.0 if op == "avg" else divisor
         elif not self._shape.own_grad(unit) and formats.reduce == formats.master:
             out[...] = term
@@ -275,7 +279,7 @@ class Gradients:
             self._tree_sum(unit, out.size, micro).finish(out)
         if self._groups.replica is not None:
             op = "avg" if divisor == grid.replicas else "sum"
-            self._groups.replica.call("replica", "all_reduce", out, out, op, order)
+            self._groups.replica.call(text, "replica", "all_reduce", out, out, op, order)
             divisor = 1.0 if op == "avg" else divisor
         if divisor != 1:
             self._groups.xp.divide(out, out.dtype.type(divisor), out=out)

@@ -17,7 +17,7 @@ from lowshard.box import split_interval
 from lowshard.checkpoint import CheckpointReader
 from lowshard.checkpoint.own_parts import check_turn
 from lowshard.checkpoint.writer import write_state
-from lowshard.comm import agree, share_text
+from lowshard.comm import collective_step, share_text
 from lowshard.comm.work import Work
 from lowshard.errors import CheckpointError
 from lowshard.foreign_array import host_of
@@ -98,7 +98,8 @@ def gather_param(groups: Groups, run: Run, plan: FlatPlan, entry: Entry, shard: 
         whole[...] = own
         return
     counts, displs = [hi - lo for lo, hi in spans], [lo for lo, _ in spans]
-    run(lambda: channel.call("state", "all_gather_v", own, whole, counts, displs), f"full({entry.name!r})")
+    text = f"full({entry.name!r})"
+    run(lambda: channel.call(text, "state", "all_gather_v", own, whole, counts, displs), text)
 
 
 def _own(plan: FlatPlan, rank: int, name: str, shard: Array) -> Array:
@@ -110,13 +111,9 @@ def _own(plan: FlatPlan, rank: int, name: str, shard: Array) -> Array:
 
 def save(engine: Core, path: Any, wait: bool) -> Work | None:
     """Write the file; see `FSDP.save`."""
-    error: Exception | None = None
-    try:
-        check_turn(engine._world, wait)  # before what follows takes its time
+    with collective_step(engine._world, "save") as step:
+        check_turn(step, engine._world, wait)  # before what follows takes its time
         arrays, numbers = _slot_state(engine)
-    except Exception as found:
-        error = found
-    agree(engine._world, b"", error, "save")
     _complete(engine, arrays, numbers)
     mesh = DeviceMesh((engine.grid.shards,), ("shard",))  # the first shard group: replicas hold the same
     tensors: dict[str, tuple[Layout, np.ndarray | None]] = {}
@@ -187,9 +184,19 @@ def _slot_state(engine: Core) -> tuple[Arrays, Numbers]:
 
 def _complete(engine: Core, arrays: Arrays, numbers: Numbers) -> None:
     """Add the state of slots of which this rank holds no elements: zeros, and numbers."""
-    error: CheckpointError | None = None
     order: dict[str, dict[str, str]] = {name: {} for name in arrays}
-    for text in share_text(engine._world, json.dumps([arrays, numbers])):
+    texts = share_text(engine._world, json.dumps([arrays, numbers]))
+    with collective_step(engine._world, "save"):
+        _take_over(engine, arrays, numbers, order, texts)
+    for name, keys in order.items():  # the same on all ranks
+        arrays[name] = {key: arrays[name][key] for key in keys}
+
+
+def _take_over(
+    engine: Core, arrays: Arrays, numbers: Numbers, order: dict[str, dict[str, str]], texts: list[str]
+) -> None:
+    """Add what the other ranks keep of slots of which this one holds no elements."""
+    for text in texts:
         their_arrays, their_numbers = json.loads(text)
         for name, slot in engine._slots.items():
             order[name] |= their_arrays[name]
@@ -200,14 +207,11 @@ def _complete(engine: Core, arrays: Arrays, numbers: Numbers) -> None:
                     slot.state[key] = engine._groups.xp.zeros(slot.param.shape, dtypes.get(dtype).numpy)
                     arrays[name][key] = dtype
                 elif arrays[name].get(key) != dtype:
-                    error = CheckpointError(
+                    raise CheckpointError(
                         f"save: state {key!r} of unit {name!r} is an array of {dtype} like the parameters on another "
                         f"rank, and {arrays[name].get(key, 'no such array')} here; a rule keeps the same arrays on all "
                         "ranks whose slot has pieces"
                     )
-    agree(engine._world, b"", error, "save")
-    for name, keys in order.items():  # the same on all ranks
-        arrays[name] = {key: arrays[name][key] for key in keys}
 
 
 def _is_readable(value: float | str | bool) -> bool:
@@ -241,7 +245,8 @@ def _rows(
         send = [_overlap(held[rank], wanted[r], held[rank][0]) for r in range(shards)]
         recv = [_overlap(held[r], wanted[rank], wanted[rank][0]) for r in range(shards)]
         args = (own, *map(list, zip(*send, strict=True)), out, *map(list, zip(*recv, strict=True)))
-        engine._in_queue(lambda: channel.call("state", "all_to_all_v", *args), f"rows of {name!r}")
+        text = f"rows of {name!r}"
+        engine._in_queue(lambda: channel.call(text, "state", "all_to_all_v", *args), text)
     return layout, out.reshape(layout.local_shape(rank))
 
 
@@ -271,11 +276,10 @@ def _read_slot(step: int, state: Mapping[str, float | str | bool]) -> dict[str, 
 
 def load(engine: Core, path: Any) -> None:
     """Read the file; see `FSDP.load`."""
-    error: Exception | None = None
-    found: list[tuple[Array, np.ndarray]] = []
-    said: dict[str, Any] = {}
-    try:
-        engine._grads.join()  # what is under way would be added to the sums after they were cleared
+    engine._guarded(
+        engine._grads.join
+    )  # what is under way would be added to the sums after they were cleared
+    with collective_step(engine._world, "load", path=path):
         file = check_path(path, "load takes the path of a file that save wrote", CheckpointError)
         with CheckpointReader(file) as reader:
             if _KEY not in reader.header.metadata:
@@ -285,9 +289,6 @@ def load(engine: Core, path: Any) -> None:
                 )
             said = _read_state.text(reader.header.metadata[_KEY], f"{path}: its metadata {_KEY!r}")
             found = _read(engine, reader, said)
-    except Exception as raised:
-        error = raised
-    agree(engine._world, b"", error, "load")
     engine._grads.reset()
     for slot in engine._slots.values():
         slot.state.clear()

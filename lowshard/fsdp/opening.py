@@ -298,14 +298,14 @@ class Opener:
         return self._groups.gather_queue.submit(job, f"the gather of unit {unit.name!r}")
 
     def _gather_segment(self, unit: UnitPlan, segment: Segment, shard: Array, whole: Array) -> None:
-        formats, channel = unit.formats, self._groups.shard
+        formats, channel, text = unit.formats, self._groups.shard, f"the gather of unit {unit.name!r}"
         n, rank, shards = segment.plan.shard_elems, self._shape.grid.shard_rank, self._shape.grid.shards
         if formats.wire == MXFP8:
             each = MXFP8Tensor.buffer_bytes((n,))
             wire = self._pool.part("wire", "uint8", shards * each)
             quantize_mxfp8(shard, out=MXFP8Tensor.over(wire[rank * each : (rank + 1) * each], (n,)))
             if channel is not None:
-                channel.call("gather", "all_gather", wire[rank * each : (rank + 1) * each], wire)
+                channel.call(text, "gather", "all_gather", wire[rank * each : (rank + 1) * each], wire)
             for r in range(shards):
                 codes = MXFP8Tensor.over(wire[r * each : (r + 1) * each], (n,))
                 dequantize_mxfp8(codes, formats.compute, whole[r * n : (r + 1) * n])
@@ -320,7 +320,7 @@ class Opener:
             convert(shard, own)
             self._log.copied_bytes += own.nbytes
         if channel is not None:
-            channel.call("gather", "all_gather", own, target)
+            channel.call(text, "gather", "all_gather", own, target)
         elif own is shard:
             target[...] = shard
             self._log.copied_bytes += target.nbytes

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from lowshard.argument import brief
-from lowshard.comm.agreement import agree, control_of
+from lowshard.comm.agreement import collective_step, control_of
 from lowshard.comm.communicator import Communicator
 from lowshard.comm.work import Stream
-from lowshard.errors import BufferMismatchError, LowshardError, MeshError, PlanError
+from lowshard.errors import BufferMismatchError, MeshError, PlanError
 from lowshard.execute import execute_all, read_only_view
 from lowshard.foreign_array import is_foreign, like, view_of
 from lowshard.kernels.buffer import address_range, is_gpu
@@ -55,25 +56,22 @@ def run_action(
     """
     control_of(comm)
     with comm.meeting("run_action", stream) as wrong:
-        seen, error = _seen(operands)
-        digest, said, error = b"", None, wrong or error or _argument_error(action, seen, comm)
-        if isinstance(action, Action):
-            digest, said = bytes.fromhex(action.digest()), partial(str, action)
-        agree(comm, digest, error, "run_action", said)
+        with collective_step(comm, "run_action", said=partial(str, action)) as step:
+            step.error = wrong
+            seen = _seen(operands)
+            _check_arguments(action, seen, comm)
+            step.digest = bytes.fromhex(action.digest())
         needed = move_operands(action, seen, comm)
         results = kept_apart(compute(action, needed, comm), seen)
     sample = next(filter(is_foreign, operands), None)
     return tuple(like(result, sample, apart=True) for result in results)
 
 
-def _seen(operands: Any) -> tuple[Any, LowshardError | None]:
-    """Return a sequence's arrays of any library as NumPy's or CuPy's, and what is wrong with one that cannot be."""
+def _seen(operands: Any) -> Any:
+    """Return a sequence's arrays of any library as NumPy's or CuPy's."""
     if not isinstance(operands, (list, tuple)):
-        return operands, None
-    try:
-        return [view_of(x, f"operand {k}") for k, x in enumerate(operands)], None
-    except LowshardError as error:
-        return operands, error
+        return operands
+    return [view_of(x, f"operand {k}") for k, x in enumerate(operands)]
 
 
 def move_operands(action: Action, operands: Sequence[Array | None], comm: Communicator) -> list[Array | None]:
@@ -104,16 +102,9 @@ def compute(action: Action, operands: Sequence[Array | None], comm: Communicator
         _make_groups(action, comm)
     may_fail_alone = comm.xp is np and action.op in RULES and RULES[action.op].reads_indices
     results: tuple[Array | None, ...] = (None,) * len(action.results)
-    wrong = None
-    try:
+    with collective_step(comm, action.op) if may_fail_alone else nullcontext():
         if comm.rank in action.mesh:
             results = run_kernel(Part(action, comm.rank, comm, comm.xp), *operands)
-    except LowshardError as error:
-        if not may_fail_alone:
-            raise
-        wrong = error
-    if may_fail_alone:
-        agree(comm, b"", wrong, action.op)
     return results
 
 
@@ -175,61 +166,46 @@ def _make_groups(action: Action, comm: Communicator) -> None:
         subgroup(comm, action.mesh, axes)
 
 
-def _form_error(action: object, operands: object) -> LowshardError | None:
-    """Return what is wrong with the kind of the arguments, or with the number of operands, or None."""
+def _need_form(action: object, operands: object, comm: Communicator) -> None:
+    """Raise what is wrong with the kind of the arguments, or with the number of operands."""
+    control_of(comm)
     if not isinstance(action, Action):
-        return PlanError(f"an op runs as an Action says, from pick or a solver, got {brief(action)}")
+        raise PlanError(f"an op runs as an Action says, from pick or a solver, got {brief(action)}")
     count = len(action.sources)
     if not isinstance(operands, Sequence) or isinstance(operands, (str, bytes)) or len(operands) != count:
         got = len(operands) if isinstance(operands, (tuple, list)) else brief(operands)
-        return BufferMismatchError(
+        raise BufferMismatchError(
             f"{action.op} takes {count} operands, a sequence of one for each of action.sources; got {got}"
         )
-    return None
 
 
-def _need_form(action: Action, operands: Sequence[Array | None], comm: Communicator) -> None:
-    control_of(comm)
-    error = _form_error(action, operands)
-    if error is not None:
-        raise error
-
-
-def _argument_error(
-    action: Action, operands: Sequence[Array | None], comm: Communicator
-) -> LowshardError | None:
-    """Return what is wrong with this rank's arguments, or None: the caller compares over all ranks."""
-    error = _form_error(action, operands)
-    if error is not None:
-        return error
-    try:
-        find_kernel(action.op)
-    except LowshardError as error:
-        return error
+def _check_arguments(action: Action, operands: Sequence[Array | None], comm: Communicator) -> None:
+    """Raise what is wrong with this rank's arguments."""
+    _need_form(action, operands, comm)
+    find_kernel(action.op)
     if comm.size <= max(action.mesh.ranks):
-        return MeshError(
+        raise MeshError(
             f"{action.op}: mesh {action.mesh} names ranks up to {max(action.mesh.ranks)}, the communicator has "
             f"{comm.size}; start {max(action.mesh.ranks) + 1} ranks or make a smaller mesh"
         )
     refused = dtype_error(action.op, action.sources, action.rows)
-    if refused is not None or comm.rank not in action.mesh:
-        return refused
-    errors = (
-        part_error(f"{action.op}: operand {k}", operand, layout, comm)
-        for k, (operand, layout) in enumerate(zip(operands, action.sources, strict=True))
-    )
-    return next(filter(None, errors), None)
+    if refused is not None:
+        raise refused
+    for k, (operand, layout) in enumerate(zip(operands, action.sources, strict=True)):
+        check_part(f"{action.op}: operand {k}", operand, layout, comm)
 
 
-def part_error(what: str, part: Any, layout: Layout, comm: Communicator) -> LowshardError | None:
-    """Return what is wrong with this rank's part of an array, or None."""
+def check_part(what: str, part: Any, layout: Layout, comm: Communicator) -> None:
+    """Raise what is wrong with this rank's part of an array."""
+    if comm.rank not in layout.mesh:
+        return
     shape = layout.local_shape(comm.rank)
     if isinstance(part, comm.xp.ndarray) and tuple(part.shape) == shape and part.dtype == layout.numpy_dtype:
-        return None
+        return
     came = (
         f"shape {tuple(part.shape)} and dtype {part.dtype}" if hasattr(part, "dtype") else type(part).__name__
     )
-    return BufferMismatchError(
+    raise BufferMismatchError(
         f"{what} in {layout} is on rank {comm.rank} a {comm.xp.__name__} array of shape {shape} and dtype "
         f"{layout.dtype}, got {came}"
     )

@@ -12,7 +12,7 @@ from lowshard import dtypes
 from lowshard.argument import brief, instance, items, mapping, number
 from lowshard.argument import whole as whole_number
 from lowshard.box import slices_of
-from lowshard.comm.agreement import agree, control_of
+from lowshard.comm.agreement import collective_step, control_of
 from lowshard.comm.communicator import Communicator
 from lowshard.comm.loopback import run_loopback
 from lowshard.comm.work import Stream
@@ -28,7 +28,7 @@ from lowshard.errors import (
 from lowshard.execute import execute
 from lowshard.foreign_array import is_foreign, like, view_of
 from lowshard.layout import Layout
-from lowshard.op.action_run import compute, kept_apart, part_error, unsharded
+from lowshard.op.action_run import check_part, compute, kept_apart, unsharded
 from lowshard.op.op_part import find_kernel
 from lowshard.redistribute_plan import plan_redistribute
 from lowshard.solver.graph.bound_graph import BoundGraph
@@ -87,23 +87,18 @@ def _run_graph(
     plan: GraphPlan, inputs: Mapping[str, Array | None], comm: Communicator, outputs: Sequence[str] | None,
     error: LowshardError | None,
 ) -> dict[str, Array | None]:  # fmt: skip
-    names: list[str] = []
-    steps: list[int] = []
     sample: object = None
-    digest, words = bytes(16), ""
-    try:
+    with collective_step(comm, "run_graph") as agreed:
+        agreed.error = error
         instance(plan, GraphPlan, "run_graph takes a GraphPlan", PlanError)
         names = list(dict.fromkeys(_wanted(plan.graph, outputs)))
-        digest = text_digest(json.dumps([plan.digest(), names]))
-        words = f"{plan}, for the outputs {', '.join(map(brief, names[:8]))}"
         steps = needed_steps(plan.graph, names)
         if isinstance(inputs, Mapping):
             sample = next(filter(is_foreign, inputs.values()), None)
             inputs = {name: view_of(part, str(name)) for name, part in inputs.items()}
-        error = error or _input_error(plan, inputs, steps, names, comm)
-    except LowshardError as found:
-        error = found
-    agree(comm, digest, error, "run_graph", lambda: words)
+        _check_inputs(plan, inputs, steps, names, comm)
+        agreed.digest = text_digest(json.dumps([plan.digest(), names]))
+        agreed.said = lambda: f"{plan}, for the outputs {', '.join(map(brief, names[:8]))}"
     graph, end = plan.graph, len(plan.graph.nodes)
     number = {info.name: t for t, info in enumerate(graph.tensors)}
     ends = {number[n]: plan.output_layouts.get(n, plan.layouts[number[n]]) for n in names}
@@ -302,14 +297,14 @@ def _elements_told(
     return value, right
 
 
-def _input_error(
+def _check_inputs(
     plan: GraphPlan,
     inputs: Mapping[str, Array | None],
     steps: Sequence[int],
     names: Sequence[str],
     comm: Communicator,
-) -> LowshardError | None:
-    """Return what is wrong with this rank's arguments, or None."""
+) -> None:
+    """Raise what is wrong with this rank's arguments."""
     graph, mesh = plan.graph, plan.mesh
     rule = "inputs is a mapping of name to this rank's part"
     instance(inputs, Mapping, rule, BufferMismatchError)  # type: ignore[type-abstract]
@@ -318,9 +313,9 @@ def _input_error(
         find_kernel(action.op)
         refused = dtype_error(action.op, action.sources, action.rows)
         if refused is not None:
-            return refused
+            raise refused
     if comm.size <= max(mesh.ranks):
-        return MeshError(
+        raise MeshError(
             f"graph {graph.name!r} is planned for mesh {mesh} with ranks up to {max(mesh.ranks)}, the communicator has "
             f"{comm.size}; start {max(mesh.ranks) + 1} ranks or solve for a smaller mesh"
         )
@@ -330,14 +325,7 @@ def _input_error(
         if t not in read and name not in names:
             continue
         if name not in inputs:
-            return BufferMismatchError(
+            raise BufferMismatchError(
                 f"graph {graph.name!r} reads {name!r}: pass this rank's part of {layout}"
             )
-        wrong = (
-            part_error(f"graph {graph.name!r}: {name!r}", inputs[name], layout, comm)
-            if comm.rank in mesh
-            else None
-        )
-        if wrong is not None:
-            return wrong
-    return None
+        check_part(f"graph {graph.name!r}: {name!r}", inputs[name], layout, comm)

@@ -22,10 +22,10 @@ import numpy.typing as npt
 from lowshard.argument import brief, in_words, instance, mapping
 from lowshard.bounded import bounded_cache
 from lowshard.box import Box, box_text, intersect, moved, slices_of, subtract, volume
-from lowshard.comm import Communicator, agree
+from lowshard.comm import Communicator, collective_step
 from lowshard.comm.agreement import control_of, share_text
 from lowshard.content_hash import tensor_digest, text_digest
-from lowshard.errors import BufferMismatchError, LayoutError, LowshardError, MeshError, VerificationError
+from lowshard.errors import BufferMismatchError, LayoutError, MeshError, VerificationError
 from lowshard.kernels.bit_sums import content_sum
 from lowshard.kernels.unit_weights import SUMS, factors
 from lowshard.layout import Layout
@@ -70,22 +70,15 @@ def digest(
     """
     control = None if comm is None else control_of(comm)
     rank, size = (0, 1) if control is None else (control.rank, control.size)
-    held: dict[str, _Held] = {}
-    error: LowshardError | None = None
-    try:
-        known: dict[Given, _Plan] = {}
+    known: dict[Given, _Plan] = {}
+    with collective_step(comm, "digest") as step:
         held = {
             name: _checked(name, given, rank, size, known)
             for name, given in mapping(tensors, _RULE, LayoutError).items()
         }
-    except LowshardError as found:
-        error = found
-    if comm is not None:
         asked = [[name, str(one.plan.layout), one.plan.fingerprint] for name, one in held.items()]
-        layouts = {name: one.plan.layout for name, one in held.items()}
-        agree(comm, text_digest(json.dumps(asked)), error, "digest", lambda: in_words(layouts))
-    elif error is not None:
-        raise error
+        step.digest = text_digest(json.dumps(asked))
+        step.said = lambda: in_words({name: one.plan.layout for name, one in held.items()})
     rows = np.zeros((len(held), 3, SUMS), np.uint32)
     own = [one.sums(rank, row) for one, row in zip(held.values(), rows, strict=True)]
     totals = rows

@@ -27,7 +27,7 @@ from typing import Any, Literal, Self, overload
 import numpy as np
 
 from lowshard.argument import in_words, number, truth
-from lowshard.comm import Communicator, agree, loopback, share_text
+from lowshard.comm import Communicator, collective_step, loopback, share_text
 from lowshard.comm.agreement import control_of, share
 from lowshard.comm.background import Background
 from lowshard.comm.door import Door
@@ -125,8 +125,7 @@ class Publisher:
         self._lock: FolderLock | None = None
         self._listeners: list[Door] = []
         self._when_lost: weakref.finalize[..., Publisher] | None = None
-        asked, words, error = b"", "", None
-        try:
+        with collective_step(whole, "Publisher") as step:
             self._layouts = tensor_layouts(layouts, whole.size)
             self._arrays = local_arrays(self._layouts, arrays, whole.rank)
             self._never_changes = never_change(arrays.values())
@@ -134,11 +133,9 @@ class Publisher:
             where = Address.parse(address)
             given = None if token is None else checked_token(token)
             said = [address, given is None, {n: x.to_json() for n, x in self._layouts.items()}]
-            asked = text_digest(json.dumps(said, default=list))
+            step.digest = text_digest(json.dumps(said, default=list))
             words = f"{address}, {'no ' if given is None else ''}token given, {in_words(self._layouts)}"
-        except LowshardError as found:
-            error = found
-        agree(whole, asked, error, "Publisher", lambda: words)
+            step.said = lambda: words
         # A communicator of its own: a version may be published by another thread than the caller's.
         self._background = Background(whole, "lowshard publish")
         self._comm: Communicator = self._background.comm
@@ -154,27 +151,24 @@ class Publisher:
 
     def _open(self, where: Address, given: bytes | None) -> None:
         """Open rank 0's listeners, share token and address, then open those of the other ranks."""
-        comm, error, facts = self._comm, None, ["", "", "", ""]
-        if comm.rank == 0:
-            try:
+        comm, facts = self._comm, ["", "", "", ""]
+        with collective_step(comm, "Publisher"):
+            if comm.rank == 0:
                 facts = self._open_first(where, given)
-            except LowshardError as found:
-                error = found
-        agree(comm, b"", error, "Publisher")
         facts = json.loads(share_text(comm, json.dumps(facts))[0])
         self.address, self.token_file = facts[0], Path(facts[3]) if facts[3] else None
         where, token, publisher_id = Address.parse(facts[0]), bytes.fromhex(facts[1]), facts[2]
-        if comm.rank:
-            try:
-                self._listeners = [_listener_of(where, comm.rank, token)]
-            except OSError as found:
-                error = CommError(f"rank {comm.rank} cannot be reached by subscribers: {found}")
         networks = share_text(comm, network_name())
         if where.folder is not None and len(set(networks)) > 1:
-            error = CommError(
+            raise CommError(
                 f"{self.address} leads to one host, and ranks are on several; publish at tcp://host:port"
             )
-        agree(comm, b"", error, "Publisher")
+        with collective_step(comm, "Publisher"):
+            if comm.rank:
+                try:
+                    self._listeners = [_listener_of(where, comm.rank, token)]
+                except OSError as found:
+                    raise CommError(f"rank {comm.rank} cannot be reached by subscribers: {found}") from found
         endpoint = Endpoint(
             tuple(a for listener in self._listeners for a in listener.addresses),
             networks[comm.rank],
@@ -240,7 +234,8 @@ class Publisher:
         error = self._background.settle()
         if self._closed:
             raise CommError("this Publisher is closed; make a new one")
-        agree(self._comm, b"members", error, "members")
+        with collective_step(self._comm, "members") as step:
+            step.error = error
         rows = json.loads(share_text(self._comm, json.dumps([asdict(one) for one in found]))[0])
         return tuple(Member(**row) for row in rows)
 
@@ -316,26 +311,22 @@ class Publisher:
     def _offer(self, version: int, error: Exception | None) -> None:
         """Copy the arrays as a version, and offer it."""
         comm = self._comm
-        try:
+        with collective_step(comm, "publish", said=lambda: f"version {version}") as step:
+            step.error = error
             version = version_number(version)
             if self._version is not None and version <= self._version:
                 raise PlanError(f"versions rise: version {self._version} is out, got {version}")
             if self._version is not None and self._never_changes:
                 raise same_again(version)
-        except LowshardError as found:
-            error, version = error or found, -1
-        agree(comm, str(version).encode(), error, "publish", lambda: f"version {version}")
+            step.digest = version.to_bytes(8, "little")
         held = self._newest.held(comm.timeout_s) if self._newest is not None else set()
         if self._server is not None:
             held |= self._server.sending()
         rows = [json.loads(row) for row in share_text(comm, json.dumps([self._number + 1, *held]))]
         number = rows[0][0]  # rank 0's counts: after Ctrl-C another rank's may be ahead
         held = {one for row in rows for one in row[1:]}
-        try:
+        with collective_step(comm, "publish"):
             self._store.fill(self._arrays, number, held)
-        except LowshardError as found:
-            error = found
-        agree(comm, b"", error, "publish")
         self._number, self._version = number, version
         if self._newest is not None:
             self._newest.announce(version, self._number)
@@ -376,17 +367,14 @@ class Publisher:
         """Wait for members, and raise any rank's pending error on all ranks."""
         comm, wait_s, has_news = self._comm, 0.0, False
         pending_error = self._background.settle()
-        error: CommError | None = None
         try:
-            wait_s = number(timeout_s, "timeout_s is a number of seconds, 0 or more", CommError, 0)
-        except CommError as found:
-            error = found
-        try:
-            agree(comm, b"close", error, "close")
+            with collective_step(comm, "close"):
+                wait_s = number(timeout_s, "timeout_s is a number of seconds, 0 or more", CommError, 0)
             has_news = self._wait_for_members(wait_s, pending_error is not None)
             if comm.rank:  # before rank 0 frees the address
                 self._release()
-            agree(comm, b"", pending_error, "close")
+            with collective_step(comm, "close") as step:
+                step.error = pending_error
         except (PeerFailed, TimedOut):  # nobody is waited for after a failure
             if has_news:
                 raise

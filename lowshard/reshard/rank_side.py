@@ -11,7 +11,7 @@ import numpy as np
 from lowshard import dtypes
 from lowshard.argument import kind_of
 from lowshard.box import full_box, shape_of, slices_of
-from lowshard.comm.agreement import agree, trade
+from lowshard.comm.agreement import collective_step, trade
 from lowshard.comm.communicator import Communicator
 from lowshard.errors import BufferMismatchError, MeshError, MismatchError
 from lowshard.foreign_array import READ_ONLY, view_of
@@ -21,7 +21,6 @@ from lowshard.reshard.mxfp8_transform import ensure_sendable
 from lowshard.reshard.reshard_plan import Entry, Move, RankPlan, ReshardPlan
 from lowshard.transfer.conversion import Conversion
 from lowshard.transfer.item import Format, Item, bytes_of
-from lowshard.transfer.rounds import FirstError
 from lowshard.transfer.spans import box_span
 from lowshard.transfer.transform_contract import CastTransform, ReshardTransform, arrays_of, memory_of
 
@@ -42,15 +41,14 @@ class Side:
         dst: Mapping[str, Any] | None,
         comm: Communicator,
         transform: ReshardTransform | None,
-        errors: FirstError,
     ) -> None:
-        self.plan, self.comm, self._errors = plan, comm, errors
+        self.plan, self.comm = plan, comm
         self._transform = transform
         self._cast = transform if isinstance(transform, CastTransform) else None
         self._src: dict[int, Array] = {}
         self._dst: dict[int, Array] = {}
         self._given: tuple[Mapping[str, Any], ...] = tuple(
-            {name: errors.collect_error(view_of, a, str(name), writes) for name, a in (arrays or {}).items()}
+            {name: view_of(a, str(name), writes) for name, a in (arrays or {}).items()}
             for arrays, writes in ((src, False), (dst, True))
         )
         bound = transform if self._cast is None else self._cast.into(self._given[1])
@@ -179,7 +177,7 @@ class Side:
     def refresh(self) -> None:
         """Dequantise quantised sources again."""
         for entry in self.quantised:
-            self._errors.collect_error(self._look_up_source, entry)
+            self._look_up_source(entry)
         for item in (*self.copies, *(i for found in self.sends.values() for i in found)):
             if item.array in self.quantised and not item.is_forwarded:
                 item.source = self._src[item.array]
@@ -208,10 +206,9 @@ class Side:
 
     # ---- items: what travels for a move
 
-    def agree_on_items(self) -> None:
+    def make_items(self, step: collective_step) -> None:
         """Make the items, and compare for each pair of ranks how many arrays of which dtypes and shapes they move."""
-        comm, errors = self.comm, self._errors
-        size = comm.size
+        comm, size = self.comm, self.comm.size
         self.sends = {p: [self._item(m) for m in found] for p, found in self.mine.sends.items()}
         self.receives = {p: [self._item(m) for m in found] for p, found in self.mine.receives.items()}
         self.copies = [self._item(m) for m in self.mine.copies]
@@ -221,20 +218,18 @@ class Side:
         mine, theirs = np.zeros((2, size, 3), np.int64)
         for table, side, sends in ((mine, self.sends, True), (theirs, self.receives, False)):
             for peer, items in side.items():
-                table[peer] = errors.collect_error(self._summary, items, sends) or 0
+                table[peer] = step.attempt(self._summary, items, sends) or 0
         said = trade(comm, mine, [3] * size, [3] * size).reshape(size, 3)
         for peer in range(size):
-            if errors.error is None and (said[peer] != theirs[peer]).any():
-                errors.keep(MismatchError(
+            if step.error is None and (said[peer] != theirs[peer]).any():
+                step.error = MismatchError(
                     f"rank {peer} sends {said[peer][0]} arrays for {said[peer][1]} boxes to rank {comm.rank}, which "
                     f"makes room for {theirs[peer][0]} arrays for {theirs[peer][1]} boxes: prepare_send and "
                     "prepare_recv give the same number of arrays of the same dtypes and shapes; use one kind of "
                     "transform on both sides, or none on the sender for a receiver that takes what is sent as it is"
-                ))  # fmt: skip
+                )  # fmt: skip
         for item in self.copies:
-            if errors.error is None:
-                errors.collect_error(self._check_kept, item)
-        agree(comm, b"", errors.take(), "reshard")
+            step.attempt(self._check_kept, item)
 
     def _item(self, move: Move) -> Item:
         entry, rank = self.plan.entries[move.entry], self.comm.rank

@@ -15,7 +15,7 @@ import numpy as np
 
 from lowshard.argument import brief, choice
 from lowshard.box import volume
-from lowshard.comm.agreement import agree, share
+from lowshard.comm.agreement import collective_step, share
 from lowshard.comm.background import Background
 from lowshard.comm.communicator import Communicator
 from lowshard.comm.work import Stream, Work
@@ -25,7 +25,7 @@ from lowshard.foreign_array import like, never_change, view_of
 from lowshard.kernels.buffer import is_gpu, twins_of
 from lowshard.reshard.published_tensors import same_again
 from lowshard.reshard.reshard_plan import ReshardPlan
-from lowshard.reshard.reshard_run import RefitCost, Report, Reshard, Settings, argument_error
+from lowshard.reshard.reshard_run import RefitCost, Report, Reshard, Settings, check_arguments
 from lowshard.reshard.version_changes import VersionChanges
 from lowshard.reshard.vote import Vote, version_number
 from lowshard.transfer.transform_contract import ReshardTransform
@@ -112,14 +112,11 @@ class Refit:
         self._closed = False
         self._torn_s: float | None = None
         settings.setdefault("checksums", True)
-        error: Exception | None = argument_error(plan, src, dst, transform, settings)
         sets: list[dict[str, Array]] = []
         served: list[dict[str, Any]] = []
         transforms = [transform]
-        digest, words = b"", ""
-        try:
-            if error is not None:
-                raise error
+        with collective_step(comm, "Refit") as step:
+            check_arguments(plan, src, dst, transform, settings)
             choice(buffering, get_args(Buffering), "buffering is 'double' or 'in_place'", PlanError)
             choice(delta, get_args(Delta), "delta is 'off', 'auto' or 'always'", PlanError)
             if delta != "off" and plan.multicast:
@@ -137,11 +134,9 @@ class Refit:
                 a if how is None else {**a, **how.refit_weights()}
                 for a, how in zip(served, transforms, strict=True)
             ]
-            digest = text_digest(f"{plan.digest()} {buffering} {delta}")
+            step.digest = text_digest(f"{plan.digest()} {buffering} {delta}")
             words = f"plan {plan.digest()[:8]} of {len(plan.entries)} tensors, {buffering}, delta {delta}"
-        except Exception as caught:
-            error = caught
-        agree(comm, digest, error, "Refit", lambda: words)
+            step.said = lambda: words
         # A communicator of its own: a version is moved beside what the caller does, over any other one.
         self._background = Background(comm, "lowshard refit")
         self.comm: Communicator = self._background.comm
@@ -307,33 +302,36 @@ class Refit:
             error = error or same_again(version)
         if wait:
             with self.comm.meeting(what, stream) as wrong:
-                return self._refit(version, pushes, error or wrong, None)
+                return self._refit(what, version, pushes, error or wrong, None)
         before = _sample(self._movers[0].sources()) if pushes else {}
         if stream is None and self.comm.xp is not np:
             stream = self.comm.xp.cuda.get_current_stream()
 
         def run() -> Report:
             with self.comm.meeting(what, stream) as wrong:
-                return self._refit(version, pushes, error or wrong, before)
+                return self._refit(what, version, pushes, error or wrong, before)
 
         return self._background.start(run, f"{what} of rank {self.comm.rank}")
 
     def _refit(
-        self, version: int | None, pushes: bool, wrong: Exception | None, before: Mapping[str, bytes] | None
-    ) -> Report:
+        self, what: str, version: int | None, pushes: bool, wrong: Exception | None,
+        before: Mapping[str, bytes] | None,
+    ) -> Report:  # fmt: skip
         """Move a version; `before` has samples of the sources if this runs in the background."""
         cost = RefitCost()
         target = 0 if self.buffering == "in_place" else 1 - self._now.at
         with cost.phase("readers"):
             wrong = wrong or self._await_readers(target)
         with cost.phase("agree"):
-            number, in_background, follows = self._agreed(version, pushes, wrong, before is not None)
+            number, in_background, follows = self._version_of_all(
+                what, version, pushes, wrong, before is not None
+            )
         self._attempt += 1
         try:
             report = self._move(target, number, follows, cost)
             if in_background:
-                with cost.phase("sources"):
-                    agree(self.comm, b"", self._changed(before), "Refit")
+                with cost.phase("sources"), collective_step(self.comm, "Refit"):
+                    self._check_unchanged(before)
         except CommError:
             # A rank died or did not come, perhaps after some ranks learned that all are ready.
             if self._vote.decide(self._attempt, False):
@@ -382,21 +380,19 @@ class Refit:
             "or pull in it"
         )
 
-    def _changed(self, before: Mapping[str, bytes] | None) -> VerificationError | None:
-        """Return the error if a source changed during a background push."""
-        if not before:
-            return None
-        after = _sample(self._movers[0].sources())
-        changed = [name for name, lines in before.items() if after.get(name) != lines]
-        if not changed:
-            return None
-        return VerificationError(
-            f"{len(changed)} sources of rank {self.comm.rank} were changed while they were pushed in the background, "
-            f"{changed[0]} among them: they belong to the push until its work is done; version {self.version} stays"
-        )
+    def _check_unchanged(self, before: Mapping[str, bytes] | None) -> None:
+        """Raise if a source changed during a background push."""
+        after = _sample(self._movers[0].sources()) if before else {}
+        changed = [name for name, lines in (before or {}).items() if after.get(name) != lines]
+        if changed:
+            raise VerificationError(
+                f"{len(changed)} sources of rank {self.comm.rank} were changed while they were pushed in the "
+                f"background, {changed[0]} among them: they belong to the push until its work is done; version "
+                f"{self.version} stays"
+            )
 
-    def _agreed(
-        self, version: int | None, pushes: bool, error: Exception | None, in_background: bool
+    def _version_of_all(
+        self, what: str, version: int | None, pushes: bool, error: Exception | None, in_background: bool
     ) -> tuple[int, bool, bool]:
         """Return the version pushed, whether any rank is in the background, and whether all hold the one before."""
         number = _NONE
@@ -404,30 +400,32 @@ class Refit:
             if version is not None or pushes:
                 number = version_number(version)
         except PlanError as caught:
-            error = caught
+            error = error or caught
         sends = pushes and self._serves_sources
         held = 0 if self._changes is None else self._changes.follows
         said = np.array([number, pushes, sends, error is not None, in_background, held], np.int64)
-        rows: list[list[int]] = [row.tolist() for row in share(self.comm.control, said)]
+        rows: list[list[int]] = [row.tolist() for row in share(self.comm.control, said, what)]
+        if any(row[3] for row in rows):
+            with collective_step(self.comm, "Refit") as step:
+                step.error = error
         pushed = {number for number, pushes, *_ in rows if pushes}
         wanted = {number for number, *_ in rows if number != _NONE}
-        if not any(row[3] for row in rows):
-            if not pushed:
-                error = MismatchError(
-                    "a version is pushed by the ranks that have sources, and every rank has called pull; call "
-                    "push(version) on those with sources"
-                )
-            elif len(pushed) != 1 or wanted != pushed:
-                error = MismatchError(
-                    f"one version is pushed and every rank takes it: pushed {sorted(pushed)}, asked for "
-                    f"{sorted(wanted)}"
-                )
-            elif not any(row[2] for row in rows):
-                error = PlanError(
-                    f"a version is pushed by ranks that have sources, but version {min(pushed)} is pushed by ranks "
-                    f"{[rank for rank, row in enumerate(rows) if row[1]]}, which have none: they pull"
-                )
-        agree(self.comm, b"", error, "Refit")
+        # What follows is the same on all ranks.
+        if not pushed:
+            raise MismatchError(
+                "Refit: a version is pushed by the ranks that have sources, and every rank has called pull; call "
+                "push(version) on those with sources"
+            )
+        if len(pushed) != 1 or wanted != pushed:
+            raise MismatchError(
+                f"Refit: one version is pushed and every rank takes it: pushed {sorted(pushed)}, asked for "
+                f"{sorted(wanted)}"
+            )
+        if not any(row[2] for row in rows):
+            raise PlanError(
+                f"Refit: a version is pushed by ranks that have sources, but version {min(pushed)} is pushed by ranks "
+                f"{[rank for rank, row in enumerate(rows) if row[1]]}, which have none: they pull"
+            )
         follows = held > 0 and all(row[5] == held for row in rows)
         return pushed.pop(), any(row[4] for row in rows), follows
 

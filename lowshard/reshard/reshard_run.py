@@ -14,7 +14,7 @@ from typing import Any, Literal, TypedDict, Unpack, get_args
 import numpy as np
 
 from lowshard.argument import instance, one_of, whole
-from lowshard.comm.agreement import agree, control_of
+from lowshard.comm.agreement import collective_step, control_of
 from lowshard.comm.communicator import Communicator
 from lowshard.comm.work import Stream
 from lowshard.content_hash import text_digest
@@ -23,7 +23,6 @@ from lowshard.reshard.rank_side import Side
 from lowshard.reshard.reshard_plan import ReshardPlan
 from lowshard.transfer.item import Item
 from lowshard.transfer.mover import Mover, Streams, bucket_sizes
-from lowshard.transfer.rounds import FirstError
 from lowshard.transfer.transform_contract import ReshardTransform
 
 Array = Any
@@ -52,31 +51,27 @@ class Settings(TypedDict, total=False):
 _DEFAULTS: Settings = {"staging_bytes": STAGING_BYTES, "checksums": False, "way": "auto"}
 
 
-def argument_error(
+def check_arguments(
     plan: object, src: object, dst: object, transform: object, settings: Mapping[str, Any], like: object = None,
-) -> LowshardError | None:  # fmt: skip
-    """Return what is wrong with the arguments of a `Reshard` on this rank, or None."""
+) -> None:  # fmt: skip
+    """Raise what is wrong with the arguments of a `Reshard` on this rank."""
     if not isinstance(plan, ReshardPlan):
-        return PlanError(f"plan is a ReshardPlan, from build_reshard_plan, got {type(plan).__name__}")
+        raise PlanError(f"plan is a ReshardPlan, from build_reshard_plan, got {type(plan).__name__}")
     for name, arrays in (("src", src), ("dst", dst)):
         if arrays is not None and not isinstance(arrays, Mapping):
-            return PlanError(f"{name} is a mapping of names to arrays, or None, got {type(arrays).__name__}")
+            raise PlanError(f"{name} is a mapping of names to arrays, or None, got {type(arrays).__name__}")
     if transform is not None and not isinstance(transform, ReshardTransform):
-        return PlanError(f"transform is a ReshardTransform or None, got {type(transform).__name__}")
+        raise PlanError(f"transform is a ReshardTransform or None, got {type(transform).__name__}")
     strange = sorted(map(str, settings.keys() - Settings.__annotations__.keys()))
     if strange:
-        return PlanError(f"settings are {', '.join(Settings.__annotations__)}, got {', '.join(strange)}")
+        raise PlanError(f"settings are {', '.join(Settings.__annotations__)}, got {', '.join(strange)}")
     given = {**_DEFAULTS, **settings}
     if not (like is None or isinstance(like, Reshard)):
-        return PlanError(f"like is another Reshard or None, got {type(like).__name__}")
-    try:
-        one_of(given["way"], get_args(Way), "way", PlanError)
-        rule = f"staging_bytes is a number of bytes from 1 to {MOST_STAGING_BYTES}"
-        whole(given["staging_bytes"], rule, PlanError, 1, MOST_STAGING_BYTES)
-        instance(given["checksums"], bool, "checksums is True or False", PlanError)
-    except PlanError as error:
-        return error
-    return None
+        raise PlanError(f"like is another Reshard or None, got {type(like).__name__}")
+    one_of(given["way"], get_args(Way), "way", PlanError)
+    rule = f"staging_bytes is a number of bytes from 1 to {MOST_STAGING_BYTES}"
+    whole(given["staging_bytes"], rule, PlanError, 1, MOST_STAGING_BYTES)
+    instance(given["checksums"], bool, "checksums is True or False", PlanError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,46 +161,41 @@ class Reshard:
         **settings: Unpack[Settings],
     ) -> None:
         control_of(comm)
-        error = argument_error(plan, src, dst, transform, settings, like)
-        if error is not None:
-            agree(comm, b"", error, "reshard")
-        self.comm, self._errors = comm, FirstError()
-        self.side = Side(plan, src, dst, comm, transform, self._errors)
-        self._just_made = False
+        self.comm, self._just_made = comm, False
         self._settings: Settings = {**_DEFAULTS, **settings}
         with comm.meeting("Reshard"):
-            mover = self._made_ready(like)
+            with collective_step(comm, "reshard") as step:
+                check_arguments(plan, src, dst, transform, settings, like)
+                self.side = side = Side(plan, src, dst, comm, transform)
+                side.prepare()
+                step.digest, step.said = self._digest()
+            with collective_step(comm, "reshard", meets=True) as step:
+                side.make_items(step)
+            other = None if like is None else like._mover
+            mover = self._mover_of(side.sends, side.receives, side.copies, other)
         self._mover: Mover | None = mover
         self._parts_mover: Mover | None = None
         self.report = Report.of(mover)
 
-    def _made_ready(self, like: Reshard | None) -> Mover:
-        comm, side, errors = self.comm, self.side, self._errors
-        way, checksums = self._settings["way"], self._settings["checksums"]
+    def _digest(self) -> tuple[bytes, Callable[[], str]]:
+        """Return what is compared of plan and settings, and it in words."""
+        comm, plan, settings = self.comm, self.side.plan, self._settings
+        way, checksums, staging_bytes = settings["way"], settings["checksums"], settings["staging_bytes"]
         by_memory = way != _MESSAGES and comm.xp is np
-        errors.collect_error(side.prepare)
-        staging_bytes = self._settings["staging_bytes"]
-        said = f"{side.plan.digest()} {bucket_sizes(comm, by_memory, staging_bytes)} {checksums} {way}"
-        plan = f"plan {side.plan.digest()[:8]} of {len(side.plan.entries)} tensors"
-        words = f"{plan}, staging_bytes {staging_bytes}, checksums {checksums}, way {way}"
-        agree(comm, text_digest(said), errors.take(), "reshard", lambda: words)
-        side.agree_on_items()
         if way in (_DIRECT, _SLOTS) and not (comm.reach.whole and by_memory):
-            errors.keep(
-                MismatchError(
-                    f"way {way!r} needs ranks that see each other's memory, which {comm.transport} has not"
-                )
+            raise MismatchError(
+                f"way {way!r} needs ranks that see each other's memory, which {comm.transport} has not"
             )
-        if way in (_DIRECT, _SLOTS):
-            agree(comm, b"", errors.take(), "reshard")
-        return self._mover_of(side.sends, side.receives, side.copies, None if like is None else like._mover)
+        said = f"{plan.digest()} {bucket_sizes(comm, by_memory, staging_bytes)} {checksums} {way}"
+        words = f"plan {plan.digest()[:8]} of {len(plan.entries)} tensors, staging_bytes {staging_bytes}"
+        return text_digest(said), lambda: f"{words}, checksums {checksums}, way {way}"
 
     def _mover_of(
         self, sends: Streams, receives: Streams, copies: Sequence[Item], like: Mover | None
     ) -> Mover:
         way, checksums = self._settings["way"], self._settings["checksums"]
         return Mover(
-            self.comm, sends, receives, copies, self.side.published(), self.side.conversion, self._errors,
+            self.comm, sends, receives, copies, self.side.published(), self.side.conversion,
             by_memory=way != _MESSAGES and self.comm.xp is np,
             in_place=way in ("auto", _DIRECT) and not checksums, checksums=checksums,
             staging_bytes=self._settings["staging_bytes"], like=like,
@@ -233,21 +223,21 @@ class Reshard:
             return self._run(version, wrong)
 
     def _run(self, version: int, error: LowshardError | None) -> Report:
-        mover, errors, conversion = self._mover, self._errors, self.side.conversion
+        mover, conversion = self._mover, self.side.conversion
         if mover is None:
             raise CommError("this Reshard is closed; make a new one")
-        errors.error = error
-        if conversion is not None:
-            conversion.begin(self._just_made)
-            errors.collect_error(conversion.transform.begin)
-        self._just_made = False
-        if self.side.quantised:
-            self.side.refresh()
-            mover.drop_sources()
-        mover.run(version)
-        if conversion is not None and errors.error is None:
-            errors.collect_error(conversion.transform.end)
-        agree(self.comm, b"", errors.take(), "reshard")
+        with collective_step(self.comm, "reshard", meets=True) as step:
+            step.error = error
+            if conversion is not None:
+                conversion.begin(self._just_made)
+                step.attempt(conversion.transform.begin)
+            self._just_made = False
+            if self.side.quantised:
+                step.attempt(self.side.refresh)
+                mover.drop_sources()
+            mover.run(version, step)
+            if conversion is not None:
+                step.attempt(conversion.transform.end)
         mover.count()
         return self.report
 
@@ -260,19 +250,19 @@ class Reshard:
         finish: Callable[[], object],
     ) -> Report:
         """Move some of the plan's items and others, then call `finish` when all have arrived. Collective."""
-        errors, conversion = self._errors, self.side.conversion
+        conversion = self.side.conversion
         with self.comm.turn("reshard"):
-            if conversion is not None:
-                conversion.begin(False)
-                errors.collect_error(conversion.transform.begin)
             mover = self._mover_of(sends, receives, copies, self._parts_mover or self._mover)
             self._parts_mover = mover
-            mover.run(version)
-            agree(self.comm, b"", errors.take(), "reshard")
-            errors.collect_error(finish)
-            if conversion is not None and errors.error is None:
-                errors.collect_error(conversion.transform.end)
-            agree(self.comm, b"", errors.take(), "reshard")
+            with collective_step(self.comm, "reshard", meets=True) as step:
+                if conversion is not None:
+                    conversion.begin(False)
+                    step.attempt(conversion.transform.begin)
+                mover.run(version, step)
+            with collective_step(self.comm, "reshard"):
+                finish()
+                if conversion is not None:
+                    conversion.transform.end()
             mover.count()
         return Report.of(mover)
 

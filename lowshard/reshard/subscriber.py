@@ -30,7 +30,7 @@ import numpy as np
 
 from lowshard.argument import brief, choice, in_words, instance, is_text, number
 from lowshard.argument import path as checked_path
-from lowshard.comm import Communicator, agree, loopback, share_text
+from lowshard.comm import Communicator, collective_step, loopback, share_text
 from lowshard.comm.agreement import control_of, share
 from lowshard.comm.background import Background
 from lowshard.comm.door import enter
@@ -142,8 +142,7 @@ class Subscriber:
         self._alone = loopback(1)[0] if comm is None else None
         whole = self._alone if comm is None else control_of(comm)
         assert whole is not None
-        asked, words, error = b"", "", None
-        try:
+        with collective_step(whole, "Subscriber") as step:
             self._layouts = tensor_layouts(layouts, whole.size)
             choice(buffering, get_args(Buffering), "buffering is 'double' or 'in_place'", PlanError)
             in_place = buffering == "in_place"
@@ -165,11 +164,9 @@ class Subscriber:
             if not is_text(name):
                 raise CommError(f"name of a Subscriber is text that UTF-8 can write, got {brief(name)}")
             tables = {n: x.to_json() for n, x in self._layouts.items()}
-            asked = text_digest(json.dumps([address, name, delta, buffering, tables], default=list))
+            step.digest = text_digest(json.dumps([address, name, delta, buffering, tables], default=list))
             words = f"{address}, name {name!r}, delta {delta}, {buffering}, {in_words(self._layouts)}"
-        except LowshardError as found:
-            error = found
-        agree(whole, asked, error, "Subscriber", lambda: words)
+            step.said = lambda: words
         # A communicator of its own: a version is taken beside what the caller does, over any other one.
         self._background = Background(whole, "lowshard pull")
         self._comm: Communicator = self._background.comm
@@ -302,7 +299,8 @@ class Subscriber:
 
     def _taken(self, limit_s: float, error: Exception | None) -> int:
         """Receive a version and switch to it; return its number."""
-        agree(self._comm, b"", error, "pull")
+        with collective_step(self._comm, "pull") as step:
+            step.error = error
         offer = self._offered(time.monotonic() + limit_s, limit_s)
         self._attempt += (
             1  # before the collective calls, so that ranks count alike even if one is interrupted
@@ -416,16 +414,12 @@ class Subscriber:
     def _take_table(self, text: str, token: str) -> None:
         """Plan the fetch from a publisher's table; all ranks do so from the same text."""
         self._drop_source()
-        error: LowshardError | None = None
         try:
-            table = read_table.text(text)
-            self._proven = bytes.fromhex(token)
-            have = {name: TensorLayout.from_json(layout) for name, layout in table.layouts.items()}
-            self._source = self._planned(table.publisher_id, table.endpoints, have)
-        except LowshardError as found:
-            error = found
-        try:
-            agree(self._comm, b"", error, "pull")
+            with collective_step(self._comm, "pull"):
+                table = read_table.text(text)
+                self._proven = bytes.fromhex(token)
+                have = {name: TensorLayout.from_json(layout) for name, layout in table.layouts.items()}
+                self._source = self._planned(table.publisher_id, table.endpoints, have)
         except LowshardError:  # all ranks reconnect
             self._disconnect()
             self._drop_source()
@@ -492,13 +486,13 @@ class Subscriber:
         fetched = Fetched()
         try:
             fetched, found = self._in_turns(take, source.stop)
-            error: LowshardError | None = None
-            if isinstance(found, ConnectionLost):
-                left = "weights are torn" if self.torn else f"version {self.version} stays"
-                error = PeerFailed(f"version {offer.version} did not arrive: {found}; {left}")
-            elif found is not None:  # tell the other ranks, which wait
-                error = CommError(f"version {offer.version} was not taken: {type(found).__name__}: {found}")
-            agree(self._comm, b"", error, "pull")
+            with collective_step(self._comm, "pull") as step:
+                if isinstance(found, ConnectionLost):
+                    left = "weights are torn" if self.torn else f"version {self.version} stays"
+                    step.error = PeerFailed(f"version {offer.version} did not arrive: {found}; {left}")
+                elif found is not None:  # tell the other ranks, which wait
+                    text = f"version {offer.version} was not taken: {type(found).__name__}: {found}"
+                    step.error = CommError(text)
             self._delta_invalid = False
         except LowshardError as agreed:
             self._delta_invalid = (

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from lowshard import dtypes
 from lowshard.box import Box, shape_of, slices_of, volume
-from lowshard.comm.agreement import agree, trade
+from lowshard.comm.agreement import collective_step, trade
 from lowshard.comm.communicator import Communicator
 from lowshard.errors import CommError
 from lowshard.kernels import cast
@@ -29,7 +29,6 @@ from lowshard.kernels.changes import ChangeBoxes
 from lowshard.reshard.reshard_run import RefitCost, Report, Reshard
 from lowshard.transfer.conversion import Conversion
 from lowshard.transfer.item import Item
-from lowshard.transfer.rounds import FirstError
 from lowshard.transfer.spans import BoxCopy
 from lowshard.transfer.transform_contract import ReshardTransform
 
@@ -83,14 +82,13 @@ class VersionChanges:
         """Copies of each tensor as receivers have it; a tensor that goes whole is copied and sent from the copy."""
         self._ahead: set[int] = set()
         """Tensors whose baseline is of a version that has not been switched to: they go whole."""
-        self._errors = FirstError()
         sides = [mover.side for mover in movers]
         self._out = _groups([side.sends for side in sides])
         self._in = _groups([side.receives for side in sides])
         self._own = list(_groups([{comm.rank: side.copies} for side in sides]).get(comm.rank, ()))
-        self._agree_on_units()
-        self._errors.collect_error(self._remember)
-        agree(comm, b"", self._errors.take(), "Refit")
+        with collective_step(comm, "Refit", meets=True) as step:
+            self._agree_on_units(step)
+            step.attempt(self._remember)
         self.follows = 0
         """The attempt of the version this rank holds; 0 where the next version must come whole."""
         self._served = self._before = 0
@@ -99,12 +97,16 @@ class VersionChanges:
 
     # ---- units of the encodings
 
-    def _agree_on_units(self) -> None:
+    def _agree_on_units(self, step: collective_step) -> None:
         """Agree with each peer on the units of the encodings."""
         comm, size = self._comm, self._comm.size
+
+        def asked_of(what: Callable[..., Units], *args: object) -> Units:
+            return step.attempt(what, *args) or _NO_UNITS
+
         self._shared = _shared([mover.side.targets() for mover in self._movers])
         needs = {
-            peer: np.array([self._asked(self._need, g) for g in groups]) for peer, groups in self._in.items()
+            peer: np.array([asked_of(self._need, g) for g in groups]) for peer, groups in self._in.items()
         }
         counts_in = [_UNITS * len(self._in.get(r, ())) for r in range(size)]
         counts_out = [_UNITS * len(self._out.get(r, ())) for r in range(size)]
@@ -112,7 +114,7 @@ class VersionChanges:
         answered: Decided = {}
         for peer, groups in self._out.items():
             answered[peer] = np.array(
-                [self._asked(self._offer, g, *n) for g, n in zip(groups, asked[peer].tolist(), strict=True)]
+                [asked_of(self._offer, g, *n) for g, n in zip(groups, asked[peer].tolist(), strict=True)]
             )
         received = _split(trade(comm, _flat(answered, size), counts_out, counts_in), counts_in, _UNITS)
         for groups_by, rows_by in ((self._out, answered), (self._in, received)):
@@ -120,11 +122,7 @@ class VersionChanges:
                 for group, row in zip(groups, rows_by[peer].tolist(), strict=True):
                     group.set_units(*row)
         for group in self._own:
-            group.set_units(*self._asked(self._offer, group, *self._asked(self._need, group)))
-
-    def _asked(self, what: Callable[..., Units], *args: object) -> Units:
-        found: Units | None = self._errors.collect_error(what, *args)
-        return found or _NO_UNITS
+            group.set_units(*asked_of(self._offer, group, *asked_of(self._need, group)))
 
     def _need(self, group: _Group) -> Units:
         """Return the unit in which this rank can receive a group."""
@@ -197,7 +195,7 @@ class VersionChanges:
         self, target: int, version: int, follows: bool, cost: RefitCost, mark_torn: Callable[[], object]
     ) -> Report:
         """Move a version; ends in an agreement that all have it."""
-        comm, errors, mover = self._comm, self._errors, self._movers[target]
+        comm, mover = self._comm, self._movers[target]
 
         def begin_to_write() -> None:
             self._holds[target] = 0
@@ -213,15 +211,14 @@ class VersionChanges:
                     if group.received.encoded is not None:
                         self._write(group, target, group.received)
 
-        with cost.phase("find"):
+        with cost.phase("find"), collective_step(comm, "Refit"):
             mover.side.refresh()
-            errors.collect_error(self._catch_up, target, follows)
-            errors.collect_error(self._find, target, follows)
-            agree(comm, b"", errors.take(), "Refit")
+            self._catch_up(target, follows)
+            self._find(target, follows)
         with cost.phase("tell"):
             decided = self._exchange_sizes()
-            sends, receives, copies = errors.collect_error(self._streams, target) or ({}, {}, [])
-            agree(comm, b"", errors.take(), "Refit")
+            with collective_step(comm, "Refit"):
+                sends, receives, copies = self._streams(target)
         if any(group.received.encoded is None for group in self._received_groups()):
             begin_to_write()
         with cost.phase("move"):

@@ -16,7 +16,7 @@ import numpy as np
 
 from lowshard import dtypes
 from lowshard.box import shape_of
-from lowshard.comm.agreement import agree, share, trade
+from lowshard.comm.agreement import collective_step, share, trade
 from lowshard.comm.communicator import Communicator
 from lowshard.comm.reach import Published
 from lowshard.errors import CommError, VerificationError
@@ -26,7 +26,7 @@ from lowshard.transfer.conversion import Conversion, together
 from lowshard.transfer.huge_pages import settle
 from lowshard.transfer.item import Item, bytes_of
 from lowshard.transfer.piece_checksum import seal
-from lowshard.transfer.rounds import FirstError, Message, RoundMessages, run_rounds
+from lowshard.transfer.rounds import Message, RoundMessages, run_rounds
 from lowshard.transfer.spans import BoxCopy, Span, can_read, inner_span, is_worth_it, packed_span
 
 Array = Any
@@ -42,10 +42,10 @@ class Mover:
 
     def __init__(
         self, comm: Communicator, sends: Streams, receives: Streams, copies: Sequence[Item],
-        published: Sequence[Array | None], conversion: Conversion | None, errors: FirstError, *, by_memory: bool,
+        published: Sequence[Array | None], conversion: Conversion | None, *, by_memory: bool,
         in_place: bool, checksums: bool, staging_bytes: int, like: Mover | None = None,
     ) -> None:  # fmt: skip
-        self._comm, self._conversion, self._errors = comm, conversion, errors
+        self._comm, self._conversion = comm, conversion
         self._checksums, self._copies = checksums, copies
         self._near = frozenset(comm.reach.peers) if by_memory else frozenset((comm.rank,))
         self._near_bucket_bytes, self._far_bucket_bytes = bucket_sizes(comm, by_memory, staging_bytes)
@@ -155,14 +155,14 @@ class Mover:
                     found[peer] = mine
         return found
 
-    def _read(self) -> None:
+    def _read(self, step: collective_step) -> None:
         """Read all items that are read in place."""
         if self._mapped is not None:
             self._mapped.run(self._anchor, self._anchor)
         me, size = self._comm.rank, self._comm.size
         for peer in sorted(self._across, key=lambda peer: (peer - me) % size):
             pid = self._comm.reach.pid(peer)
-            self._errors.collect_error(self._across[peer].read_across, peer, pid, 0, self._anchor)
+            step.attempt(self._across[peer].read_across, peer, pid, 0, self._anchor)
 
     # ---- sent in rounds
 
@@ -220,9 +220,8 @@ class Mover:
         if like is not None and all(row[0] for row in share(comm.control, np.array([fits], np.int64))):
             self._out, self._into, self._theirs = like._out, like._into, like._theirs
         else:
-            buffers = self._errors.collect_error(_staging_buffers, comm, out_bytes, into_bytes)
-            agree(comm, b"", self._errors.take(), "reshard")
-            self._out, self._into = buffers
+            with collective_step(comm, "reshard"):
+                self._out, self._into = _staging_buffers(comm, out_bytes, into_bytes)
             if self._meets:
                 with comm.turn("a reshard"):
                     self._theirs = comm.reach.publish(self._out or (None, None))
@@ -272,18 +271,16 @@ class Mover:
             targets = [inner_span(p.item.target_span(), p.box) for p in bucket.pieces]
             copies = BoxCopy(sources, targets, base, base, result_bytes=total)
             self._local.append(partial(copies.run, self._anchor, self._anchor))
-        collect_error, conversion = self._errors.collect_error, self._conversion
-        self._local += [
-            partial(collect_error, conversion.copy, i) for i in self._copies if i.is_converted and conversion
-        ]
+        if self._conversion is not None:
+            self._local += [partial(self._conversion.copy, i) for i in self._copies if i.is_converted]
 
     def drop_sources(self) -> None:
         """Look up sources again, after their arrays changed."""
         self._packers = {key: found for key, found in self._packers.items() if not key[1]}
         self.find_local()
 
-    def run(self, version: int) -> None:
-        """Move the arrays' present content; an error of this rank is kept in `errors`."""
+    def run(self, version: int, step: collective_step) -> None:
+        """Move the arrays' present content; what fails on this rank is kept by the step, and the rounds go on."""
         reach, messages = self._comm.reach, self._round_messages
         self.version = version
         if self._has_run and self._unsettled:
@@ -292,14 +289,14 @@ class Mover:
         self._has_run = True
         if self._reads:
             reach.barrier()  # all peers' sources are ready
-            self._read()
+            self._read(step)
         done = 0
 
         def fill(number: int) -> None:
             messages.make_room(number)
             out, _ = self._steps[number]
             if out is not None:
-                self._errors.collect_error(self._pack, number, out[1], self._out[number & 1])
+                step.attempt(self._pack, number, out[1], self._out[number & 1])
             messages.send(number)
 
         def meet(number: int) -> None:
@@ -312,22 +309,22 @@ class Mover:
             if coming is not None:
                 peer, bucket = coming
                 slot = came[peer] if peer in came else self._slot_of(peer, number)
-                self._errors.collect_error(self._unpack, number, peer, bucket, slot)
+                step.attempt(self._unpack, number, peer, bucket, slot)
 
         def local(number: int) -> None:
             nonlocal done
             until = len(self._local) * (number + 1) // len(self._steps)
             for call in self._local[done:until]:
-                call()
+                step.attempt(call)
             done = until
 
         for turn in self._turns:  # forwarded items have arrived in an earlier turn
             run_rounds(turn, fill, meet, take, local)
         for call in self._local[done:]:
-            call()
+            step.attempt(call)
         messages.finish()
-        if self._checksums and self._words[-1] and self._comm.xp is not np and not self._errors.error:
-            self._errors.collect_error(self._check_differences)
+        if self._checksums and self._words[-1] and self._comm.xp is not np:
+            step.attempt(self._check_differences)
 
     def count(self) -> None:
         """Count bytes moved through memory; messages are counted when sent."""

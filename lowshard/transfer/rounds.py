@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 from lowshard.comm.communicator import Communicator
 from lowshard.comm.work import Work
-from lowshard.errors import LowshardError, VerificationError
 
 Array = Any
 
@@ -88,31 +87,3 @@ class RoundMessages:
 def _wait(works: list[Work]) -> None:
     while works:
         works.pop(0).wait()
-
-
-class FirstError:
-    """The first error on one rank, kept until all ranks can raise it: the others must not wait in vain."""
-
-    def __init__(self) -> None:
-        self.error: LowshardError | None = None
-
-    def collect_error(self, call: Callable[..., Any], *args: Any) -> Any:
-        """Call a function and return its result; keep its error and return None."""
-        try:
-            return call(*args)
-        except Exception as error:
-            self.keep(error)
-            return None
-
-    def keep(self, error: Exception) -> None:
-        """Keep an error, unless there is one."""
-        if self.error is None:
-            known = isinstance(error, LowshardError)
-            self.error = error if known else VerificationError(f"{type(error).__name__}: {error}")  # type: ignore[assignment]
-            if not known:
-                self.error.__cause__ = error  # type: ignore[union-attr]
-
-    def take(self) -> LowshardError | None:
-        """Return the error and clear it."""
-        error, self.error = self.error, None
-        return error

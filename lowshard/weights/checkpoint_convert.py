@@ -25,10 +25,10 @@ from lowshard.argument import path as check_path
 from lowshard.box import Box, box_text, row_major_parts, shape_of, volume
 from lowshard.checkpoint.bytesource import ByteSource
 from lowshard.checkpoint.checkpoint_index import INDEX_NAME
-from lowshard.checkpoint.commit import Commit, together
+from lowshard.checkpoint.commit import Commit
 from lowshard.checkpoint.delta_file import DeltaChain
 from lowshard.checkpoint.header import FilePath
-from lowshard.comm import Communicator, agree, loopback
+from lowshard.comm import Communicator, collective_step, loopback
 from lowshard.comm.agreement import control_of
 from lowshard.content_hash import model_digest, tensor_digest, text_digest
 from lowshard.errors import CheckpointError, VerificationError
@@ -102,9 +102,7 @@ def apply_deltas(
     if comm is None:
         with loopback(1)[0] as alone:
             return apply_deltas(base, deltas, path, alone, memory_bytes=memory_bytes)
-    control_of(comm)
-
-    def prepare() -> Settings:
+    with collective_step(comm, "apply_deltas", path=brief(path)):
         rule = "deltas are a sequence of paths, at least one"
         given = tuple(
             os.fspath(check_path(d, rule, CheckpointError)) for d in as_items(deltas, rule, CheckpointError)
@@ -116,9 +114,8 @@ def apply_deltas(
             for p in (base, path)
         )
         number = whole(memory_bytes, "memory_bytes is a number of bytes", CheckpointError)
-        return Settings(source, target, None, "", memory_bytes=number, deltas=given)
-
-    return convert(together(comm, brief(path), prepare, "apply_deltas"), comm)
+        settings = Settings(source, target, None, "", memory_bytes=number, deltas=given)
+    return convert(settings, comm)
 
 
 def convert(
@@ -130,11 +127,12 @@ def convert(
     bytes of its part that it has read, and all that it will read.
     """
     comm = control_of(comm)
-    plan = together(comm, settings.target, lambda: ConvertPlan.of(settings), "reshard")
-    # Hosts may have other files under the same paths: a checkpoint, patterns, a config.json.
-    asked = [settings.to_json(), plan.catalog.digest, plan.num_ranks, dict(plan.strategies)]
-    words = f"{settings}, a checkpoint {plan.catalog.digest[:8]}, {in_words(plan.strategies)}"
-    agree(comm, text_digest(json.dumps(asked)), None, "reshard", lambda: words)
+    with collective_step(comm, "reshard", path=settings.target) as step:
+        plan = ConvertPlan.of(settings)
+        # Hosts may have other files under the same paths: a checkpoint, patterns, a config.json.
+        asked = [settings.to_json(), plan.catalog.digest, plan.num_ranks, dict(plan.strategies)]
+        step.digest = text_digest(json.dumps(asked))
+        step.said = lambda: f"{settings}, a checkpoint {plan.catalog.digest[:8]}, {in_words(plan.strategies)}"
     with as_damage(), ByteSource(plan.catalog) as source:  # the request was right
         return _Worker(plan, settings, comm, source, progress).run()
 
@@ -184,27 +182,28 @@ class _Worker:
         target = Path(plan.place)
         inputs = {n: (t.dtype, t.shape) for n, t in plan.catalog.tensors.items()}
         outputs = {n: (t.dtype, t.shape) for n, (t, _) in plan.saved.items()}
-        together(comm, target, self._verify_input, "reshard")
+        with collective_step(comm, "reshard", path=target):
+            self._verify_input()
         if plan.deltas:
             base = plan.catalog.digests or self._base_digests()
-            self._chain = together(
-                comm, target,
-                lambda: DeltaChain.of(plan.deltas, base, plan.catalog.where, self._spare_bytes), "reshard",
-            )  # fmt: skip
+            with collective_step(comm, "reshard", path=target):
+                self._chain = DeltaChain.of(plan.deltas, base, plan.catalog.where, self._spare_bytes)
         place = target if plan.is_one_file else target / INDEX_NAME
         with Commit(place, comm, "reshard", final=plan.final) as commit:
             after = partial(
                 _copy_companions, Path(settings.source), target, commit.claim, self._config is None
             )
-            rows = commit.step(lambda: self._write(commit))
+            with commit.step():
+                rows = self._write(commit)
             digests = self._all_digests(outputs, self._sums)
             read = self._all_digests(inputs, self._input_sums)
             # Of scales that are stored under another dtype the digest is known under the one that they had.
             known = {name: inputs[name] for name in plan.told_scales if name in inputs}
             as_read = self._all_digests(known, {name: self._sums[name] for name in known})
-            compared = commit.step(lambda: self._compare_digests(digests | as_read, read))
-            if settings.verify:
-                commit.step(self._verify_output)
+            with commit.step():
+                compared = self._compare_digests(digests | as_read, read)
+                if settings.verify:
+                    self._verify_output()
             if plan.is_one_file:
                 commit.commit()
             elif plan.is_hugging_face:
@@ -254,14 +253,11 @@ class _Worker:
         """Return the digests of an input that has none recorded, each tensor read by one process."""
         tensors = self._plan.catalog.tensors
         sums = {name: np.zeros(SUMS, np.uint32) for name in tensors}
-
-        def add() -> None:
+        with collective_step(self._comm, "reshard", path=self._plan.catalog.where):
             for name in self._summed:
                 for box, values in self._source.boxes(name):
                     sums[name] += content_sum(values, box, tensors[name].shape)
                     self._advance(values.nbytes)
-
-        together(self._comm, self._plan.catalog.where, add, "reshard")
         return self._all_digests({n: (t.dtype, t.shape) for n, t in tensors.items()}, sums)
 
     def _all_digests(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -23,9 +22,9 @@ from lowshard.box import Box, full_box, intersect, relative_slices, single_run, 
 from lowshard.checkpoint.bytesource import ByteSource
 from lowshard.checkpoint.catalog import Catalog, Files, StoredPart
 from lowshard.checkpoint.crc import Piece, Tally, chain, sum_of
-from lowshard.comm import Communicator, agree, share_text
+from lowshard.comm import Communicator, collective_step, share_text
 from lowshard.comm.agreement import control_of, share
-from lowshard.errors import CheckpointError, LowshardError, PlanError
+from lowshard.errors import CheckpointError, PlanError
 from lowshard.tiling import Tiling
 from lowshard.transfer.rounds import RoundMessages, run_rounds
 from lowshard.weights.load_plan import LoadPlan, Read
@@ -77,19 +76,16 @@ def load(
         PlanError: another number of ranks.
         MismatchError: ranks hold different plans, or `verify` differs.
     """
-    if comm is not None:
-        control_of(comm)
-    rank, size = (0, 1) if comm is None else (comm.rank, comm.size)
-    error = _argument_error(plan, size, verify, mapped, progress, reports)
-    digest = b"" if error is not None else plan.digest_bytes
-    if verify is not True:  # checksums are compared between ranks, so all do it or none
-        digest = digest[::-1]
-    said = None if error is not None else partial(_in_words, plan, verify)
+    rank, size = (0, 1) if comm is None else (control_of(comm).rank, comm.size)
     source: ByteSource | None = None
     try:
-        with _together(comm, digest, said):
-            if error is not None:
-                raise error
+        with collective_step(comm, "load", path=brief(files)) as step:
+            _check_arguments(plan, size, verify, mapped, progress, reports)
+            # Checksums are compared between ranks, so all do it or none.
+            step.digest, step.said = (
+                plan.digest_bytes[:: 1 if verify else -1],
+                partial(_in_words, plan, verify),
+            )
             rank_plan = RankPlan.of(plan, _same_catalog(files, plan), rank)
             source = ByteSource(rank_plan.catalog)
             check = Verification(rank_plan.checked if verify else (), source, rank, size)
@@ -98,13 +94,11 @@ def load(
         # All ranks have read the headers by now, and open the files for data only from here on. Each compares a file
         # with the one whose header it read (`ByteSource`), so no two ranks read two versions of it. Nothing of a file
         # is compared between ranks: those of other hosts may read copies.
-        job.run(comm)
-        with _together(comm):
-            if job.error is not None:
-                raise job.error
-            check.compare_own()
+        with collective_step(comm, "load", path=brief(files), meets=True) as step:
+            job.run(comm, step)
+            step.attempt(check.compare_own)
         if not check.share(comm):
-            with _together(comm):
+            with collective_step(comm, "load", path=brief(files)):
                 check.compare_rest()
         if reports is not None:
             reports.append(LoadReport(job.read_bytes, job.sent_bytes, check.verified_bytes))
@@ -134,25 +128,6 @@ def nodes_of(comm: Communicator) -> list[int]:
     return [numbers[name] for name in names]
 
 
-@contextmanager
-def _together(
-    comm: Communicator | None, digest: bytes = b"", said: Callable[[], str] | None = None
-) -> Iterator[None]:
-    """Run a block of local work, after which all ranks agree: if one failed, all raise its error."""
-    failed: Exception | None = None
-    try:
-        yield
-    except Exception as error:
-        failed = error
-        if isinstance(error, OSError) and not isinstance(error, LowshardError):
-            failed = CheckpointError(f"loading failed: {error}")
-            failed.__cause__ = error
-    if comm is not None:
-        agree(comm, digest, failed, "load", said)  # raises if any rank has an error
-    elif failed is not None:
-        raise failed
-
-
 class _Load:
     """One rank's walk through a plan. What goes wrong on the way is kept: the others wait for this rank."""
 
@@ -163,24 +138,19 @@ class _Load:
         self.plan, self.rank = plan, rank
         self.arrays: dict[str, np.ndarray] = {}
         self.read_bytes = self.sent_bytes = 0
-        self.error: Exception | None = None
         self._rank_plan, self._source, self._tally, self._mapped = rank_plan, source, tally, mapped
         self._blocks: list[np.ndarray] = []
         self._progress = progress if rank == 0 else None
         self._own_at = self._own_done = 0
 
-    def run(self, comm: Communicator | None) -> None:
-        """Make and fill this rank's arrays."""
-        try:
-            self.allocate()
-        except MemoryError as error:
-            self.error = error
-        if comm is None:
-            self.read_own(1.0)
-            return
-        self._scatter(comm)
+    def run(self, comm: Communicator | None, step: collective_step) -> None:
+        """Make and fill this rank's arrays; what fails is kept by the step, since others wait for this rank."""
+        step.attempt(self.allocate)
+        if comm is not None:
+            self._scatter(comm, step)
+        step.attempt(self._read_own, 1.0)
 
-    def _scatter(self, comm: Communicator) -> None:
+    def _scatter(self, comm: Communicator, step: collective_step) -> None:
         """Read, and hand out what this rank reads for others: within reach by memory, to others by messages."""
         reach, reads = comm.reach, self._rank_plan.shared
         homes = reach.homes
@@ -190,11 +160,10 @@ class _Load:
             scatter = self._rank_plan.scatter(reads, homes)
             comm.step(  # which counts it, and names it where a rank fails
                 "load", f"load: {len(self._rank_plan.shared)} reads handed out",
-                self._go_in_rounds, comm, scatter,
+                self._go_in_rounds, comm, scatter, step,
                 sent_bytes=scatter.near_sent_bytes, received_bytes=scatter.near_received_bytes,
                 reached_bytes=scatter.near_received_bytes,
             )  # fmt: skip
-        self.read_own(1.0)
 
     def allocate(self) -> None:
         """Make this rank's arrays, empty."""
@@ -202,15 +171,7 @@ class _Load:
         for name, block, at, shape, dtype in self._rank_plan.places:
             self.arrays[name] = np.ndarray(shape, dtype, self._blocks[block].data, at)
 
-    def _guard(self, call: Callable[..., object], *args: Any) -> None:
-        """Do a part of the work, unless something went wrong: the others wait for this rank in any case."""
-        if self.error is None:
-            try:
-                call(*args)
-            except Exception as error:
-                self.error = error
-
-    def _go_in_rounds(self, comm: Communicator, scatter: ReadScatter) -> None:
+    def _go_in_rounds(self, comm: Communicator, scatter: ReadScatter, step: collective_step) -> None:
         """Hand out what this rank reads for others, and take what they read for it; see `run_rounds`."""
         reach, rounds = comm.reach, scatter.rounds
         out = [comm.empty(scatter.half_bytes, "uint8") for _ in range(2)]
@@ -221,7 +182,7 @@ class _Load:
         def fill(number: int) -> None:
             messages.make_room(number)
             for block in rounds[number].reads:
-                self._guard(self._fetch, block, _in(block, out[number & 1]))
+                step.attempt(self._fetch, block, _in(block, out[number & 1]))
             for pack in rounds[number].packs:
                 _in(pack.target, out[number & 1])[...] = _in(pack.block, out[number & 1])[pack.inner]
             messages.send(number)
@@ -229,15 +190,15 @@ class _Load:
         def take(number: int) -> None:
             came = messages.take(number)
             for reader, block, inner, where in rounds[number].unpacks:
-                self._guard(self._place, block, _in(block, came[reader])[inner], where)
+                step.attempt(self._place, block, _in(block, came[reader])[inner], where)
             for reader, block, inner, where in rounds[number].takes:
                 half = out[number & 1] if reader == self.rank else theirs.view(reader, number & 1)
                 assert half is not None
-                self._guard(self._place, block, _in(block, half)[inner], where)
+                step.attempt(self._place, block, _in(block, half)[inner], where)
 
         run_rounds(
             range(len(rounds)), fill, lambda number: reach.barrier(), take,
-            lambda number: self.read_own((number + 1) / len(rounds)),
+            lambda number: step.attempt(self._read_own, (number + 1) / len(rounds)),
         )  # fmt: skip
         messages.finish()
         reach.barrier()  # the halves are given back when all have taken
@@ -250,17 +211,10 @@ class _Load:
     def _place(self, block: Block, values: np.ndarray, where: Any) -> None:
         self.arrays[block.read.name][where] = values
 
-    def read_own(self, share: float) -> None:
-        """Read what this rank alone takes into its place, until that share of it is done."""
-        self._guard(self._read_own, share)
-
     def _read_own(self, share: float) -> None:
-        own, until, source, tally = (
-            self._rank_plan.own,
-            share * self._rank_plan.own_bytes,
-            self._source,
-            self._tally,
-        )
+        """Read what this rank alone takes into its place, until that share of it is done."""
+        own, until = self._rank_plan.own, share * self._rank_plan.own_bytes
+        source, tally = self._source, self._tally
         raw = [block.data for block in self._blocks]
         while self._own_at < len(own) and self._own_done <= until:
             name, part, box, run, where, size_bytes = own[self._own_at]
@@ -287,22 +241,21 @@ class _Load:
             self._progress(self.read_bytes, self._rank_plan.read_bytes)
 
 
-def _argument_error(
+def _check_arguments(
     plan: object, size: int, verify: object, mapped: object, progress: object, reports: object
-) -> PlanError | None:
-    """Return what is wrong with this rank's arguments, or None."""
+) -> None:
+    """Raise what is wrong with this rank's arguments."""
     if not isinstance(plan, LoadPlan):
-        return PlanError(f"plan is a LoadPlan, from plan_load, got {brief(plan)}")
+        raise PlanError(f"plan is a LoadPlan, from plan_load, got {brief(plan)}")
     for what, flag in (("verify", verify), ("mapped", mapped)):
         if not isinstance(flag, bool):
-            return PlanError(f"{what} is True or False, got {brief(flag)}")
+            raise PlanError(f"{what} is True or False, got {brief(flag)}")
     if progress is not None and not callable(progress):
-        return PlanError(f"progress is a function of two numbers of bytes, or None, got {brief(progress)}")
+        raise PlanError(f"progress is a function of two numbers of bytes, or None, got {brief(progress)}")
     if reports is not None and not isinstance(reports, list):
-        return PlanError(f"reports is a list to append to, or None, got {brief(reports)}")
+        raise PlanError(f"reports is a list to append to, or None, got {brief(reports)}")
     if plan.num_ranks != size:
-        return PlanError(f"the plan is for {plan.num_ranks} ranks, the communicator has {size}")
-    return None
+        raise PlanError(f"the plan is for {plan.num_ranks} ranks, the communicator has {size}")
 
 
 def _in_words(plan: LoadPlan, verify: bool) -> str:

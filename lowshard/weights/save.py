@@ -23,12 +23,12 @@ from lowshard.argument import path as check_path
 from lowshard.box import Box, box_text, full_box, shape_of, volume
 from lowshard.checkpoint import hf_index
 from lowshard.checkpoint.checkpoint_index import INDEX_NAME, Index, IndexedFile, IndexedTensor, Part
-from lowshard.checkpoint.commit import Commit, together
+from lowshard.checkpoint.commit import Commit
 from lowshard.checkpoint.crc import crc32
 from lowshard.checkpoint.header import FilePath, encode_header, header_box
 from lowshard.checkpoint.own_parts import Parts, State, check_turn, write_parts
 from lowshard.checkpoint.writer import check_labels, check_state, reserve, write_at, write_state
-from lowshard.comm import Communicator, agree, loopback
+from lowshard.comm import Communicator, collective_step, loopback
 from lowshard.comm.work import Work
 from lowshard.content_hash import tensor_digest, text_digest
 from lowshard.errors import CheckpointError
@@ -107,10 +107,8 @@ def save(
         comm = _alone()
     if merged is True:
         return write_state(path, state, comm, metadata, wait=wait)
-    over = comm
-
-    def prepare() -> tuple[Path, dict[str, tuple[Tiling, str | None]], dict[str, str]]:
-        check_turn(over, wait)
+    with collective_step(comm, "save", path=path) as step:
+        check_turn(step, comm, wait)
         rule = "path is that of the checkpoint's folder"
         folder = check_path(path, rule, CheckpointError)
         if not os.path.isdir(folder) and (os.path.lexists(folder) or folder.suffix == ".safetensors"):
@@ -124,21 +122,19 @@ def save(
         )
         tensors = {
             name: (tiling, _strategy(folder, name, noted[name]) if name in noted else None)
-            for name, tiling in check_state(folder, state, over.rank, over.size).items()
+            for name, tiling in check_state(folder, state, comm.rank, comm.size).items()
         }
-        place = folder if wait else folder.absolute()  # the program may change its folder meanwhile
-        return place, tensors, check_labels(labels, str(folder))
-
-    folder, tensors, labels = together(comm, path, prepare, "save")
-    tilings = {name: tiling for name, (tiling, _) in tensors.items()}
-    digests = sorted((n, t.digest()) for n, t in tilings.items())
-    asked = [str(Path(path)), sorted(labels.items()), digests, wait]
-    words = f"{folder}, metadata {brief(labels)}, wait {wait}, {in_words(tilings)}"
-    agree(comm, text_digest(json.dumps(asked)), None, "save", lambda: words)
+        labels = check_labels(labels, str(folder))
+        folder = folder if wait else folder.absolute()  # the program may change its folder meanwhile
+        tilings = {name: tiling for name, (tiling, _) in tensors.items()}
+        digests = sorted((n, t.digest()) for n, t in tilings.items())
+        step.digest = text_digest(json.dumps([str(Path(path)), sorted(labels.items()), digests, wait]))
+        step.said = lambda: f"{folder}, metadata {brief(labels)}, wait {wait}, {in_words(tilings)}"
 
     def write(over: Communicator, parts: Parts) -> None:
         with Commit(folder / INDEX_NAME, over, "save") as commit:
-            rows = commit.step(lambda: _write_own(commit, parts, tilings, labels))
+            with commit.step():
+                rows = _write_own(commit, parts, tilings, labels)
             commit_index(commit, rows, tensors, over.size, labels or None)
 
     return write_parts(comm, path, "save", tilings, state, wait=wait, is_copy=False, write=write)

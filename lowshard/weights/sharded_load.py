@@ -4,22 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import lcm
-from pathlib import Path
 
 import numpy as np
 
-from lowshard.argument import instance
+from lowshard.argument import brief, instance
 from lowshard.argument import whole as check_whole
 from lowshard.box import Box, full_box, shape_of, volume
 from lowshard.checkpoint.catalog import Catalog, Files, StoredTensor
-from lowshard.checkpoint.commit import together
-from lowshard.comm import Communicator
+from lowshard.comm import Communicator, collective_step
 from lowshard.comm.agreement import control_of
 from lowshard.errors import CheckpointError
 from lowshard.mesh import MOST_RANKS
 from lowshard.tiling import Tile, Tiling
 from lowshard.weights.load import Progress, load, nodes_of
-from lowshard.weights.load_plan import LoadPlan, plan_load
+from lowshard.weights.load_plan import plan_load
 from lowshard.weights.name_pattern import Sizes
 from lowshard.weights.scale_rules import Blocks, Unclear, all_scales, blocks_of, scales_box, weights_of_scales
 from lowshard.weights.shard_rules import split_units
@@ -79,17 +77,10 @@ def load_sharded(
         MismatchError: the ranks loaded different checkpoints.
     """
     size = 1 if comm is None else control_of(comm).size
-
-    def prepare(nodes: Sequence[int]) -> tuple[Catalog, LoadPlan]:
+    nodes = [0] if comm is None else nodes_of(comm)
+    with collective_step(comm, "load_sharded", path=brief(path)):
         catalog = path if isinstance(path, Catalog) else Catalog.open(path)
-        return catalog, plan_load(catalog, saved_tilings(catalog, size), size, nodes=nodes)
-
-    if comm is None:
-        catalog, plan = prepare([0])
-    else:
-        nodes = nodes_of(comm)
-        where = Path("checkpoint") if isinstance(path, Catalog) or not isinstance(path, str | Path) else path
-        catalog, plan = together(comm, where, lambda: prepare(nodes), "load_sharded")
+        plan = plan_load(catalog, saved_tilings(catalog, size), size, nodes=nodes)
     arrays = load(catalog, plan, comm, verify=verify, progress=progress)
     return ShardedWeights(arrays, plan.by_name, catalog.digests)
 

@@ -72,7 +72,7 @@ def main(folder: Path, victim: int, fatal: int, delta: Any) -> None:
     steps = Steps(fatal)
     if comm.rank == victim:
         for owner, names in (
-            (refit.comm._transport, ("agree", "all_gather_v", "compare", "barrier")), (refit._vote, ("decide",)),
+            (refit.comm._transport, ("all_gather_v", "compare", "barrier")), (refit._vote, ("decide",)),
             (refit, ("_switch",)), (RoundMessages, ("make_room", "send", "take", "finish")),
         ):  # fmt: skip
             for name in names:

@@ -8,9 +8,17 @@ import numpy as np
 from support.comm_kit import case, get, outcome, put, told
 
 from lowshard import errors
-from lowshard.comm import Communicator, agree
+from lowshard.comm import Communicator, collective_step
 from lowshard.comm.agreement import share, share_text
 from lowshard.errors import LowshardError, MismatchError
+
+
+def agree(comm: Communicator, digest: bytes, error: Exception | None, what: str) -> None:
+    """Meet with a digest, or an error that the block raises."""
+    with collective_step(comm, what) as step:
+        step.digest = digest
+        if error is not None:
+            raise error
 
 
 def equal_everywhere(comm: Communicator, text: str) -> bool:

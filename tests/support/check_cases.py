@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from support.agreement_cases import equal_everywhere
+from support.agreement_cases import agree, equal_everywhere
 from support.comm_kit import case, compared, compared_before, long, outcome, put, refused, same, told
 from support.mismatch import Board, Mismatch, line_of, mismatches, wrong_arguments
 
-from lowshard.comm import Communicator, agree
+from lowshard.comm import Communicator
 from lowshard.comm.work import Work
 from lowshard.errors import BufferMismatchError, MismatchError
 

@@ -68,7 +68,7 @@ def closed(comm: Communicator, rng: Rng) -> None:
     assert live is not None
     for call in (
         lambda: execute(plan, local, group),
-        lambda: lc.agree(group, b"", None, "test"),
+        lambda: lc.collective_step(group, "test").__exit__(None, None, None),
         lambda: lc.share_text(group, "text"),
         lambda: group.step("test", "test", lambda: None),
         lambda: group.split(0),

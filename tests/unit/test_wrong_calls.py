@@ -16,7 +16,7 @@ from support.wrong_values import LAYOUT, MESH, MOVED, A, B, Prepare, call, float
 
 from lowshard import BufferPool, DeviceMesh, Layout, Partial, Replicated, Sharded, execute, plan_redistribute
 from lowshard.checkpoint import Catalog, CheckpointReader, read_header
-from lowshard.comm import loopback, refuse, run_loopback, share_text
+from lowshard.comm import collective_step, loopback, run_loopback, share_text
 from lowshard.cost import ClusterProfile
 from lowshard.errors import (
     BufferMismatchError,
@@ -408,8 +408,8 @@ def test_each_refusal_is_of_its_class() -> None:
         pass
     (comm,) = loopback(1)
     for refused in (
-        lambda: refuse(comm, "wrong", "call"),  # type: ignore[arg-type]
-        lambda: refuse(None, LowshardError("wrong"), "call"),  # type: ignore[arg-type]
+        lambda: collective_step(comm, b"call"),  # type: ignore[arg-type]
+        lambda: collective_step("comm", "call"),  # type: ignore[arg-type]
         lambda: share_text(comm, b"text"),  # type: ignore[arg-type]
         lambda: comm.send(floats(4), 1),
         lambda: comm.recv(floats(4), 0),

@@ -172,7 +172,7 @@ def _first_rank_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
 
     call = Channel.call
 
-    def wrong(self: Channel, purpose: str, name: str, *args: Any) -> None:
+    def wrong(self: Channel, text: str, purpose: str, name: str, *args: Any) -> None:
         if name == "reduce_scatter":
             self.comm.broadcast(args[0])
             n = args[1].size
@@ -180,7 +180,7 @@ def _first_rank_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
         elif purpose == "replica":
             self.comm.broadcast(args[0])
         else:
-            call(self, purpose, name, *args)
+            call(self, text, purpose, name, *args)
 
     monkeypatch.setattr(Channel, "call", wrong)
 

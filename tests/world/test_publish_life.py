@@ -121,15 +121,16 @@ def test_ctrl_c_between_the_agreement_and_the_offer_mixes_no_versions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int
 ) -> None:
     """The ranks' numbers of snapshots were apart from then on: one gave the new version, another the one before."""
-    real, interrupts = publisher_module.agree, [False]
+    interrupts = [False]
 
-    def agree(comm: Any, *args: Any) -> None:
-        real(comm, *args)
-        if interrupts[0] and comm.rank == rank and len(args) == 3 and args[0] == b"":
-            interrupts[0] = False
-            raise KeyboardInterrupt
+    class Step(lc.collective_step):
+        def __exit__(self, *error: Any) -> None:
+            super().__exit__(*error)
+            if interrupts[0] and self._comm is not None and self._comm.rank == rank and self.digest == b"":
+                interrupts[0] = False
+                raise KeyboardInterrupt
 
-    monkeypatch.setattr(publisher_module, "agree", agree)
+    monkeypatch.setattr(publisher_module, "collective_step", Step)
     found: list[list[float]] = []
 
     def job(comm: Any) -> None:
