@@ -1,26 +1,20 @@
 """What each rank runs: `python -m lowshard.launch.child [--module | --exec] target args...`.
 
-Under a launcher of ours (`LOWSHARD_JOB_DIR` is set) this is two processes: the keeper (`launch/keeper.py`), which is
-mpiexec's child, and the rank. The rank runs the target with its output tied to the launcher, and turns an uncaught
-exception or a nonzero `sys.exit` into the end of the whole job.
+Under a launcher of ours (`LOWSHARD_LINK` is set) this is two processes: the supervisor (`launch/supervisor.py`), which
+is mpiexec's child, and the rank. The rank runs the target, and turns an uncaught exception or a nonzero `sys.exit` into
+the end of the whole job.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import faulthandler
 import importlib.util
 import io
 import os
 import runpy
-import signal
-import stat
 import sys
-import threading
-import time
 import warnings
-from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
@@ -33,15 +27,14 @@ from lowshard.comm.abort import (
     install_abort_hook,
     show_by,
 )
-from lowshard.errors import LaunchError, LowshardError, PeerFailed
+from lowshard.comm.failure import launcher_channel
+from lowshard.errors import LaunchError, LowshardError
 from lowshard.launch.environment import find_rank
-from lowshard.launch.job_dir import STACK_SIGNAL
-from lowshard.launch.keeper import IS_OVER, SHOWS_STACKS, Keeper
 from lowshard.launch.streams import open_closed_streams
+from lowshard.launch.supervisor import STACK_SIGNAL, Supervisor
 
 __all__ = ["main"]
 
-_PR_SET_PDEATHSIG = 1
 _USAGE = "usage: python -m lowshard.launch.child [--module | --exec] target args..."
 
 
@@ -57,42 +50,21 @@ def main(argv: list[str]) -> int:
     if settings.USER_TMPDIR.is_set():
         settings.change("TMPDIR", settings.USER_TMPDIR.text() or None)
         settings.change(settings.USER_TMPDIR.name, None)
-
-    keeper_fd = -1
-    if settings.JOB_DIR.is_set():
-        job_dir = settings.JOB_DIR.text()
-        keeper = Keeper(rank, 1 if launched is None else launched.size, Path(job_dir))
-        keeper_pid = os.getpid()
-        rank_fd, keeper_fd = os.pipe()
+    if settings.LINK.is_set():
+        supervisor = Supervisor(rank)
         pid = _fork()
         if pid:
-            os.close(keeper_fd)
-            keeper.keep(pid, rank_fd)
-        os.close(rank_fd)
-        keeper.leave()
-        _die_with(keeper_pid)
+            supervisor.supervise(pid)
+        supervisor.become_rank()
     if mode == "exec":
         _exec(argv, rank)
     faulthandler.enable()
     faulthandler.register(STACK_SIGNAL, all_threads=True)
-    _tell_keeper(keeper_fd, SHOWS_STACKS)
-    rank_pid = os.getpid()
+    channel = launcher_channel(rank)
+    if channel is not None:
+        channel.say(do="speaks")
     _run(mode, argv, rank)
-    # Threads that go on may still call what others wait for; and a child that the program forked is not a rank.
-    if os.getpid() == rank_pid and all(
-        thread.daemon or thread is threading.current_thread() for thread in threading.enumerate()
-    ):
-        _tell_keeper(keeper_fd, IS_OVER)
     return 0
-
-
-def _tell_keeper(fd: int, what: bytes) -> None:
-    if fd >= 0:
-        with contextlib.suppress(
-            OSError
-        ):  # a program may close what it did not open, and open something else there
-            if stat.S_ISFIFO(os.fstat(fd).st_mode):
-                os.write(fd, what)
 
 
 def _run(mode: str, argv: list[str], rank: int) -> None:
@@ -109,7 +81,7 @@ def _run(mode: str, argv: list[str], rank: int) -> None:
             raise
         code = _code_of(end)
         if code:
-            fail_with(FailureRecord(rank, time.time(), "exit", code, f"sys.exit({end.code!r})"))
+            fail_with(FailureRecord(rank, "exit", code, f"sys.exit({end.code!r})"))
     except BaseException as error:
         # A child that the program forked may get here too; it is not a rank, and must not end the job.
         if os.getpid() != rank_pid:
@@ -162,7 +134,7 @@ def _module_exists(name: str) -> bool:
 
 def _wrong_usage(rank: int, message: str) -> None:
     """Ends the job for a target that is not there."""
-    fail_with(FailureRecord(rank, time.time(), "exit", LaunchError.exit_code, message))
+    fail_with(FailureRecord(rank, "exit", LaunchError.exit_code, message))
 
 
 def _exec(argv: list[str], rank: int) -> NoReturn:
@@ -171,7 +143,7 @@ def _exec(argv: list[str], rank: int) -> NoReturn:
         os.execvp(argv[0], argv)
     except OSError as error:
         message = f"cannot run {argv[0]!r}: {error.strerror}"
-        fail_with(FailureRecord(rank, time.time(), "exit", LaunchError.exit_code, message))
+        fail_with(FailureRecord(rank, "exit", LaunchError.exit_code, message))
 
 
 def _without_our_frames(trace: TracebackType | None) -> TracebackType | None:
@@ -190,13 +162,6 @@ def _fork() -> int:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         return os.fork()
-
-
-def _die_with(keeper_pid: int) -> None:
-    """Asks the kernel to kill this process when the keeper ends: nobody else would end it then."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != keeper_pid:  # it ended before the kernel was asked
-        os._exit(PeerFailed.exit_code)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -13,21 +13,11 @@ from lowshard.comm.call import innermost_line
 from lowshard.comm.wait_guard import names_of
 from lowshard.errors import PeerFailed, TimedOut
 
-__all__ = [
-    "JobResult",
-    "Leaver",
-    "failure_text",
-    "first_cause",
-    "judge",
-    "one_each",
-    "place_in",
-    "unwritten",
-]
+__all__ = ["JobResult", "Leaver", "failure_text", "first_cause", "judge", "place_in", "unwritten"]
 
 _MPI_ERROR = "mpi4py.MPI.Exception"
 _FRAME = re.compile(r'File "(.+)", line (\d+) in ')
 _MOST_PLACES = 8
-_LATE_S = 1.0  # by which a rank's leaving may be noticed later than what it made mpiexec do
 _HINTS: dict[int | None, str] = {
     signal.SIGKILL: "; if nobody killed it, the kernel did for want of memory: see dmesg, start fewer ranks",
     signal.SIGBUS: "; /dev/shm may be full: see df /dev/shm",
@@ -40,14 +30,15 @@ class JobResult:
 
     Attributes:
         exit_code: 0, or the code of the first cause: an uncaught exception 1 (a lowshard error its own), a
-            nonzero `sys.exit` its number, death by a signal 70, a lost host or a stopped rank 70, the time limit
+            nonzero `sys.exit` its number, death by a signal 70, a lost host 70, the time limit
             71, Ctrl-C 130, output that cannot be written 1, or 141 where its reader has gone.
-        cause: "done", "exception", "exit", "left" (with exit code 0, while others needed it), "signal", "stopped",
+        cause: "done", "exception", "exit", "left" (with exit code 0, while others needed it), "signal",
             "lost", "timeout", "interrupt", "output" (it cannot be written) or "mpiexec".
         failed_rank: the rank that failed first, if a rank did: the one that others waited for in vain, not those.
         message: one line that says what happened; "" if all went well.
         seconds: wall-clock time from the start of mpiexec to the end of the last process.
         failures: the records of all ranks that failed, in order of time.
+        is_bare: whether no more is known than an exit code: mpiexec's own words may say why.
     """
 
     exit_code: int
@@ -56,6 +47,7 @@ class JobResult:
     message: str
     seconds: float
     failures: tuple[FailureRecord, ...] = ()
+    is_bare: bool = False
 
 
 @dataclass(frozen=True)
@@ -64,12 +56,10 @@ class Leaver:
 
     Attributes:
         rank: the rank.
-        time_s: when that was noticed (wall clock).
         in_order: whether its program came to its end; else the process ended inside it (`os._exit`).
     """
 
     rank: int
-    time_s: float
     in_order: bool
 
 
@@ -80,38 +70,29 @@ def first_cause(failures: Sequence[FailureRecord], leavers: Sequence[Leaver] = (
     it left without MPI's finalize and all that happened to the others follows from that. Where the first record is a
     wait for a rank that never came, the rank that is returned is that one.
     """
-    abrupt = min((leaver for leaver in leavers if not leaver.in_order), key=_by_time, default=None)
-    levels = [(_level(record, failures, abrupt), record.time_s, record.rank) for record in failures]
-    if not levels:
+    if not failures:
         return None
-    level, first = min(levels)[0], failures[levels.index(min(levels))]
-    if level == 0 and not first.about:
+    abrupt = next((leaver.rank for leaver in leavers if not leaver.in_order), None)
+    died = abrupt is not None or any(r.kind in ("signal", "lost") and not r.consequence for r in failures)
+
+    def distance(record: FailureRecord) -> int:
+        """Returns how far a failure is from the cause: 0 for one that may be it."""
+        if record.consequence:
+            return 2 if record.kind == "exception" else 3
+        return 1 if died and record.error == _MPI_ERROR else 0
+
+    first = min(failures, key=distance)
+    if distance(first) == 0 and not first.about:
         return first
     named = _named(first, failures)
-    if named is None and abrupt is not None and level > 0:
-        named = abrupt.rank
+    if named is None and distance(first) > 0:
+        named = abrupt
     if named is None:
-        return first
+        return None if first.consequence and first.kind == "signal" else first
     left = next((leaver for leaver in leavers if leaver.rank == named), None)
     if left is not None:
         return _record_of(left)
     return replace(first, rank=named, message=f"rank {first.rank} waited for it in vain: {first.message}")
-
-
-def _by_time(leaver: Leaver) -> tuple[float, int]:
-    return leaver.time_s, leaver.rank
-
-
-def _level(record: FailureRecord, failures: Sequence[FailureRecord], abrupt: Leaver | None) -> int:
-    """Returns how far a failure is from the cause: 0 for one that may be it."""
-    if record.consequence:
-        return 2 if record.kind == "exception" else 3
-    if abrupt is not None and record.kind == "lost" and record.time_s > abrupt.time_s - _LATE_S:
-        return 3  # mpiexec has killed its keeper
-    died = abrupt is not None or any(
-        other.kind in ("signal", "lost", "stopped") and not other.consequence for other in failures
-    )
-    return 1 if died and record.error == _MPI_ERROR else 0
 
 
 def _named(first: FailureRecord, failures: Sequence[FailureRecord]) -> int | None:
@@ -133,15 +114,7 @@ def _record_of(leaver: Leaver) -> FailureRecord:
     """Returns the record of a rank that has left too early."""
     how = "its program came to its end" if leaver.in_order else "os._exit, or an exit in a library"
     text = f"it left with exit code 0 ({how}) while other ranks still ran; all ranks make the same collective calls"
-    return FailureRecord(leaver.rank, leaver.time_s, "left", PeerFailed.exit_code, text)
-
-
-def one_each(records: Iterable[FailureRecord]) -> tuple[FailureRecord, ...]:
-    """Returns one record a rank, in order of time: the first that is no consequence, else the first."""
-    chosen: dict[int, FailureRecord] = {}
-    for record in sorted(records, key=lambda record: (record.consequence, record.time_s)):
-        chosen.setdefault(record.rank, record)
-    return tuple(sorted(chosen.values(), key=lambda record: record.time_s))
+    return FailureRecord(leaver.rank, "left", PeerFailed.exit_code, text)
 
 
 def judge(
@@ -149,8 +122,9 @@ def judge(
     n: int,
     seconds: float,
     *,
-    status: int,
+    status: int = 0,
     leavers: Sequence[Leaver] = (),
+    has_abrupt_leaver: bool = False,
     ended_by: int | None = None,
     limit_s: float | None = None,
     places: Mapping[int, str] = MappingProxyType({}),
@@ -158,11 +132,12 @@ def judge(
     """Finds the first cause.
 
     Args:
-        failures: records of the ranks that failed, one each.
+        failures: records of the ranks that failed, one each, in order of time.
         n: number of ranks.
         seconds: how long the job took.
-        status: exit status of mpiexec.
-        leavers: the ranks that have left with exit code 0.
+        status: exit status of mpiexec, where it ended before the ranks.
+        leavers: the ranks that have left with exit code 0, in order of time.
+        has_abrupt_leaver: whether one that has left inside its program has left the others alone.
         ended_by: the signal that made the launcher end the job, if one did.
         limit_s: the time limit, if it has passed.
         places: file and line in which ranks were then, "" where that is not known.
@@ -172,37 +147,38 @@ def judge(
         message = f"ended by {signal.Signals(ended_by).name}; all ranks have been ended"
         return replace(result, exit_code=128 + ended_by, cause="interrupt", message=message)
     if limit_s is not None:
+        gone = sorted(leaver.rank for leaver in leavers)
+        left = [rank for rank in range(n) if rank not in gone]
+        who = f"{names_of(left)} of {n}" if gone else f"the {n} ranks"
         message = (
-            f"the {n} ranks were still running after the limit of {limit_s:g} s and have been ended; where each "
+            f"{who} were still running after the limit of {limit_s:g} s and have been ended; where each "
             f"Python rank was stands above; raise the limit if the job is only slow"
         )
-        if leavers:
-            gone = names_of(sorted(leaver.rank for leaver in leavers))
-            message += f"; {gone} had left with exit code 0"
+        if gone:
+            message += f"; {names_of(gone)} had left with exit code 0"
         elif len(set(places.values())) > 1:
             message += f"; {_places_text(places)}"
         return replace(result, exit_code=TimedOut.exit_code, cause="timeout", message=message)
     first = first_cause(failures, leavers)
-    if first is None and status:
-        first = next(
-            (_record_of(leaver) for leaver in sorted(leavers, key=_by_time) if not leaver.in_order), None
-        )
+    if first is None and has_abrupt_leaver:
+        first = next((_record_of(leaver) for leaver in leavers if not leaver.in_order), None)
     if first is not None:
         message = f"rank {first.rank} failed first: {first.message}{_HINTS.get(first.signal, '')}"
         return replace(
-            result, exit_code=first.exit_code, cause=first.kind, failed_rank=first.rank, message=message
-        )
+            result, exit_code=first.exit_code, cause=first.kind, failed_rank=first.rank, message=message,
+            is_bare=first.kind == "exit" and first.message.startswith("ended with exit code"),
+        )  # fmt: skip
     if status:
         message = f"no rank reported a failure, but mpiexec ended with status {status}; its words are above"
         code = status if 0 < status < 128 else 1  # an MPI_Abort that mpiexec alone has seen: its number
-        return replace(result, exit_code=code, cause="mpiexec", message=message)
+        return replace(result, exit_code=code, cause="mpiexec", message=message, is_bare=True)
     return result
 
 
 def unwritten(result: JobResult, error: OSError | ValueError) -> JobResult:
     """Returns the result of a job whose output cannot be written."""
     if isinstance(error, BrokenPipeError):  # whoever reads it has read enough
-        return judge(result.failures, 0, result.seconds, status=0, ended_by=signal.SIGPIPE)
+        return judge(result.failures, 0, result.seconds, ended_by=signal.SIGPIPE)
     reason = getattr(error, "strerror", None) or error
     message = f"what the ranks print cannot be written: {reason}; all ranks have been ended"
     return replace(result, exit_code=1, cause="output", failed_rank=None, message=message)

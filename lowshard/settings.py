@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from lowshard.errors import CommError, KernelError, LaunchError, LowshardError
+from lowshard.errors import CommError, KernelError, LowshardError
 
 MOST_S = 1e9
 """Of a time limit, some 30 years: longer ones are cut to it, since some are counted in 64 bits of nanoseconds."""
@@ -65,12 +65,10 @@ class Setting:
 # What ranks do with each other.
 CHECK = Setting("LOWSHARD_CHECK", "hash", "off|hash|full", "what ranks compare before a call moves bytes")
 TIMEOUT_S = Setting("LOWSHARD_TIMEOUT_S", "600", "seconds", "deadline of each wait for other ranks")
-WATCH = Setting("LOWSHARD_WATCH", "on", "on|off", "the side channel by which ranks hear that one has failed")
-HEARTBEAT_S = Setting("LOWSHARD_HEARTBEAT_S", "10", "seconds", "silence after which a rank counts as failed")
 ON_FAILURE = Setting("LOWSHARD_ON_FAILURE", "end", "end|raise",
                      "what becomes of a process that hangs after a peer has failed")
 INTERFACE = Setting("LOWSHARD_INTERFACE", "", "a network interface",
-                    "where rank 0 listens for the side channel of several hosts")
+                    "where rank 0 listens for the failure channel of several hosts")
 # Which way bytes take.
 CPU_PATH = Setting("LOWSHARD_CPU_PATH", "auto", "auto|window|mpi",
                    "whether ranks of a host share memory: if they can, must, never")
@@ -84,9 +82,6 @@ KERNELS = Setting("LOWSHARD_KERNELS", "", "numba|plain",
                   "kernels for host arrays; Numba's by default, if it is there", KernelError)
 SHIPPED_CODE = Setting("LOWSHARD_SHIPPED_CODE", "on", "on|off",
                        "whether compiled code that came with the package is used", KernelError)
-# Starting ranks.
-START_S = Setting("LOWSHARD_START_S", "120", "seconds",
-                  "deadline of `lowshard run` for all ranks to have started", LaunchError)
 # For those who build or work on lowshard.
 BUILD_CODE = Setting("LOWSHARD_BUILD_CODE", "host", "host|all|off",
                      "for which processors an installation or a wheel is compiled: those like this one, all of this "
@@ -94,9 +89,9 @@ BUILD_CODE = Setting("LOWSHARD_BUILD_CODE", "host", "host|all|off",
 # fmt: on
 
 SETTINGS = (
-    CHECK, TIMEOUT_S, WATCH, HEARTBEAT_S, ON_FAILURE, INTERFACE,
+    CHECK, TIMEOUT_S, ON_FAILURE, INTERFACE,
     CPU_PATH, CROSS_MEMORY, HUGE_PAGES, NODE_SIZE, NCCL_REDUCE16, KERNELS, SHIPPED_CODE,
-    START_S, BUILD_CODE,
+    BUILD_CODE,
 )  # fmt: skip
 """What users may set, in the order of the table."""
 
@@ -113,8 +108,8 @@ which differs between jobs of one machine."""
 
 
 # Set by lowshard for the processes that it starts.
-JOB_DIR = Setting("LOWSHARD_JOB_DIR", "", "a folder", "where a job's ranks leave records of their failures")
-LINK = Setting("LOWSHARD_LINK", "", "an address", "where a rank's keeper reaches the launcher")
+JOB_DIR = Setting("LOWSHARD_JOB_DIR", "", "a folder", "the job's own folder")
+LINK = Setting("LOWSHARD_LINK", "", "an address", "where a rank's supervisor reaches the launcher")
 USER_TMPDIR = Setting(
     "LOWSHARD_USER_TMPDIR", "", "a folder", "the user's TMPDIR, since mpiexec has another one"
 )

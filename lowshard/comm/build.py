@@ -14,6 +14,7 @@ from lowshard.argument import brief
 from lowshard.comm.call import Activity
 from lowshard.comm.caller import end_with_mpi
 from lowshard.comm.communicator import Communicator
+from lowshard.comm.failure import Watch, launcher_channel, meet
 from lowshard.comm.messages import Mailbox
 from lowshard.comm.mpi import MPITransport, load_mpi, world_ranks
 from lowshard.comm.progress import stop
@@ -28,10 +29,10 @@ if TYPE_CHECKING:
 
 # By the ranks of the world, in order: a process makes what it shares with a group once, and keeps it to its end.
 _memories: dict[tuple[int, ...], Any] = {}
-_watches: dict[tuple[int, ...], tuple[Any, tuple[str | None, ...]]] = {}
+_watches: dict[tuple[int, ...], Watch] = {}
 
 
-_EQUAL = (settings.CPU_PATH, settings.NODE_SIZE, settings.CHECK, settings.WATCH)
+_EQUAL = (settings.CPU_PATH, settings.NODE_SIZE, settings.CHECK)
 """What all ranks go by alike."""
 
 
@@ -63,9 +64,10 @@ def build_host(mpi_comm: Any, timeout_s: float | None = None, fault: str = "") -
         LaunchError: a launcher of another MPI started the ranks, so that each is a world of its own.
         CommError: MPI is not running; mpi_comm is not a communicator of mpi4py; a rank has a fault, what is wrong with
             its other arguments;
-            LOWSHARD_CPU_PATH, LOWSHARD_NODE_SIZE, LOWSHARD_CHECK or LOWSHARD_WATCH is none of its values or not
-            equal on all ranks; another setting is none of its values, or shared memory is insisted on and cannot be
+            LOWSHARD_CPU_PATH, LOWSHARD_NODE_SIZE or LOWSHARD_CHECK is none of its values or not equal on all ranks;
+            another setting is none of its values, or shared memory is insisted on and cannot be
             had.
+        PeerFailed: a rank has failed already.
         TimedOut: not all ranks came; it names those that did not.
     """
     mpi = load_mpi()
@@ -94,7 +96,7 @@ def build_host(mpi_comm: Any, timeout_s: float | None = None, fault: str = "") -
     if wrong:
         own.Free()
         raise CommError(wrong)
-    lookout = Lookout(_watch(mpi, own, seconds), activity())
+    lookout = Lookout(_watch(mpi, own), activity())
     problems = [f"rank {rank}: {row[-2]}" for rank, row in enumerate(rows) if row[-2]]
     node = own.Split_type(mpi.COMM_TYPE_SHARED)
     if size:
@@ -153,26 +155,26 @@ def why_no_window() -> str:
     return f"Numba cannot be imported ({fault}): pip install numba" if fault else ""
 
 
-def _watch(mpi: Any, own: Any, timeout_s: float) -> Any:
-    """Return the side channel of a group, or None where LOWSHARD_WATCH=off says that there is to be none.
+def _watch(mpi: Any, own: Any) -> Watch | None:
+    """Return the failure channel as a group sees it; None for a group of one.
 
     Collective: all ranks of `own` call this. All communicators over the same ranks have one, however many are made
-    and closed, until a rank of it has failed or left, or its settings are changed.
-    """
-    if settings.WATCH.choice() == "off":
-        return None
-    from lowshard.comm.watch import Watch
-    from lowshard.comm.watch_setup import all_say
+    and closed.
 
+    Raises:
+        PeerFailed: a rank has failed already.
+    """
     ranks = world_ranks(mpi, own)
-    texts = (settings.HEARTBEAT_S.text(), settings.ON_FAILURE.text())
-    known, those = _watches.pop(ranks, (None, ()))
-    if not all_say(own, known is not None and known.whole and those == texts, timeout_s):
-        if known is not None:
-            known.close()
-        known = Watch.start(own, activity(), timeout_s=timeout_s, world_ranks=ranks)
-    _watches[ranks] = known, texts
-    return known
+    if len(ranks) == 1:
+        return None
+    if ranks not in _watches:
+        channel = launcher_channel(mpi.COMM_WORLD.Get_rank())
+        if not all(own.allgather(channel is not None)):
+            channel = meet(own, ranks)
+        assert channel is not None
+        _watches[ranks] = Watch(channel, ranks, activity())
+    _watches[ranks].channel.renew()
+    return _watches[ranks]
 
 
 def _first_wrong(rows: Sequence[tuple[str, ...]]) -> str:

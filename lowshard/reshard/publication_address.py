@@ -22,7 +22,7 @@ from pathlib import Path
 
 from lowshard.argument import brief, instance
 from lowshard.argument import path as check_path
-from lowshard.comm.door import TOKEN_BYTES, Door
+from lowshard.comm.listener import TOKEN_BYTES, Listener
 from lowshard.errors import CommError, LowshardError
 from lowshard.settings import cache_root
 
@@ -35,7 +35,7 @@ _LEAST_TOKEN_BYTES = 16
 _MOST_TOKEN_BYTES = 4096
 _BACKLOG = 1024
 _LOCK = "lock"
-_NAMES = re.compile("lock|door|token|rank-[0-9]+")
+_NAMES = re.compile("lock|listener|token|rank-[0-9]+")
 """Names of a publisher's files; others in the folder are never touched."""
 _TRIES = 100
 """How often a folder is created again because a closing publisher has removed it."""
@@ -71,7 +71,7 @@ class Address:
     @property
     def listener(self) -> str:
         """Address of rank 0's listener."""
-        return f"{self}/door" if self.folder is not None else str(self)
+        return f"{self}/listener" if self.folder is not None else str(self)
 
     @property
     def token_file(self) -> Path:
@@ -102,7 +102,7 @@ def _is_host(text: str) -> bool:
         return False
 
 
-class PublisherListener(Door):
+class PublisherListener(Listener):
     """A listener that removes only its own socket file, and nothing in a forked child."""
 
     def __init__(
@@ -126,7 +126,7 @@ class PublisherListener(Door):
         super().close()
 
 
-def tcp_listener(hosts: tuple[str, ...], port: int, token: bytes) -> Door:
+def tcp_listener(hosts: tuple[str, ...], port: int, token: bytes) -> Listener:
     """Return a listener on addresses of this host."""
     made: list[socket.socket] = []
     try:
@@ -143,7 +143,7 @@ def tcp_listener(hosts: tuple[str, ...], port: int, token: bytes) -> Door:
     return listener
 
 
-def folder_listener(folder: Path, token: bytes) -> Door:
+def folder_listener(folder: Path, token: bytes) -> Listener:
     """Return a listener in a folder, which is created if missing."""
     folder.mkdir(mode=0o700, exist_ok=True)
     listener = PublisherListener.in_folder(folder)
@@ -202,7 +202,7 @@ class FolderLock:
             if path.name == _LOCK or not _is_made_here(path):
                 continue
             if path.name.startswith("rank-"):
-                (path / "door").unlink(missing_ok=True)
+                (path / "listener").unlink(missing_ok=True)
                 path.rmdir()
             else:
                 path.unlink(missing_ok=True)
@@ -247,7 +247,7 @@ def _is_made_here(path: Path) -> bool:
     about = _about(path)
     if about is None:
         return True
-    if path.name == "door":
+    if path.name == "listener":
         return stat.S_ISSOCK(about.st_mode)
     if path.name == _LOCK:
         return stat.S_ISREG(about.st_mode) and not about.st_size
@@ -255,7 +255,7 @@ def _is_made_here(path: Path) -> bool:
         return stat.S_ISREG(about.st_mode) and not about.st_mode & 0o077 and _is_hex(path, about.st_size)
     if not _NAMES.fullmatch(path.name) or not stat.S_ISDIR(about.st_mode):
         return False
-    return all(inner.name == "door" and _is_made_here(inner) for inner in _listed(path))
+    return all(inner.name == "listener" and _is_made_here(inner) for inner in _listed(path))
 
 
 def _listed(folder: Path) -> Iterator[Path]:

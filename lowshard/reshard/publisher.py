@@ -30,8 +30,8 @@ from lowshard.argument import in_words, number, truth
 from lowshard.comm import Communicator, collective_step, loopback, share_text
 from lowshard.comm.agreement import control_of, share
 from lowshard.comm.background import Background
-from lowshard.comm.door import Door
 from lowshard.comm.interface import addresses_towards, interface_addresses, is_loopback, network_name
+from lowshard.comm.listener import Listener
 from lowshard.comm.work import Stream, Work
 from lowshard.content_hash import text_digest
 from lowshard.errors import CommError, LowshardError, PeerFailed, PlanError, TimedOut
@@ -58,7 +58,9 @@ from lowshard.transfer.device_copies import DeviceCopies
 
 Array = Any
 _ANY = ("0.0.0.0", "::")
-_Opened = tuple[int, FolderLock | None, tuple[Door, ...], Newest | None, VersionServer | None, Path | None]
+_Opened = tuple[
+    int, FolderLock | None, tuple[Listener, ...], Newest | None, VersionServer | None, Path | None
+]
 """Arguments of `_release_resources`."""
 _ROUND_S = 1.0
 """Longest time that rank 0 waits for members before it tells the other ranks that it still does."""
@@ -123,7 +125,7 @@ class Publisher:
         self._server: VersionServer | None = None
         self.token_file: Path | None = None
         self._lock: FolderLock | None = None
-        self._listeners: list[Door] = []
+        self._listeners: list[Listener] = []
         self._when_lost: weakref.finalize[..., Publisher] | None = None
         with collective_step(whole, "Publisher") as step:
             self._layouts = tensor_layouts(layouts, whole.size)
@@ -442,7 +444,7 @@ class Publisher:
 def _release_resources(
     pid: int,
     lock: FolderLock | None,
-    listeners: Sequence[Door],
+    listeners: Sequence[Listener],
     newest: Newest | None,
     server: VersionServer | None,
     token_file: Path | None,
@@ -465,7 +467,7 @@ def _release_resources(
             stack.callback(remove_token, token_file, listeners[0].token)
 
 
-def _listener_of(where: Address, rank: int, token: bytes) -> Door:
+def _listener_of(where: Address, rank: int, token: bytes) -> Listener:
     """Return the listener of a rank other than 0."""
     if where.folder is not None:
         return folder_listener(where.folder / f"rank-{rank}", token)

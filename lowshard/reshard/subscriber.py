@@ -33,7 +33,7 @@ from lowshard.argument import path as checked_path
 from lowshard.comm import Communicator, collective_step, loopback, share_text
 from lowshard.comm.agreement import control_of, share
 from lowshard.comm.background import Background
-from lowshard.comm.door import enter
+from lowshard.comm.listener import connect
 from lowshard.comm.work import Stream, Work
 from lowshard.content_hash import text_digest
 from lowshard.errors import CommError, LowshardError, PeerFailed, PlanError, TimedOut
@@ -380,7 +380,7 @@ class Subscriber:
             left_s = max(0.05, end_s - time.monotonic())
             try:
                 conn = Connection(
-                    enter([self._address.listener], self._next_token, CONTROL, 0, min(ENTER_S, left_s))
+                    connect([self._address.listener], self._next_token, CONTROL, 0, min(ENTER_S, left_s))
                 )
                 break
             except (ConnectionError, CommError) as error:

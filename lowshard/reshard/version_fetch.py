@@ -22,8 +22,8 @@ import numpy as np
 from lowshard import dtypes
 from lowshard.box import Box
 from lowshard.checkpoint.crc import crc32
-from lowshard.comm.door import enter
 from lowshard.comm.interface import network_name
+from lowshard.comm.listener import connect
 from lowshard.errors import VerificationError
 from lowshard.kernels.change_encoding import Changes
 from lowshard.kernels.changes import ChangeBoxes
@@ -171,7 +171,7 @@ class _Peer:
         try:
             if self.conn is None:
                 self._maps = self._endpoint.network == network_name() and CROSS_MEMORY.choice() != "off"
-                self.conn = Connection(enter(self._endpoint.addresses, self._token, DATA, 0, ENTER_S))
+                self.conn = Connection(connect(self._endpoint.addresses, self._token, DATA, 0, ENTER_S))
             if self._maps:
                 memory = self._memory(self.conn, wanted.number)
                 if memory is not None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from lowshard import dtypes
 from lowshard.box import Box, is_within
 from lowshard.checkpoint.crc import crc32
-from lowshard.comm.door import Door, Guest
+from lowshard.comm.listener import Client, Listener
 from lowshard.errors import KernelError
 from lowshard.kernels.change_boxes import ScratchBuffer
 from lowshard.kernels.change_encoding import Changes
@@ -197,7 +197,7 @@ class VersionServer:
 
     def __init__(
         self,
-        listeners: Sequence[Door],
+        listeners: Sequence[Listener],
         store: VersionStore,
         publisher_id: str,
         newest: Newest | None = None,
@@ -245,7 +245,7 @@ class VersionServer:
         for listener in self._listeners:
             listener.close()
 
-    def _let_in(self, client: Guest) -> None:
+    def _let_in(self, client: Client) -> None:
         serves: dict[int, Callable[[Connection], None]] = {DATA: self._serve_data}
         if self._newest is not None and self._table is not None:
             serves[CONTROL] = self._serve_control

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lowshard.box import Box
-from lowshard.comm.door import tune
+from lowshard.comm.listener import tune
 from lowshard.errors import CommError
 from lowshard.reading import Reader, reader
 

@@ -12,7 +12,6 @@ Loader = Callable[[], Any]
 def function_groups() -> dict[str, list[Loader]]:
     """Return what loads each function, by group; an installation comes without the groups whose names say rare."""
     import lowshard.kernels.cpu.cpu_engine  # noqa: F401  it has the rows of all kernels
-    from lowshard.comm.heartbeat import compiled_loop
     from lowshard.comm.node.calls import load_calls
     from lowshard.comm.node.combine import HALVES, NATIVE, OPS, recipe_of
     from lowshard.kernels.cpu import bit_digest, cpu_optimizer, drive, gather, scales, total
@@ -43,7 +42,6 @@ def function_groups() -> dict[str, list[Loader]]:
         "rare: dequantize": kernels(*(f"dequantize {dtype} {elem}" for dtype, elem in rare)),
         "rare: reductions": [partial(recipe_of, dtype, op) for op in OPS for dtype in others],
         "cast": kernels(*(f"cast {source} {to}" for source in floats for to in floats if source != to)),
-        "watch": [compiled_loop],
         "rare: changes": [
             *(partial(find, width, in_blocks) for width in changes.WIDTHS for in_blocks in (False, True)),
             *(partial(write, width, False) for width in (0, *changes.WIDTHS)),

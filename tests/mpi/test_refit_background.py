@@ -11,10 +11,8 @@ from pathlib import Path
 
 import pytest
 from support import mode
-from support.launching import ENDS_WITHIN_S, Launcher, wait_until
+from support.launching import ENDS_WITHIN_S, Launcher, stray_files, wait_until
 from support.starting import start_ranks
-
-from lowshard.launch.leftover import stray_files
 
 pytestmark = [pytest.mark.mpi, pytest.mark.time_limit(120)]
 

@@ -15,9 +15,7 @@ from typing import Any
 
 import pytest
 from support import mode
-from support.launching import Launcher, wait_until
-
-from lowshard.launch.leftover import stray_files
+from support.launching import Launcher, stray_files, wait_until
 
 pytestmark = pytest.mark.mpi
 

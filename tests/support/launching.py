@@ -8,13 +8,11 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-
-from lowshard.launch.leftover import stray_files
 
 ROOT = Path(__file__).resolve().parents[2]
 ENDS_WITHIN_S = 5.0  # from the failure of one rank to the end of the launcher
@@ -95,6 +93,27 @@ class Launcher:
         # Another MPI job on this machine may come and go meanwhile, one of another test above all, which sweeps at its
         # end: what counts is what stays.
         assert wait_until(lambda: not sweepable(self.before), STAYS_S), sweepable(self.before)
+
+
+# What MPI libraries put into /dev/shm, and leave there when a rank is killed.
+_MPI_FILES = re.compile(r"(mpich_shm_|sm_segment\.|osc_(sm|rdma)\.|lowshard-)")
+
+
+def stray_files() -> frozenset[Path]:
+    """Returns what MPI libraries and jobs of ours have in /dev/shm, and in /tmp what Hydra's proxy forgets there."""
+    found = [path for path in Path("/dev/shm").iterdir() if _MPI_FILES.match(path.name)]
+    return frozenset([*found, *Path("/tmp").glob("hydra_hwloc_xmlfile_*")])
+
+
+@contextlib.contextmanager
+def own_files() -> Iterator[None]:
+    """Removes what a plain mpiexec leaves of a job whose ranks are killed."""
+    before = stray_files()
+    try:
+        yield
+    finally:
+        for path in sweepable(before):
+            path.unlink(missing_ok=True)
 
 
 def sweepable(before: frozenset[Path]) -> list[Path]:

@@ -162,7 +162,7 @@ def samples() -> Mapping[str, Any]:
         "greeting of a subscriber": {"name": "a", "host": "h", "pid": 3, "ranks": 2},
         "table of a publisher": {
             "publisher_id": "00ff", "layouts": {"w": moves["layouts"][1]},
-            "endpoints": [{"addresses": ["unix:/a/door"], "network": "n", "pid": 4}],
+            "endpoints": [{"addresses": ["unix:/a/listener"], "network": "n", "pid": 4}],
         },
         "request of a subscriber": {
             "ask": "read", "publisher_id": "00", "newer_than": 3, "wait_s": 0.5, "number": 2, "version": None,

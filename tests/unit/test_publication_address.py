@@ -87,10 +87,10 @@ FOREIGN: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "a token that is too long": ("token", lambda p: _private_text(p, "a" * 8193)),
     "a token that is a folder": ("token", lambda p: (p / "deeper").mkdir(parents=True)),
     "a token that is a link": ("token", lambda p: p.symlink_to("/dev/null")),
-    "a door that is a file": ("door", lambda p: p.write_text("mine")),
-    "a door that is a folder": ("door", lambda p: p.mkdir()),
+    "a listener that is a file": ("listener", lambda p: p.write_text("mine")),
+    "a listener that is a folder": ("listener", lambda p: p.mkdir()),
     "a rank's folder with a file": ("rank-0", lambda p: (p.mkdir(), (p / "model.safetensors").write_text("x"))),
-    "a rank's door that is a file": ("rank-0", lambda p: (p.mkdir(), (p / "door").write_text("x"))),
+    "a rank's listener that is a file": ("rank-0", lambda p: (p.mkdir(), (p / "listener").write_text("x"))),
     "a rank's folder that is a link": ("rank-0", lambda p: p.symlink_to(p.parent)),
     "a rank's file": ("rank-0", lambda p: p.write_text("mine")),
     "a lock of another program": ("lock", lambda p: p.write_text("4711\n")),
@@ -103,9 +103,9 @@ def test_a_folder_where_something_else_has_such_a_name_is_refused_and_left_as_it
 ) -> None:
     name, make = FOREIGN[what]
     make(folder / name)
-    for other in ("door", "rank-7"):  # of a publisher that was killed: it stays too
+    for other in ("listener", "rank-7"):  # of a publisher that was killed: it stays too
         if other != name:
-            _socket_at(folder / other) if other == "door" else (folder / other).mkdir()
+            _socket_at(folder / other) if other == "listener" else (folder / other).mkdir()
     before = _tree(folder)
     with pytest.raises(CommError, match=f"{name}.*give this publisher a folder of its own"):
         FolderLock(folder)
@@ -129,10 +129,10 @@ def test_a_lock_that_is_a_folder_is_refused(folder: Path) -> None:
 
 @pytest.mark.parametrize("token", [None, "", "abc", "ab" * 32])
 def test_what_a_killed_publisher_has_left_is_taken_over(folder: Path, token: str | None) -> None:
-    _socket_at(folder / "door")
+    _socket_at(folder / "listener")
     for rank in ("rank-1", "rank-20"):
         (folder / rank).mkdir()
-        _socket_at(folder / rank / "door")
+        _socket_at(folder / rank / "listener")
     (folder / "rank-3").mkdir()
     (folder / "lock").touch()
     if token is not None:
@@ -149,7 +149,7 @@ def test_what_came_meanwhile_stays(folder: Path) -> None:
     (folder / "rank-0").mkdir()
     (folder / "rank-0" / "mine").write_text("mine")
     (folder / "token").write_text("mine")
-    _socket_at(folder / "door")
+    _socket_at(folder / "listener")
     lock.release()
     assert sorted(_tree(folder)) == ["rank-0", "rank-0/mine", "token"]
 

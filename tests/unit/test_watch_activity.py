@@ -1,4 +1,4 @@
-"""What a rank is in: the text for people, the bytes for the heartbeat, the last 64 calls."""
+"""What a rank is in: the text for people, the last 64 calls."""
 
 from __future__ import annotations
 
@@ -7,22 +7,16 @@ import io
 import re
 import runpy
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from lowshard.comm import heartbeat, heartbeat_memory
 from lowshard.comm.call import (
-    CALL_BYTES,
     RING_CALLS,
     RING_WORDS,
-    TEXT_BYTES,
     Activity,
     Call,
     Name,
-    read_text,
     user_line,
 )
 
@@ -113,53 +107,3 @@ def test_numbers_stand_for_calls_until_they_are_forgotten_and_out_of_the_ring(ac
     activity.forget([])
     assert set(activity._named) == {numbers[2]}
     assert all(line.startswith("barrier#") for line in activity.ring())
-
-
-def natively(data: bytes) -> str:
-    """Return what the side channel's loop makes of a rank's bytes."""
-    _, memory = heartbeat.make_memory(0, 1, 1, 0, 0, b"")
-    memory[heartbeat.text_at(0) : heartbeat.text_at(0) + TEXT_BYTES] = np.frombuffer(data, np.uint8)
-    end = heartbeat.put_call(memory, heartbeat_memory.LINE_AT, heartbeat.text_at(0))
-    return memory[heartbeat_memory.LINE_AT : end].tobytes().decode(errors="replace")
-
-
-def texts() -> Iterator[tuple[str, int, str]]:
-    yield "barrier", 0, "barrier#0"
-    yield "all_reduce float64[16384] sum", 1234567890123, "all_reduce#1234567890123 float64[16384] sum"
-    yield "send größe[3]", 9, "send#9 größe[3]"
-    yield "x " + "y" * 200, 10, "x#10 " + "y" * (CALL_BYTES - 2)
-    yield "z" * 200, 7, "z" * CALL_BYTES + "#7"
-
-
-@pytest.mark.parametrize(("text", "sequence", "told"), list(texts()))
-def test_the_bytes_for_the_heartbeat_say_what_the_rank_is_in(
-    activity: Activity, text: str, sequence: int, told: str
-) -> None:
-    class Long:
-        def __init__(self) -> None:
-            self.text, self.encoded = text, text.encode()
-
-    activity.enter(SUM, 4)  # whose text is longer than most
-    activity.enter(Long(), sequence)
-    assert len(activity.text) == TEXT_BYTES
-    assert read_text(bytes(activity.text)) == told
-    if " " in text or len(text) < CALL_BYTES:  # a name without an end gets no number there
-        assert natively(bytes(activity.text)) == told
-    activity.leave()
-    assert read_text(bytes(activity.text)) == f"{told} (done)"
-    assert natively(bytes(activity.text)).endswith(" (done)")
-
-
-def test_no_call_yet_is_said_too(activity: Activity) -> None:
-    assert read_text(bytes(activity.text)) == ""
-    assert natively(bytes(activity.text)) == "no collective"
-
-
-@pytest.mark.parametrize(
-    ("value", "digits", "told"), [(0, 1, "0"), (7, 3, "007"), (70, 1, "70"), (1234, 2, "1234")]
-)
-def test_numbers_are_written_in_decimal(value: int, digits: int, told: str) -> None:
-    memory = np.zeros(16, np.uint8)
-    end = heartbeat_memory.put_number(memory, 2, value, digits)
-    assert memory[2:end].tobytes().decode() == told
-    assert memory[end:].sum() == 0

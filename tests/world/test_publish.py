@@ -24,7 +24,7 @@ from support.reshard_cases import local_part, random_layout
 import lowshard as ls
 from lowshard import comm as lc
 from lowshard import dtypes
-from lowshard.comm.door import enter
+from lowshard.comm.listener import connect
 from lowshard.errors import (
     BufferMismatchError,
     CommError,
@@ -196,7 +196,7 @@ def test_a_lease_ends_at_the_publishers_deadline_unless_bytes_flow(tmp_path: Pat
         publisher.publish(1)
         store, token = publisher._store, bytes.fromhex((tmp_path / "p" / "token").read_text())
         with _slow(address, tmp_path / "p" / "token") as number:
-            with contextlib.closing(Connection(enter([f"{address}/door"], token, DATA, 0, 5))) as line:
+            with contextlib.closing(Connection(connect([f"{address}/listener"], token, DATA, 0, 5))) as line:
                 mark = publisher._server._publisher_id
                 line.send_message({"ask": "boxes", "boxes": [["w", [[[0, array.size]]]]]})
                 line.send_message({"ask": "read", "publisher_id": mark, "number": number})
@@ -357,7 +357,7 @@ def test_pull_without_waiting(tmp_path: Path) -> None:
 def _slow(address: str, token_file: Path) -> Iterator[int]:
     """Be a member that has asked for the newest version and does not read it: give the number of its snapshot."""
     token = bytes.fromhex(token_file.read_text())
-    with contextlib.closing(Connection(enter([f"{address}/door"], token, CONTROL, 0, 5))) as line:
+    with contextlib.closing(Connection(connect([f"{address}/listener"], token, CONTROL, 0, 5))) as line:
         line.send_message(Greeting("slow", "here", 1, 1))
         mark = line.receive_message(read_table, time.monotonic() + 5).publisher_id
         line.send_message({"ask": "want", "publisher_id": mark})
@@ -423,12 +423,12 @@ def test_who_lies_or_goes_amid_a_frame_harms_nobody(tmp_path: Path) -> None:
         publisher.publish(1)
         token = bytes.fromhex((tmp_path / "p" / "token").read_text())
         for kind, lie in itertools.product((CONTROL, DATA, 7), (b"x" * 50, (1 << 62).to_bytes(8, "big"))):
-            line = Connection(enter([f"{address}/door"], token, kind, 3, 5))
+            line = Connection(connect([f"{address}/listener"], token, kind, 3, 5))
             with contextlib.suppress(ConnectionLost):  # it may have hung up
                 line.send(memoryview(lie))
             line.close()
         for boxes in ([[[0, 5000]]], [[[-1, 3]]], [[[5, 2]]], [[]], [], [[[0, 2]], [[0, 2], [0, 2]]]):
-            with contextlib.closing(Connection(enter([f"{address}/door"], token, DATA, 0, 5))) as line:
+            with contextlib.closing(Connection(connect([f"{address}/listener"], token, DATA, 0, 5))) as line:
                 line.send_message({"ask": "boxes", "boxes": [["w", boxes]]})
                 with pytest.raises(ConnectionLost):
                     line.receive_message(read_answer, time.monotonic() + 5)
@@ -476,7 +476,7 @@ def test_a_folder_is_taken_over_from_a_dead_publisher_but_not_from_a_living_one(
     folder.mkdir(mode=0o700)
     (folder / "token").touch(mode=0o600)
     dead = socket.socket(socket.AF_UNIX)
-    dead.bind(str(folder / "door"))
+    dead.bind(str(folder / "listener"))
     dead.close()
     (folder / "rank-1").mkdir()
     with _publisher(address, array) as publisher, _subscriber(address, array) as subscriber:

@@ -15,7 +15,7 @@ from support.reshard_cases import local_part, random_layout
 import lowshard as ls
 from lowshard import comm as lc
 from lowshard import dtypes
-from lowshard.comm.door import enter
+from lowshard.comm.listener import connect
 from lowshard.errors import CommError, KernelError, LowshardError, PeerFailed, PlanError
 from lowshard.kernels import MXFP8Tensor, SwizzledMXFP8, quantize_mxfp8, swizzle_scales
 from lowshard.kernels.mxfp8_tensor import swizzled_bytes
@@ -305,7 +305,7 @@ def test_blocks_that_lie_are_refused(tmp_path: Path, values: np.ndarray, blocks:
     address = f"unix:{tmp_path}/p"
     with Publisher(_one(), {"w": values}, address=address, token=TOKEN) as publisher:
         publisher.publish(1)
-        line = Connection(enter([f"{address}/door"], TOKEN, DATA, 0, 5))
+        line = Connection(connect([f"{address}/listener"], TOKEN, DATA, 0, 5))
         line.send_message({"ask": "boxes", "boxes": [["w", [[[0, 2], [0, 32]]]]], "blocks": blocks})
         with pytest.raises(ConnectionLost) if blocks else contextlib.nullcontext():
             line.send_message({"ask": "read", "publisher_id": "00", "number": 1})

@@ -1,16 +1,15 @@
-"""Doors: how the processes of a job reach one of them, and how all others are kept out.
+"""Listeners that let in only who knows a token: of a job's ranks, its launcher, a publisher.
 
-On one machine a door is a Unix socket in a folder that nobody but its owner may enter; between machines it is a TCP
-port on the addresses by which the machines reach each other. Both sides prove that they know the job's token, which is
-never sent, in frames of fixed length, and nothing else is read before that:
+On one machine a listener is a Unix socket in a folder that nobody but its owner may enter; between machines it is a TCP
+port on the addresses by which the machines reach each other. Both sides prove that they know the token, which is never
+sent, in frames of fixed length; nothing else is read before that:
 
-    guest   magic, purpose, rank, guest's nonce, proof that its sender knows the token
-    door    door's nonce, proof over the guest's nonce
-    guest   proof over the door's nonce
-    door    one byte: welcome
+    listener   a nonce
+    client     magic, purpose, rank, a nonce of its own, proof over both nonces
+    listener   proof over both nonces
 
-The first frame tells a guest from a stranger, so that a flood of strangers turns no guest away: a door holds a few
-strangers at most, drops the oldest for a new one, and gives each of them a few seconds.
+A listener holds a few connections that have proven nothing, drops the oldest for a new one, and gives each a few
+seconds.
 """
 
 from __future__ import annotations
@@ -30,23 +29,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
-__all__ = ["TOKEN_BYTES", "Door", "Guest", "enter", "is_private", "tune"]
+__all__ = ["TOKEN_BYTES", "Client", "Listener", "connect", "is_private", "tune"]
 
 TOKEN_BYTES = 32
-MOST_STRANGERS = 16
+MOST_WAITING = 64
 """Connections at a time that have not shown that they know the token."""
 WAIT_S = 5.0
 """How long a connection may take to be let in."""
-MOST_NONCES = 16_384
-"""How many guests' first frames are remembered, the newest: 2 MB at most."""
 
-_SOCKET_NAME = "door"
-_MAGIC = b"lowshard-door-01"
+_SOCKET_NAME = "listener"
+_MAGIC = b"lowshard-hello-2"
 _NONCE_BYTES = 16
 _PROOF_BYTES = 32
 _HEAD = struct.Struct(f"!{len(_MAGIC)}sBI{_NONCE_BYTES}s")  # magic, purpose, rank, nonce; a proof follows
 _HELLO_BYTES = _HEAD.size + _PROOF_BYTES
-_WELCOME = b"\x01"
 _ACCEPTS = 64  # in one turn
 _NO_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _BACKLOG = 1024
@@ -54,13 +50,12 @@ _FULL_PAUSE_S = 0.005
 _ROUNDS_S = (0.5, 1.0, 2.0, 4.0)  # how long an address may take to answer, round by round; the last one stays
 _PAUSE_S = 0.1  # between two rounds over the addresses
 _PORT_TRIES = 20
-_MOST_UNCONFIRMED_S = 32767.0  # the kernel's own limit, nine hours
 _OTHER = "another program listens there, or one that was given another token"
 _PEER_CREDENTIALS = struct.Struct("iII")  # struct ucred: pid, uid, gid
 
 
 @dataclass(frozen=True)
-class Guest:
+class Client:
     """A connection whose other end knows the token.
 
     Attributes:
@@ -74,26 +69,33 @@ class Guest:
     rank: int
 
 
-class Door:
+@dataclass
+class _Waiting:
+    """A connection that has not been let in."""
+
+    connection: socket.socket
+    until_s: float
+    nonce: bytes = field(default_factory=lambda: secrets.token_bytes(_NONCE_BYTES))
+    said: bytes = b""
+
+
+class Listener:
     """Lets in who knows the token. It is polled by its `fileno`; `admit` never waits.
 
     Attributes:
         addresses: where it is: one `unix:PATH`, or `tcp://HOST:PORT` for each address of this host.
-        token: the secret of 32 bytes; it goes to the guests by a way that is private.
+        token: the secret, by default of 32 random bytes; it goes to the clients by a way that is private.
     """
 
     def __init__(
         self, listening: Sequence[socket.socket], addresses: Sequence[str], path: Path | None
     ) -> None:
-        """Open a door at sockets that listen already; see `in_folder` and `on_network`."""
+        """Take over sockets that listen already; see `in_folder` and `on_network`."""
         self.addresses = tuple(addresses)
         self.token = secrets.token_bytes(TOKEN_BYTES)
         self._listening = tuple(listening)
         self._path = path
         self._waiting: dict[socket.socket, _Waiting] = {}  # in order of arrival
-        self._nonces: dict[
-            bytes, None
-        ] = {}  # of those that knew the token, so that a copy makes nobody known
         self._selector = selectors.EpollSelector()
         for made in self._listening:
             made.setblocking(False)
@@ -101,7 +103,7 @@ class Door:
 
     @classmethod
     def in_folder(cls, folder: Path) -> Self:
-        """Return a door for processes of this user on this machine.
+        """Return a listener for processes of this user on this machine.
 
         Args:
             folder: a folder of this user that nobody else may enter (mode 0700); the socket is made in it.
@@ -120,10 +122,7 @@ class Door:
 
     @classmethod
     def on_network(cls, hosts: Sequence[str]) -> Self:
-        """Return a door at addresses of this host, one port for all of them.
-
-        Args:
-            hosts: IPv4 and IPv6 addresses of this host.
+        """Return a listener at addresses of this host (IPv4 and IPv6), one port for all of them.
 
         Raises:
             OSError: one of them cannot be listened on.
@@ -140,24 +139,24 @@ class Door:
         """Return the descriptor to poll: it is readable where `admit` has something to do."""
         return self._selector.fileno()
 
-    def admit(self) -> list[Guest]:
+    def admit(self) -> list[Client]:
         """Return who has been let in since the last call, and turn away who has waited too long.
 
-        To be called when the door is readable, and every second or so besides.
+        To be called when the listener is readable, and every second or so besides.
         """
-        guests: list[Guest] = []
+        clients: list[Client] = []
         for key, _ in self._selector.select(0):
             if key.data is None:
-                self._accept(key.fileobj, guests)  # type: ignore[arg-type]
+                self._accept(key.fileobj)  # type: ignore[arg-type]
             elif key.fileobj in self._waiting:
-                self._hear(key.data, guests)
+                clients += self._hear(key.data)
         now_s = time.monotonic()
         for late in [waiting for waiting in self._waiting.values() if now_s > waiting.until_s]:
             self._turn_away(late)
-        return guests
+        return clients
 
     def close(self) -> None:
-        """Let nobody in any more, and remove the socket; the guests' connections stay."""
+        """Let nobody in any more, and remove the socket; the clients' connections stay."""
         for waiting in list(self._waiting.values()):
             self._turn_away(waiting)
         self._selector.close()
@@ -167,81 +166,53 @@ class Door:
             with suppress(OSError):
                 self._path.unlink()
 
-    def _accept(self, listening: socket.socket, guests: list[Guest]) -> None:
-        """Take in those who knock, a bounded number of them."""
+    def _accept(self, listening: socket.socket) -> None:
+        """Take in those who connect, a bounded number of them, and send each its nonce."""
         for _ in range(_ACCEPTS):
             try:
                 connection, _ = listening.accept()
             except BlockingIOError:
                 return
             except OSError as error:
-                if error.errno in _NO_FILES and not self._make_room(0, guests):
+                if error.errno not in _NO_FILES:
+                    continue  # it has gone already
+                if not self._waiting:
                     time.sleep(_FULL_PAUSE_S)  # nothing here can be given back: let others do so
                     return
-                continue  # it has gone already, or there is room now
-            if not _is_own_user(connection):
-                connection.close()
+                self._turn_away(next(iter(self._waiting.values())))
                 continue
             connection.setblocking(False)
             waiting = _Waiting(connection, time.monotonic() + WAIT_S)
+            if not _is_own_user(connection) or not _sent(connection, waiting.nonce):
+                connection.close()
+                continue
+            if len(self._waiting) >= MOST_WAITING:
+                self._turn_away(next(iter(self._waiting.values())))
             self._waiting[connection] = waiting
             self._selector.register(connection, selectors.EVENT_READ, waiting)
-            self._hear(waiting, guests)  # a guest speaks at once
-            self._make_room(MOST_STRANGERS, guests)
 
-    def _make_room(self, most: int, guests: list[Guest]) -> bool:
-        """Turn the oldest stranger away where there are more than so many; return whether one has gone.
-
-        With room for none, whoever has not been let in is a stranger: the first frame may be a copy.
-        """
-
-        def is_stranger(waiting: _Waiting) -> bool:
-            return waiting.connection in self._waiting and (most == 0 or not waiting.known)
-
-        strangers = sorted(filter(is_stranger, self._waiting.values()), key=lambda waiting: waiting.known)
-        for oldest in strangers[: max(0, len(strangers) - most)]:
-            self._hear(oldest, guests)  # what it says may have come meanwhile
-            if is_stranger(oldest):
-                self._turn_away(oldest)
-                return True
-        return False
-
-    def _hear(self, waiting: _Waiting, guests: list[Guest]) -> None:
-        """Read what one has said; the frames are of fixed length, and no more than one is read at a time."""
-        wanted = _PROOF_BYTES if waiting.known else _HELLO_BYTES
+    def _hear(self, waiting: _Waiting) -> list[Client]:
+        """Read what one has said, no more than a hello has; return it as a client if it knows the token."""
         try:
-            came = waiting.connection.recv(wanted - len(waiting.said))
+            came = waiting.connection.recv(_HELLO_BYTES - len(waiting.said))
         except BlockingIOError:
-            return
+            return []
         except OSError:
             came = b""
         waiting.said += came
-        if came and len(waiting.said) < wanted:
-            return
-        if not came or not self._answer(waiting):
+        if came and len(waiting.said) < _HELLO_BYTES:
+            return []
+        head, proof = waiting.said[: _HEAD.size], waiting.said[_HEAD.size :]
+        said = head + waiting.nonce
+        if not came or not hmac.compare_digest(proof, _proof(self.token, b"client", said)):
             self._turn_away(waiting)
-        elif waiting.welcome:
-            self._forget(waiting)
-            guests.append(Guest(waiting.connection, waiting.purpose, waiting.rank))
-
-    def _answer(self, waiting: _Waiting) -> bool:
-        """Check a whole frame and answer it; return whether it was right."""
-        said, waiting.said = waiting.said, b""
-        if waiting.known:
-            if not hmac.compare_digest(said, _proof(self.token, b"guest", waiting.head + waiting.nonce)):
-                return False
-            waiting.welcome = True
-            return _sent(waiting.connection, _WELCOME)
-        head, proof = said[: _HEAD.size], said[_HEAD.size :]
-        magic, purpose, rank, nonce = _HEAD.unpack(head)
-        known = hmac.compare_digest(proof, _proof(self.token, b"hello", head))
-        if magic != _MAGIC or not known or nonce in self._nonces:
-            return False
-        self._nonces[nonce] = None
-        if len(self._nonces) > MOST_NONCES:  # who copies an older one is known for WAIT_S and never let in
-            del self._nonces[next(iter(self._nonces))]
-        waiting.known, waiting.head, waiting.purpose, waiting.rank = True, head, purpose, rank
-        return _sent(waiting.connection, waiting.nonce + _proof(self.token, b"door", head))
+            return []
+        magic, purpose, rank, _ = _HEAD.unpack(head)
+        if magic != _MAGIC or not _sent(waiting.connection, _proof(self.token, b"listener", said)):
+            self._turn_away(waiting)
+            return []
+        self._forget(waiting)
+        return [Client(waiting.connection, purpose, rank)]
 
     def _turn_away(self, waiting: _Waiting) -> None:
         self._forget(waiting)
@@ -252,14 +223,14 @@ class Door:
         del self._waiting[waiting.connection]
 
 
-def enter(
+def connect(
     addresses: Sequence[str], token: bytes | Callable[[], bytes], purpose: int, rank: int, limit_s: float
 ) -> socket.socket:
-    """Return a connection through a door, tried at one address after the other, again and again until the limit.
+    """Return a connection to a listener, tried at one address after the other, again and again until the limit.
 
     Args:
-        addresses: of the door.
-        token: of the door; or what returns it, called before each try, where another door may take its place meanwhile.
+        addresses: of the listener.
+        token: its token; or what returns it, called before each try, where another listener may take its place.
         purpose: what the connection is for.
         rank: whose it is.
         limit_s: how long to try; each address is tried once at least.
@@ -268,7 +239,7 @@ def enter(
         A connection that blocks, without a time limit.
 
     Raises:
-        ConnectionError: none of the addresses leads through it; the text says of each why.
+        ConnectionError: none of the addresses leads to it; the text says of each why.
     """
     said: dict[str, str] = {}
     end_s = time.monotonic() + limit_s
@@ -279,7 +250,7 @@ def enter(
             try:
                 left_s = max(0.05, end_s - time.monotonic())
                 secret = token if isinstance(token, bytes) else token()
-                return _entered(address, secret, purpose, rank, min(round_s, left_s))
+                return _connected(address, secret, purpose, rank, min(round_s, left_s))
             except OSError as error:
                 said[address] = (error.strerror or str(error)).lower()
         turn += 1
@@ -305,28 +276,13 @@ def tune(connection: socket.socket, unconfirmed_s: float) -> None:
     """
     if connection.family == socket.AF_UNIX:
         return
+    third_s = max(1, int(unconfirmed_s / 3))
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    unconfirmed_s = min(unconfirmed_s, _MOST_UNCONFIRMED_S)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * unconfirmed_s))
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, int(unconfirmed_s)))
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, int(unconfirmed_s / 3)))
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
-
-
-@dataclass
-class _Waiting:
-    """A connection that has not been let in."""
-
-    connection: socket.socket
-    until_s: float
-    nonce: bytes = field(default_factory=lambda: secrets.token_bytes(_NONCE_BYTES))
-    said: bytes = b""
-    known: bool = False  # it has shown that it knows the token, or has a copy of what somebody said who does
-    head: bytes = b""
-    purpose: int = 0
-    rank: int = 0
-    welcome: bool = False
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, third_s)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, third_s)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 2)
 
 
 def _proof(token: bytes, side: bytes, what: bytes) -> bytes:
@@ -362,8 +318,8 @@ def _private(folder: Path) -> Iterator[str]:
         about = os.fstat(fd)
         if about.st_uid != os.geteuid() or stat.S_IMODE(about.st_mode) & 0o077:
             raise PermissionError(
-                f"a door's folder must be its user's alone (mode 0700), but {folder} is of user {about.st_uid} with "
-                f"mode {stat.S_IMODE(about.st_mode):04o}"
+                f"a listener's folder must be its user's alone (mode 0700), but {folder} is of user {about.st_uid} "
+                f"with mode {stat.S_IMODE(about.st_mode):04o}"
             )
         yield f"/proc/self/fd/{fd}"
     finally:
@@ -379,11 +335,8 @@ def _listen_on(hosts: Sequence[str]) -> list[socket.socket]:
             try:
                 for host in hosts:
                     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-                    made.append(
-                        stack.enter_context(
-                            socket.create_server((host, port), family=family, backlog=_BACKLOG)
-                        )
-                    )
+                    one = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+                    made.append(stack.enter_context(one))
                     port = made[0].getsockname()[1]
             except OSError as error:
                 if (
@@ -396,28 +349,28 @@ def _listen_on(hosts: Sequence[str]) -> list[socket.socket]:
     raise AssertionError("the last attempt returns or raises")
 
 
-def _entered(address: str, token: bytes, purpose: int, rank: int, limit_s: float) -> socket.socket:
-    """Return a connection through the door at an address, with both sides proven.
+def _connected(address: str, token: bytes, purpose: int, rank: int, limit_s: float) -> socket.socket:
+    """Return a connection to the listener at an address, with both sides proven.
 
     Raises:
         OSError: nobody is there, or somebody else.
     """
     end_s = time.monotonic() + limit_s
     with ExitStack() as stack:
-        connection = stack.enter_context(_connected(address, limit_s))
+        connection = stack.enter_context(_opened(address, limit_s))
+        theirs = _read(connection, _NONCE_BYTES, end_s)
         head = _HEAD.pack(_MAGIC, purpose, rank, secrets.token_bytes(_NONCE_BYTES))
-        connection.sendall(head + _proof(token, b"hello", head))
-        nonce = _read(connection, _NONCE_BYTES, end_s)
-        if not hmac.compare_digest(_read(connection, _PROOF_BYTES, end_s), _proof(token, b"door", head)):
+        connection.sendall(head + _proof(token, b"client", head + theirs))
+        if not hmac.compare_digest(
+            _read(connection, _PROOF_BYTES, end_s), _proof(token, b"listener", head + theirs)
+        ):
             raise ConnectionError(_OTHER)
-        connection.sendall(_proof(token, b"guest", head + nonce))
-        _read(connection, len(_WELCOME), end_s)
         connection.settimeout(None)
         stack.pop_all()
     return connection
 
 
-def _connected(address: str, limit_s: float) -> socket.socket:
+def _opened(address: str, limit_s: float) -> socket.socket:
     """Return a connection to whatever listens at an address; it waits so long at most."""
     scheme, _, where = address.partition(":")
     if scheme == "tcp":

@@ -7,47 +7,45 @@ import sys
 
 import pytest
 
-from lowshard.comm.abort import FailureRecord
+from lowshard.comm.abort import FailureRecord, record_of
 from lowshard.launch.verdict import (
     Leaver,
     failure_text,
     first_cause,
     judge,
-    one_each,
     place_in,
     unwritten,
 )
 
 
-def record(rank: int, time_s: float, kind: str, **more: object) -> FailureRecord:
-    return FailureRecord(rank, time_s, kind, 1, "", **more)  # type: ignore[arg-type]
+def record(rank: int, kind: str, **more: object) -> FailureRecord:
+    return FailureRecord(rank, kind, 1, "", **more)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     ("failures", "rank"),
     [
-        ([record(2, 1.0, "exception"), record(1, 2.0, "exception")], 2),
-        ([record(2, 1.0, "exception", consequence=True), record(1, 2.0, "exception")], 1),
+        ([record(2, "exception"), record(1, "exception")], 2),
+        ([record(2, "exception", consequence=True), record(1, "exception")], 1),
         (
             [
-                record(2, 1.0, "signal", signal=15, consequence=True),
-                record(1, 2.0, "exception", consequence=True),
+                record(2, "signal", signal=15, consequence=True),
+                record(1, "exception", consequence=True),
             ],
             1,
         ),
-        ([record(2, 1.0, "exception", error="mpi4py.MPI.Exception"), record(1, 1.1, "signal", signal=9)], 1),
+        ([record(2, "exception", error="mpi4py.MPI.Exception"), record(1, "signal", signal=9)], 1),
         (
             [
-                record(2, 1.0, "exception", error="mpi4py.MPI.Exception"),
-                record(1, 1.1, "signal", consequence=True),
+                record(2, "exception", error="mpi4py.MPI.Exception"),
+                record(1, "signal", consequence=True),
             ],
             2,
         ),
-        ([record(2, 1.0, "exception", error="ValueError"), record(1, 1.1, "signal", signal=9)], 2),
-        ([record(2, 1.0, "exception", consequence=True)], 2),
-        ([record(1, 1.0, "exception", consequence=True), record(2, 3.0, "stopped")], 2),
-        ([record(1, 1.0, "exception", error="mpi4py.MPI.Exception"), record(2, 3.0, "lost")], 2),
-        ([record(3, 1.0, "lost"), record(2, 1.0, "lost")], 2),
+        ([record(2, "exception", error="ValueError"), record(1, "signal", signal=9)], 2),
+        ([record(2, "exception", consequence=True)], 2),
+        ([record(1, "exception", error="mpi4py.MPI.Exception"), record(2, "lost")], 2),
+        ([record(3, "lost"), record(2, "lost")], 3),
     ],
 )
 def test_the_first_cause_is_the_earliest_that_is_no_consequence(
@@ -59,20 +57,8 @@ def test_the_first_cause_is_the_earliest_that_is_no_consequence(
     assert first_cause([]) is None
 
 
-def test_a_rank_is_told_of_once_and_not_by_what_others_did_to_it() -> None:
-    told = [
-        record(2, 1.0, "exception", consequence=True),
-        record(2, 0.5, "exit", consequence=True),
-        record(2, 3.0, "lost"),
-        record(1, 2.0, "exception", consequence=True),
-        record(1, 1.0, "exception", consequence=True),
-    ]
-    assert [(r.rank, r.time_s, r.kind) for r in one_each(told)] == [(1, 1.0, "exception"), (2, 3.0, "lost")]
-    assert one_each([]) == ()
-
-
 def test_what_ended_the_launcher_and_the_time_limit_come_before_the_ranks_failures() -> None:
-    failures = (FailureRecord(1, 1.0, "exception", 1, "ValueError: boom"),)
+    failures = (FailureRecord(1, "exception", 1, "ValueError: boom"),)
     assert judge(failures, 2, 1.0, status=1, ended_by=15, limit_s=3.0).exit_code == 143
     late = judge(failures, 2, 1.0, status=1, limit_s=3.0)
     assert (late.exit_code, late.cause) == (71, "timeout")
@@ -91,10 +77,10 @@ def test_mpiexecs_own_status_counts_where_no_rank_left_a_record(status: int, cod
 
 def test_ranks_with_one_text_are_told_together_and_the_first_cause_last() -> None:
     failures = (
-        FailureRecord(1, 1.0, "exception", 1, "ValueError: boom", "Traceback\nValueError: boom\n"),
-        FailureRecord(2, 2.0, "exception", 70, "PeerFailed", "Traceback\nPeerFailed\n", consequence=True),
-        FailureRecord(0, 2.1, "exception", 70, "PeerFailed", "Traceback\nPeerFailed\n", consequence=True),
-        FailureRecord(3, 2.2, "signal", 70, "killed by signal 15", signal=15, consequence=True),
+        FailureRecord(1, "exception", 1, "ValueError: boom", "Traceback\nValueError: boom\n"),
+        FailureRecord(2, "exception", 70, "PeerFailed", "Traceback\nPeerFailed\n", consequence=True),
+        FailureRecord(0, "exception", 70, "PeerFailed", "Traceback\nPeerFailed\n", consequence=True),
+        FailureRecord(3, "signal", 70, "killed by signal 15", signal=15, consequence=True),
     )
     assert failure_text(judge(failures, 4, 1.0, status=1)) == (
         "--- ranks 0, 2\nTraceback\nPeerFailed\n--- rank 1\nTraceback\nValueError: boom\n"
@@ -114,33 +100,32 @@ def test_output_that_is_lost_is_told_and_is_no_success() -> None:
 
 
 def test_a_kill_that_nobody_did_hints_at_the_memory() -> None:
-    killed = judge((FailureRecord(0, 1.0, "signal", 70, "killed", signal=9),), 1, 1.0, status=137)
+    killed = judge((FailureRecord(0, "signal", 70, "killed", signal=9),), 1, 1.0, status=137)
     assert "dmesg" in killed.message
 
 
 SURVIVORS = [
-    record(0, 2.0, "exception", consequence=True, about=(1,)),
-    record(1, 2.1, "exception", consequence=True, about=(3,)),
-    record(2, 1.9, "signal", signal=15, consequence=True),
+    record(0, "exception", consequence=True, about=(1,)),
+    record(1, "exception", consequence=True, about=(3,)),
+    record(2, "signal", signal=15, consequence=True),
 ]
 
 
 @pytest.mark.parametrize(
     ("failures", "leavers", "rank", "kind"),
     [
-        (SURVIVORS, [Leaver(3, 1.0, in_order=True)], 3, "left"),
-        (SURVIVORS, [Leaver(3, 1.0, in_order=False)], 3, "left"),
+        (SURVIVORS, [Leaver(3, in_order=True)], 3, "left"),
+        (SURVIVORS, [Leaver(3, in_order=False)], 3, "left"),
         (SURVIVORS, [], 3, "exception"),  # it is the one that they waited for, whatever became of it
-        ([record(2, 1.9, "signal", signal=15, consequence=True)], [Leaver(3, 1.0, in_order=False)], 3, "left"),
-        ([record(2, 1.9, "signal", signal=15, consequence=True)], [Leaver(3, 1.0, in_order=True)], 2, "signal"),
-        ([record(2, 1.1, "lost")], [Leaver(3, 1.0, in_order=False)], 3, "left"),  # mpiexec killed its keeper
-        ([record(2, 1.1, "lost")], [Leaver(3, 1.0, in_order=True)], 2, "lost"),
-        ([record(2, 1.1, "exception", error="mpi4py.MPI.Exception")], [Leaver(3, 1.2, in_order=False)], 3, "left"),
-        ([record(0, 3.0, "exception", error="TimedOut", about=(3,))], [Leaver(3, 1.0, in_order=True)], 3, "left"),
-        ([record(0, 3.0, "exception", error="TimedOut", about=(3,))], [], 3, "exception"),
+        ([record(2, "signal", signal=15, consequence=True)], [Leaver(3, in_order=False)], 3, "left"),
+        ([record(2, "lost")], [Leaver(3, in_order=False)], 2, "lost"),
+        ([record(2, "lost")], [Leaver(3, in_order=True)], 2, "lost"),
+        ([record(2, "exception", error="mpi4py.MPI.Exception")], [Leaver(3, in_order=False)], 3, "left"),
+        ([record(0, "exception", error="TimedOut", about=(3,))], [Leaver(3, in_order=True)], 3, "left"),
+        ([record(0, "exception", error="TimedOut", about=(3,))], [], 3, "exception"),
         # Another failure than that of a wait: those who have left had done their part.
-        ([record(0, 3.0, "exception", error="ValueError")], [Leaver(3, 1.0, in_order=False)], 0, "exception"),
-        ([*SURVIVORS, record(3, 2.2, "exception", error="ValueError")], [], 3, "exception"),
+        ([record(0, "exception", error="ValueError")], [Leaver(3, in_order=False)], 0, "exception"),
+        ([*SURVIVORS, record(3, "exception", error="ValueError")], [], 3, "exception"),
     ],
 )  # fmt: skip
 def test_a_rank_that_left_or_never_came_is_the_cause_of_what_the_others_met(
@@ -151,16 +136,25 @@ def test_a_rank_that_left_or_never_came_is_the_cause_of_what_the_others_met(
     assert (cause.rank, cause.kind) == (rank, kind)
 
 
-def test_what_mpiexec_alone_has_seen_of_a_rank_that_left_is_that_rank() -> None:
-    left = judge(
-        (), 4, 1.0, status=137, leavers=[Leaver(3, 2.0, in_order=False), Leaver(2, 1.0, in_order=True)]
-    )
+def test_a_rank_that_left_inside_its_program_is_the_cause_where_it_left_others_alone() -> None:
+    leavers = [Leaver(2, in_order=True), Leaver(3, in_order=False)]
+    left = judge((), 4, 1.0, leavers=leavers, has_abrupt_leaver=True)
     assert (left.exit_code, left.cause, left.failed_rank) == (70, "left", 3)
-    assert judge((), 4, 1.0, status=0, leavers=[Leaver(3, 2.0, in_order=False)]).exit_code == 0
+    assert judge((), 4, 1.0, leavers=leavers).exit_code == 0
+
+
+def test_the_line_of_an_exception_is_told_and_not_its_note() -> None:
+    error = OSError(28, "No space left on device")
+    error.add_note("a hint of somebody's")
+    told = record_of(1, error)
+    assert told.message == "OSError: [Errno 28] No space left on device"
+    assert "a hint of somebody's" in told.traceback
+    assert record_of(1, SyntaxError("no sense", ("a.py", 3, 1, "x x"))).message == "SyntaxError: no sense"
 
 
 def test_a_time_limit_tells_who_had_left_or_who_was_elsewhere() -> None:
-    late = judge((), 3, 1.0, status=1, limit_s=3.0, leavers=[Leaver(2, 1.0, in_order=True)])
+    late = judge((), 3, 1.0, status=1, limit_s=3.0, leavers=[Leaver(2, in_order=True)])
+    assert late.message.startswith("ranks 0, 1 of 3 were still running")
     assert late.message.endswith("; rank 2 had left with exit code 0")
     stacks = (
         b'Thread 0x1 (most recent call first):\n  File "/x/other.py", line 7 in work\n\nCurrent thread 0x2 '

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import io
 import json
-import mmap
 import os
 import re
 import signal
@@ -11,14 +11,25 @@ import subprocess
 import sys
 import time
 import uuid
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support import mode
-from support.launching import ENDS_WITHIN_S, LIMIT_S, MARK, ROOT, Launcher, wait_until
+from support.launching import ENDS_WITHIN_S, LIMIT_S, MARK, ROOT, Launcher, own_files, wait_until
 
-from lowshard.launch import find_mpi, run_ranks
-from lowshard.launch.leftover import stray_files, sweep_files
+from lowshard import cli
+from lowshard.launch import (
+    JobResult,
+    MpiInstall,
+    find_mpi,
+    job,
+    parse_hosts,
+    python_command,
+    run_ranks,
+    spread_over,
+)
 from lowshard.launch.mpiexec import rank_environment
 
 pytestmark = [pytest.mark.mpi, pytest.mark.time_limit(60)]
@@ -130,10 +141,11 @@ def test_an_exception_in_one_rank_ends_the_job_and_is_told_last(launcher: Launch
     assert "not reached" not in done.out
 
 
-WAYS_TO_FAIL = [  # beside those of test_fault_matrix.py and test_causes.py
+WAYS_TO_FAIL = [  # beside those of tests/comm/test_failures.py
     ("mismatch", 72, "lowshard.errors.MismatchError: ranks differ"),
     ("_exit", 4, "ended with exit code 4"),
     ("SIGTERM", 70, "killed by signal 15 (SIGTERM)"),
+    ("SIGSEGV", 70, "killed by signal 11 (SIGSEGV)"),
 ]
 
 
@@ -178,7 +190,6 @@ def test_a_killed_launcher_takes_its_ranks_along(launcher: Launcher) -> None:
     started.communicate(timeout=LIMIT_S)
     assert wait_until(lambda: not launcher.living(), ENDS_WITHIN_S), launcher.living()
     assert wait_until(lambda: not any(launcher.tmp.iterdir()), ENDS_WITHIN_S)
-    sweep_files(launcher.before)  # nobody was left to do it
 
 
 @pytest.mark.full_only
@@ -279,17 +290,17 @@ def under_plain_mpiexec(launcher: Launcher, program: str, ranks: int = 3) -> sub
     """Run a program without our launcher."""
     mpi = find_mpi()
     env = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(launcher.tmp), MARK: launcher.mark}
-    done = subprocess.run(
-        mpi.command(ranks, [sys.executable, launcher.script(program)]),
-        env=rank_environment(mpi, ranks, env),
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-        stdin=subprocess.DEVNULL,
-    )
-    assert wait_until(lambda: not launcher.living(), ENDS_WITHIN_S)
-    sweep_files(launcher.before)  # a plain mpiexec does not
+    with own_files():
+        done = subprocess.run(
+            mpi.command(ranks, [sys.executable, launcher.script(program)]),
+            env=rank_environment(mpi, ranks, env),
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            check=False,
+            stdin=subprocess.DEVNULL,
+        )
+        assert wait_until(lambda: not launcher.living(), ENDS_WITHIN_S)
     return done
 
 
@@ -339,26 +350,167 @@ def test_doctor_finds_a_working_cpu_path(launcher: Launcher) -> None:
     assert all(check["advice"] for check in answer["checks"] if check["status"] != "ok")
 
 
-def test_sweep_removes_what_nobody_uses_and_nothing_else() -> None:
-    before = stray_files()
-    name = uuid.uuid4().hex
-    unused, mapped, link, folder, other, results = (
-        Path("/dev/shm") / f"{kind}{name}"
-        for kind in ("mpich_shm_", "mpich_shm_m", "mpich_shm_l", "mpich_shm_f", "other_", "lowshard-results-")
-    )
+# ---- what mpiexec does
+
+
+def with_mpiexec(folder: Path, before: str = ":", after: str = ":") -> MpiInstall:
+    """Returns the MPI with an mpiexec that does something more before, or after, what it does."""
+    mpi = find_mpi()
+    path = folder / "mpiexec"
+    path.write_text(f'#!/bin/sh\n{before}\n{mpi.mpiexec} "$@"\nstatus=$?\n{after}\nexit $status\n')
+    path.chmod(0o755)
+    return replace(mpi, mpiexec=str(path))
+
+
+def run_here(launcher: Launcher, program: str, n: int = 2, **more: Any) -> tuple[JobResult, str]:
+    """Runs a program in this process; returns how it ended and all output."""
+    out = io.StringIO()
+    command = python_command(launcher.script(program))
+    env = {**os.environ, "TMPDIR": str(launcher.tmp), MARK: launcher.mark, "PYTHONPATH": str(ROOT)}
+    result = run_ranks(command, n, stdout=out, stderr=out, env=env, **more)
+    return result, out.getvalue()
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_an_mpiexec_that_does_not_end_is_ended_when_every_program_is_over(
+    launcher: Launcher, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    monkeypatch.setattr(job, "_ALL_OVER_S", 1.0)
+    program = f"from mpi4py import MPI\nMPI.COMM_WORLD.Barrier()\nimport sys\nsys.exit({code})\n"
+    mpi = with_mpiexec(launcher.folder, after="sleep 60")
+    result, text = run_here(launcher, program, mpi=mpi, timeout_s=30)
+    assert result.exit_code == code, text
+    assert result.seconds < 20
+
+
+def test_mpiexecs_own_words_are_passed_on_where_a_rank_says_no_more_than_a_code(launcher: Launcher) -> None:
+    mpi = with_mpiexec(launcher.folder, before="echo 'no room in /dev/shm' >&2")
+    result, text = run_here(launcher, "import os\nos._exit(5)\n", mpi=mpi)
+    assert (result.exit_code, result.cause) == (5, "exit")
+    assert "no room in /dev/shm" in text
+    result, text = run_here(launcher, "raise ValueError('boom')\n", mpi=mpi)
+    assert result.exit_code == 1
+    assert "no room" not in text
+
+
+def test_files_of_other_jobs_in_shared_memory_are_left_alone(launcher: Launcher) -> None:
+    """As those of a container that shares /dev/shm, but not /proc."""
+    other = Path("/dev/shm") / f"sm_segment.{uuid.uuid4().hex}"
+    program = f"from mpi4py import MPI\nMPI.COMM_WORLD.Barrier()\nopen({str(other)!r}, 'w').close()\n"
+    program += "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n"
     try:
-        for path in (unused, mapped, other, results):
-            path.write_bytes(bytes(4096))
-        link.symlink_to(other)  # as anybody may make one
-        folder.mkdir()
-        with mapped.open("r+b") as file:
-            memory = mmap.mmap(file.fileno(), 4096)
-        with memory:
-            removed = sweep_files(before | {path for path in stray_files() if name not in path.name})
-            assert removed == [unused]
-            assert not unused.exists()
-            assert all(path.exists() for path in (mapped, link, folder, other, results))
+        result, text = run_here(launcher, program)
+        assert result.exit_code == 70, text
+        assert other.exists()
     finally:
-        folder.rmdir()
-        for path in (unused, mapped, link, other, results):
-            path.unlink(missing_ok=True)
+        other.unlink(missing_ok=True)
+
+
+def test_who_has_left_while_others_wait_in_mpi_is_hinted_at(
+    launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job, "_HINT_S", 1.0)
+    program = "from mpi4py import MPI\nif MPI.COMM_WORLD.rank:\n    MPI.COMM_WORLD.Barrier()\n"
+    result, text = run_here(launcher, program, n=3, timeout_s=6)
+    assert (result.exit_code, result.cause) == (71, "timeout")
+    assert "rank 0 came to the end of the program 1 s ago, while ranks 1, 2 still run" in text
+    assert "ranks 1, 2 of 3 were still running" in result.message
+
+
+def test_a_rank_that_leaves_others_in_mpi_by_os_exit_is_named(launcher: Launcher) -> None:
+    program = "import os\nfrom mpi4py import MPI\nif MPI.COMM_WORLD.rank == 1:\n    os._exit(0)\n"
+    program += "MPI.COMM_WORLD.Barrier()\n"
+    result, text = run_here(launcher, program, n=3, timeout_s=30)
+    assert (result.exit_code, result.cause, result.failed_rank) == (70, "left", 1), text
+
+
+def test_an_abort_by_the_program_itself_has_its_number_as_the_exit_code(launcher: Launcher) -> None:
+    program = (
+        "import time\nfrom mpi4py import MPI\nMPI.COMM_WORLD.Barrier()\n"
+        "if MPI.COMM_WORLD.rank == 1:\n    MPI.COMM_WORLD.Abort(7)\ntime.sleep(60)\n"
+    )
+    result, text = run_here(launcher, program)
+    assert result.exit_code == 7, text
+
+
+def test_a_supervisor_that_is_killed_takes_its_rank_along_and_is_named(launcher: Launcher) -> None:
+    program = (
+        "import os, signal, time\nfrom mpi4py import MPI\nMPI.COMM_WORLD.Barrier()\n"
+        "if MPI.COMM_WORLD.rank == 1:\n    os.kill(os.getppid(), signal.SIGKILL)\ntime.sleep(60)\n"
+    )
+    result, text = run_here(launcher, program, n=3)
+    assert (result.exit_code, result.cause, result.failed_rank) == (70, "lost", 1), text
+
+
+def test_a_host_that_never_starts_its_ranks_is_given_up(
+    launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job, "_START_S", 1.0)
+    shell = launcher.folder / "shell"
+    shell.write_text("#!/bin/sh\nexec sleep 60\n")
+    shell.chmod(0o755)
+    spread = spread_over(parse_hosts("192.0.2.99"), 2, shell=str(shell))
+    result, text = run_here(launcher, "pass", spread=spread)
+    assert (result.exit_code, result.cause, result.failed_rank) == (70, "lost", 0), text
+    assert "nothing was heard of it within 1 s of the start" in text
+
+
+def test_this_host_may_be_named_like_any_other(launcher: Launcher) -> None:
+    script = launcher.script(
+        "import os\nfrom mpi4py import MPI\nprint(MPI.COMM_WORLD.size, os.environ['MY_OWN'])\n"
+    )
+    hostfile = launcher.folder / "hosts"
+    hostfile.write_text("localhost slots=2 # this one\n")
+    done = launcher.run("-n", "2", "--hostfile", str(hostfile), script, MY_OWN="x")
+    assert done.code == 0, done.err
+    assert sorted(done.out.splitlines()) == ["[0] 2 x", "[1] 2 x"]
+
+
+# Each rank makes a file: what it did is seen where it can print nothing, and files must not get the streams' numbers.
+CLOSED = {"stdout": ">&-", "stderr": "2>&-", "stdin": "<&-", "all": "<&- >&- 2>&-"}
+RANKS = """
+import sys
+from pathlib import Path
+from mpi4py import MPI
+from lowshard import comm as lc
+with lc.from_mpi(MPI.COMM_WORLD, device="cpu") as comm:
+    comm.barrier()
+    with open(Path(sys.argv[1]) / f"rank{comm.rank}", "w") as file:
+        assert file.fileno() > 2
+        print("in the file", file=file)
+    print("on stdout", comm.rank)
+    print("on stderr", comm.rank, file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize("closed", CLOSED if mode.full() else ["all"])
+def test_a_job_runs_whatever_stream_is_closed(closed: str, tmp_path: Path) -> None:
+    (tmp_path / "ranks.py").write_text(RANKS)
+    done = subprocess.run(
+        ["sh", "-c", f"exec {sys.executable} -m lowshard run -n 2 ranks.py . {CLOSED[closed]}"],
+        capture_output=True, text=True, timeout=100, check=False, cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert [(tmp_path / f"rank{r}").read_text() for r in (0, 1)] == ["in the file\n"] * 2
+    outputs = {"stdout": sorted(done.stdout.splitlines()), "stderr": sorted(done.stderr.splitlines())}
+    for name, lines in outputs.items():
+        open_lines = [f"[{r}] on {name} {r}" for r in (0, 1)]
+        assert lines == ([] if closed in (name, "all") else open_lines)
+
+
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [
+        (["-n", "3", "--hosts", "a:1,b:1", __file__], "-n 3 is more than the 2"),
+        (["-n", "1", "--hosts", "a b", __file__], "is not a host"),
+        (["-n", "1", "--hostfile", "/no/such/file", __file__], "/no/such/file is not a valid hostfile"),
+    ],
+)
+def test_hosts_that_cannot_be_are_wrong_usage(
+    args: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["run", *args]) == 2
+    err = capsys.readouterr().err
+    assert told in err
+    assert "Traceback" not in err

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TextIO
@@ -29,7 +29,7 @@ def said(file: TextIO, text: str) -> BaseException | None:
     output = Output((io.StringIO(), file), prefix=True)
     output.say(text)
     output.say(text)
-    output.close()
+    output.settle(is_over=True)
     return output.error
 
 
@@ -73,40 +73,20 @@ class Kept(io.StringIO):
         return len(text)
 
 
-@pytest.fixture
-def writes(opened: ExitStack) -> Callable[[bool], tuple[Output, Kept, Callable[[bytes], None]]]:
-    """Returns an output of one rank, with what it has written and what makes the rank write."""
-
-    def made(prefix: bool) -> tuple[Output, Kept, Callable[[bytes], None]]:
-        out = Kept()
-        output = Output((out, io.StringIO()), prefix)
-        there, here = os.pipe()
-        opened.callback(os.close, there)
-        output.add(there, 0, 3)
-
-        def write(data: bytes) -> None:
-            for at in range(0, len(data), 1 << 14):
-                os.write(here, data[at : at + (1 << 14)])
-                output.pump(0.01)
-            if not data:
-                os.close(here)
-
-        return output, out, write
-
-    return made
+def made(prefix: bool) -> tuple[Output, Kept]:
+    out = Kept()
+    return Output((out, io.StringIO()), prefix), out
 
 
 @pytest.mark.parametrize("prefix", [True, False])
-def test_what_has_no_line_end_goes_out_in_pieces(
-    prefix: bool, writes: Callable[[bool], tuple[Output, Kept, Callable[[bytes], None]]]
-) -> None:
-    output, out, write = writes(prefix)
-    write(b"x" * (3 * MIB))
+def test_what_has_no_line_end_goes_out_in_pieces(prefix: bool) -> None:
+    output, out = made(prefix)
+    for _ in range(3 * MIB >> 14):
+        output.add(3, 0, b"x" * (1 << 14))
     assert len(out.written) >= 2  # while the line goes on
     assert max(map(len, out.written)) < MIB + (1 << 17)
-    write(b"yy\nz")
-    write(b"")
-    output.close()
+    output.add(3, 0, b"yy\nz")
+    output.settle(is_over=True)
     text = b"".join(out.written)
     assert text.replace(b"[3] ", b"").replace(b"\n", b"") == b"x" * (3 * MIB) + b"yyz"
     assert text.startswith(b"[3] x") == prefix
@@ -116,12 +96,19 @@ def test_what_has_no_line_end_goes_out_in_pieces(
         assert all(line.startswith(b"[3] ") for line in text.splitlines())
 
 
-def test_lines_and_their_parts_get_one_prefix_each(
-    writes: Callable[[bool], tuple[Output, Kept, Callable[[bytes], None]]],
-) -> None:
-    output, out, write = writes(True)
+def test_lines_and_their_parts_get_one_prefix_each() -> None:
+    output, out = made(True)
     for data in (b"a", b"b\n\nc", b"\nd\r\ne\n", b"f"):
-        write(data)
-    write(b"")
-    output.close()
+        output.add(3, 0, data)
+        output.settle()
+    output.settle(is_over=True)
     assert b"".join(out.written) == b"[3] ab\n[3] \n[3] c\n[3] d\r\n[3] e\n[3] f\n"
+
+
+def test_a_prompt_goes_out_where_no_more_of_its_line_comes() -> None:
+    output, out = made(False)
+    output.add(0, 0, b"name? ")
+    output.settle()
+    assert out.written == []
+    output.settle()
+    assert out.written == [b"name? "]
