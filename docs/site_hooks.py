@@ -48,7 +48,6 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     """Put the tables that the package has, and the help of commands, where a page asks for them."""
     markdown = markdown.replace("<!-- the table of settings -->", settings_table())
     markdown = markdown.replace("<!-- the table of collectives -->", collectives_table())
-    markdown = markdown.replace("<!-- the table of transports -->", transports_table())
     return markdown.replace("<!-- the help of every command -->", "\n".join(helps()))
 
 
@@ -67,26 +66,15 @@ def settings_table() -> str:
 
 
 def collectives_table() -> str:
-    """Return every collective with what it does and the transports that have a plan of their own for it, as a table."""
+    """Return every collective with what it does, as a table."""
     from lowshard.comm import Communicator
     from lowshard.comm.collectives import COLLECTIVES
-    from lowshard.comm.transports import capabilities
 
-    own = capabilities()
-    rows = ["| collective | what it does | transports with a plan of their own |", "|---|---|---|"]
+    rows = ["| collective | what it does |", "|---|---|"]
     for name in COLLECTIVES:
         said = (getattr(Communicator, name).__doc__ or "").partition("\n")[0]
-        ways = ", ".join(f"`{kind}`" for kind, _, names in own if name in names)
-        rows.append(f"| `{name}` | {said} | {ways} |")
+        rows.append(f"| `{name}` | {said} |")
     return "\n".join(rows)
-
-
-def transports_table() -> str:
-    """Return every transport with the ranks that it joins, as a table."""
-    from lowshard.comm.transports import capabilities
-
-    rows = ["| transport | joins |", "|---|---|"]
-    return "\n".join([*rows, *(f"| `{kind}` | {ranks} |" for kind, ranks, _ in capabilities())])
 
 
 def helps() -> Iterator[str]:

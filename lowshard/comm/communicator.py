@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property, wraps
 from inspect import signature
-from itertools import chain
+from itertools import chain, combinations
 from types import ModuleType
-from typing import Any, Concatenate, Literal, ParamSpec, Self, overload
+from typing import Any, Concatenate, ParamSpec, Self
 from weakref import WeakSet
 
-from lowshard.argument import instance, whole
+from lowshard.argument import whole
 from lowshard.comm import check
 from lowshard.comm import collectives as table
 from lowshard.comm.background import Background
@@ -23,7 +23,6 @@ from lowshard.comm.call import Call
 from lowshard.comm.caller import Caller
 from lowshard.comm.check import NOTHING_WRONG
 from lowshard.comm.collectives import Collective
-from lowshard.comm.rank_ways import ways_of_ranks, ways_text
 from lowshard.comm.reach import Reach
 from lowshard.comm.transport import Transport
 from lowshard.comm.work import Op, Order, Stream, Work, failed_work
@@ -35,6 +34,8 @@ P = ParamSpec("P")
 
 _MOST = (1 << 31) - 1
 """Of a colour and a key: MPI takes C ints."""
+_PAIRS_SHOWN = 12
+"""Of one way, by `explain`."""
 
 
 class Communicator:
@@ -54,6 +55,10 @@ class Communicator:
     so that all of them raise one MismatchError where they ask for different things. A wait that ends without the others
     raises PeerFailed or TimedOut. On NCCL `hash` compares when a wait has failed, so that no call waits for another
     host: `lowshard.comm.nccl` says what that means.
+
+    A call raises BufferMismatchError (shape, counts, device or memory order do not fit, a buffer is read-only or no
+    array), DTypeError (a dtype outside the table, an op that makes no sense for it), CommError (no such root, peer, op or
+    order; the communicator is closed), MismatchError, PeerFailed or TimedOut.
 
     On GPUs `stream` says where a call is put: a stream of CuPy or torch, an object with `__cuda_stream__`, or the
     address of a cudaStream_t; by default CuPy's current stream of the buffers' device. A stream of another device is a
@@ -97,15 +102,6 @@ class Communicator:
         return self._control
 
     @property
-    def mpi_comm(self) -> Any:
-        """The mpi4py communicator underneath. A group within one node has that of the ranks it was split from.
-
-        Raises:
-            AttributeError: there is none.
-        """
-        return self._transport.mpi_comm  # type: ignore[attr-defined]
-
-    @property
     def node_size(self) -> int | None:
         """Ranks a node, where rank r is on node r // node_size; None where there is one node, or no such number."""
         return self._transport.node_size
@@ -115,22 +111,17 @@ class Communicator:
         """Which ranks' memory this rank reads and writes directly."""
         return self._transport.reach
 
-    @overload
-    def explain(self, *, json: Literal[False] = False) -> str: ...
-
-    @overload
-    def explain(self, *, json: Literal[True]) -> dict[str, Any]: ...
-
-    def explain(self, *, json: bool = False) -> str | dict[str, Any]:
-        """Return how each pair of ranks is reached and why, as text; with `json=True` as plain data. Not collective.
-
-        The data has transport, rank, size, and for each of `pairs`: ranks, way, why.
-
-        Raises:
-            CommError: json is not True or False.
-        """
-        said = ways_of_ranks(self._transport)
-        return said if instance(json, bool, "json is True or False", CommError) else ways_text(said)
+    def explain(self) -> str:
+        """Return how each pair of ranks is reached and why, as text. Not collective."""
+        t = self._transport
+        by_way: dict[tuple[str, str], list[str]] = {}
+        for one, other in combinations(range(self.size), 2):
+            by_way.setdefault(t.way_between(one, other), []).append(f"{one}-{other}")
+        lines = [f"{self.size} rank{'s' * (self.size != 1)}, transport {t.name}"]
+        for (way, why), pairs in by_way.items():
+            more = f" and {len(pairs) - _PAIRS_SHOWN} more pairs" * (len(pairs) > _PAIRS_SHOWN)
+            lines.append(f"  ranks {', '.join(pairs[:_PAIRS_SHOWN])}{more}: {way}, since {why}")
+        return "\n".join(lines)
 
     @property
     def start(self) -> Starter:
@@ -181,7 +172,7 @@ class Communicator:
         """
         return self._transport.empty(shape, dtype)
 
-    # ---- moves
+    # ---- moves; what they raise stands at the class
 
     def all_gather(self, send: Array, recv: Array, *, stream: Stream = None) -> None:
         """Put every rank's `send` into `recv` on all ranks, in rank order.
@@ -192,11 +183,6 @@ class Communicator:
         Args:
             send: this rank's part.
             recv: where the whole goes.
-
-        Raises:
-            BufferMismatchError: shape, dtype, device or memory order do not fit.
-            MismatchError: ranks ask for different things.
-            CommError: the communicator is closed.
         """
         self._caller.call(table.ALL_GATHER, (), send, recv, stream)
 
@@ -208,11 +194,6 @@ class Communicator:
 
         Collective: all ranks of the communicator call this. `recv_counts[i]` elements of rank i land
         at `recv_displs[i]`. In place: pass this rank's own part of recv as send.
-
-        Raises:
-            BufferMismatchError: counts do not fit the buffers, parts of recv overlap, or as for all_gather.
-            MismatchError: ranks ask for different things.
-            CommError: the communicator is closed.
         """
         self._caller.call(table.ALL_GATHER_V, _hashable(recv_counts, recv_displs), send, recv, stream)
 
@@ -221,11 +202,6 @@ class Communicator:
 
         Collective: all ranks of the communicator call this. Both hold the same number of elements, a
         multiple of size.
-
-        Raises:
-            BufferMismatchError: as for all_gather, or the elements do not divide by size.
-            MismatchError: ranks ask for different things.
-            CommError: the communicator is closed.
         """
         self._caller.call(table.ALL_TO_ALL, (), send, recv, stream)
 
@@ -238,11 +214,6 @@ class Communicator:
 
         Collective: all ranks of the communicator call this. Counts may be 0 and differ; send parts
         may overlap, receive parts must not.
-
-        Raises:
-            BufferMismatchError: a count or displacement leaves its buffer, parts of recv overlap, or as for all_gather.
-            MismatchError: ranks ask for different things, or one expects another count than is sent to it.
-            CommError: the communicator is closed.
         """
         spans = _hashable(send_counts, send_displs, recv_counts, recv_displs)
         self._caller.call(table.ALL_TO_ALL_V, spans, send, recv, stream)
@@ -255,11 +226,6 @@ class Communicator:
         Args:
             buf: the array.
             root: whose array.
-
-        Raises:
-            BufferMismatchError: as for all_gather.
-            MismatchError: ranks ask for different things.
-            CommError: the communicator is closed, or there is no such root.
         """
         if type(root) is not int:
             root = check.rank(root)
@@ -270,11 +236,6 @@ class Communicator:
         """Put every rank's `send` into root's `recv`, in rank order; others pass recv=None.
 
         Collective: all ranks of the communicator call this.
-
-        Raises:
-            BufferMismatchError: as for all_gather, or root passed no recv.
-            MismatchError: ranks ask for different things.
-            CommError: the communicator is closed, or there is no such root.
         """
         if type(root) is not int:
             root = check.rank(root)
@@ -284,11 +245,6 @@ class Communicator:
         """Put part i of root's `send` into rank i's `recv`; others pass send=None.
 
         Collective: all ranks of the communicator call this.
-
-        Raises:
-            BufferMismatchError: as for all_gather, or root passed no send.
-            MismatchError: ranks ask for different things.
-            CommError: the communicator is closed, or there is no such root.
         """
         if type(root) is not int:
             root = check.rank(root)
@@ -298,10 +254,6 @@ class Communicator:
         """Return once every rank has called it.
 
         Collective: all ranks of the communicator call this.
-
-        Raises:
-            MismatchError: another rank calls something else.
-            CommError: the communicator is closed.
         """
         self._caller.call(table.BARRIER, (), None, None)
 
@@ -323,12 +275,6 @@ class Communicator:
                 same bits on every transport; "fast" is the transport's own, and NCCL and MPI promise no bits: NCCL's
                 avg scales each operand before it adds them, and with LOWSHARD_NCCL_REDUCE16=nccl it reduces bf16 and
                 fp16 too, in a precision of its choice.
-
-        Raises:
-            BufferMismatchError: as for all_gather.
-            MismatchError: ranks ask for different things.
-            CommError: the communicator is closed; unknown op or order.
-            DTypeError: the op makes no sense for the dtype (avg of bool).
         """
         if (type(op), type(order)) != check.NAMES:
             op, order = check.names(op, order)  # type: ignore[assignment]  # checked where a call is made
@@ -341,12 +287,6 @@ class Communicator:
 
         Collective: all ranks of the communicator call this. send holds size x recv elements. op and
         order: as for all_reduce.
-
-        Raises:
-            BufferMismatchError: as for all_gather.
-            MismatchError: ranks ask for different things.
-            CommError: the communicator is closed; unknown op or order.
-            DTypeError: the op makes no sense for the dtype.
         """
         if (type(op), type(order)) != check.NAMES:
             op, order = check.names(op, order)  # type: ignore[assignment]  # checked where a call is made
@@ -359,12 +299,6 @@ class Communicator:
         """Reduce every rank's `send` elementwise into root's `recv`; others pass recv=None.
 
         Collective: all ranks of the communicator call this. op and order: as for all_reduce.
-
-        Raises:
-            BufferMismatchError: as for all_gather, or root passed no recv.
-            MismatchError: ranks ask for different things.
-            CommError: the communicator is closed; no such root; unknown op or order.
-            DTypeError: the op makes no sense for the dtype.
         """
         if type(root) is not int:
             root = check.rank(root)
@@ -379,10 +313,6 @@ class Communicator:
 
         A message of less than about 100 bytes returns at once. A longer one may wait for the receiver, and so may any
         while many are in flight. So two ranks that both send before they receive use `send_recv` or `grouped`.
-
-        Raises:
-            BufferMismatchError: as for all_gather.
-            CommError: the communicator is closed, or dst is not another rank of it.
         """
         if type(dst) is not int:
             dst = check.rank(dst)
@@ -392,10 +322,6 @@ class Communicator:
         """Receive into `buf` what rank `src` sends: an array of this dtype and number of elements.
 
         Ranks that are processes compare the bytes of a message, not its dtype.
-
-        Raises:
-            BufferMismatchError: as for all_gather, or another number of bytes came.
-            CommError: the communicator is closed, or src is not another rank of it.
         """
         if type(src) is not int:
             src = check.rank(src)
@@ -405,10 +331,6 @@ class Communicator:
         """Send to rank `dst` and receive from rank `src` at once: a step of a ring, or an exchange of two ranks.
 
         The buffers may overlap. Two or more messages each way: `grouped`.
-
-        Raises:
-            BufferMismatchError: as for `recv`.
-            CommError: the communicator is closed, or dst or src is not another rank of it.
         """
         if (type(dst), type(src)) != check.RANKS:
             dst, src = check.rank(dst), check.rank(src)
@@ -419,9 +341,6 @@ class Communicator:
 
         So ranks that send to each other in a ring cannot block each other. Nothing has moved before the end of the
         block, and what is sent is what was there then, whatever is received over it; only send and recv are allowed.
-
-        Raises:
-            CommError: a group within a group.
         """
         return self._caller.group
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
 
 import numpy as np
 import pytest
@@ -171,14 +170,7 @@ def short_integers(comm: Communicator, rng: Rng) -> None:
 @case(others, table=PROGRAMS)
 def explained(comm: Communicator, rng: Rng) -> None:
     """Each pair of ranks, once, on every rank."""
-    said: dict[str, Any] = comm.explain(json=True)
-    assert (said["transport"], said["rank"], said["size"]) == (comm.transport, comm.rank, comm.size)
-    pairs = [(a, b) for a in range(comm.size) for b in range(a + 1, comm.size)]
-    assert [tuple(pair["ranks"]) for pair in said["pairs"]] == pairs
-    assert all(pair["way"] and pair["why"] for pair in said["pairs"])
     text = comm.explain()
     assert text.startswith(f"{comm.size} ranks, transport {comm.transport}")
     assert "0-1" in text
-    assert said["pairs"][0]["way"] in text
-    with pytest.raises(CommError, match="json is True or False"):
-        comm.explain(json="yes")  # type: ignore[call-overload]
+    assert ", since " in text

@@ -63,13 +63,6 @@ def test_a_model_and_a_pool_say_what_they_hold() -> None:
     lc.run_loopback(1, work, 10)
 
 
-def test_a_communicator_of_one_rank_has_nobody_to_reach() -> None:
-    (comm,) = lc.loopback(1)
-    with comm:
-        assert comm.explain(json=True)["pairs"] == []
-        assert "no other rank" in comm.explain()
-
-
 @pytest.mark.parametrize("to_another", [pickle.dumps, copy.deepcopy])
 def test_what_belongs_to_a_process_says_so_where_it_is_copied(
     to_another: Callable[[object], object], tmp_path: Path
