@@ -57,8 +57,8 @@ class Communicator:
     host: `lowshard.comm.nccl` says what that means.
 
     A call raises BufferMismatchError (shape, counts, device or memory order do not fit, a buffer is read-only or no
-    array), DTypeError (a dtype outside the table, an op that makes no sense for it), CommError (no such root, peer, op or
-    order; the communicator is closed), MismatchError, PeerFailed or TimedOut.
+    array), DTypeError (a dtype outside the table, an op that makes no sense for it), CommError (no such root, peer, op
+    or order; the communicator is closed), MismatchError, PeerFailed or TimedOut.
 
     On GPUs `stream` says where a call is put: a stream of CuPy or torch, an object with `__cuda_stream__`, or the
     address of a cudaStream_t; by default CuPy's current stream of the buffers' device. A stream of another device is a

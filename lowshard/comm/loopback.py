@@ -157,13 +157,6 @@ class LoopbackTransport(Transport):
     def new_reach(self) -> Reach:
         return _ThreadReach(self)
 
-    def common(self, elems: int, dtype: Any) -> Array:
-        """Return one array for all threads."""
-        posted = self.meet(np.empty(elems, dtype) if self.rank == 0 else None)
-        result = posted[0][:]  # a view: each rank makes its own read-only
-        self.leave()
-        return result
-
     def all_gather_v(self, send: Array, recv: Array, counts: Sequence[int], displs: Sequence[int]) -> None:
         own = recv[displs[self.rank] : displs[self.rank] + counts[self.rank]]
         for peer, data in enumerate(self.meet(check.apart(send, recv, own))):
@@ -250,9 +243,6 @@ class _ThreadReach(Reach):
 
     def barrier(self) -> None:
         self._over.barrier()
-
-    def common(self, elems: int, dtype: Any) -> Array:
-        return self._over.common(elems, dtype)
 
 
 class _Posted(Published):

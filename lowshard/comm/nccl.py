@@ -401,18 +401,6 @@ class NCCLTransport(Transport):
             at, count = self._binding.pointer(buf), buf.size * wire.per_elem
             self._call(self._handle.broadcast, at, at, count, wire.code, root, self._stream())
 
-    def gather(self, send: Array, recv: Array | None, root: int) -> None:
-        if recv is None:
-            self.send(send, root)
-        else:
-            super().gather(send, recv, root)
-
-    def scatter(self, send: Array | None, recv: Array, root: int) -> None:
-        if send is None:
-            self.recv(recv, root)
-        else:
-            super().scatter(send, recv, root)
-
     def send(self, buf: Array, dst: int) -> None:
         self._message_of(self._handle.send, buf, dst)
 

@@ -79,13 +79,6 @@ class Reach:
         Collective: all peers call this.
         """
 
-    def common(self, elems: int, dtype: Any) -> Array | None:
-        """Return one array for all peers, or None where ranks share no memory.
-
-        Collective: all peers call this.
-        """
-        return None
-
     def pid(self, rank: int) -> int:
         """Return the process of a peer, where peers `crosses`."""
         raise NotImplementedError(f"rank {rank} is out of reach")

@@ -230,31 +230,6 @@ class StagedTransport(Transport):
 
         self._slots.run(map(round_from, range(0, longest, chunk)), "all_to_all")
 
-    def broadcast(self, buf: Array, root: int) -> None:
-        chunk, whole, mine = self._chunk(buf.dtype, 1), _RowsInSlot(buf), self.rank == root
-        self._by_pieces(
-            "broadcast", buf.dtype, _cuts(buf.size, chunk), lambda one, _: self.host.broadcast(one, root),
-            whole if mine else None, None if mine else whole,
-        )  # fmt: skip
-
-    def gather(self, send: Array, recv: Array | None, root: int) -> None:
-        chunk = self._chunk(send.dtype, self.size + 1)
-
-        def work(one: np.ndarray, others: np.ndarray) -> None:
-            self.host.gather(one, None if recv is None else others, root)
-
-        rows = None if recv is None else _RowsInSlot(recv, self.size, 1)
-        self._by_pieces("gather", send.dtype, _cuts(send.size, chunk), work, _RowsInSlot(send), rows)
-
-    def scatter(self, send: Array | None, recv: Array, root: int) -> None:
-        chunk = self._chunk(recv.dtype, self.size + 1)
-
-        def work(one: np.ndarray, others: np.ndarray) -> None:
-            self.host.scatter(None if send is None else others, one, root)
-
-        rows = None if send is None else _RowsInSlot(send, self.size, 1)
-        self._by_pieces("scatter", recv.dtype, _cuts(recv.size, chunk), work, rows, _RowsInSlot(recv))
-
     def send(self, buf: Array, dst: int) -> None:
         self._message("send", buf, lambda one, _: self.host.send(one, dst), to_host=True)
 

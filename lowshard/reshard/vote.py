@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from operator import index
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -16,6 +17,8 @@ from lowshard.comm.communicator import Communicator
 from lowshard.errors import PlanError
 
 _COMMIT, _ABORT = 1, 2
+_words: WeakKeyDictionary[Communicator, list[Any]] = WeakKeyDictionary()
+"""Kept as long as the communicator is."""
 
 
 class Vote:
@@ -26,11 +29,14 @@ class Vote:
         self._word: Any = None
         if len(control.reach.peers) == 1:
             return
-        # Each rank lets go of it with its own Vote: a rank that is late to decide still finds the word.
+        mine = control.empty(1, np.int64)
+        mine[0] = 0
+        # A rank that is late to decide still finds the word of the first.
+        _words.setdefault(control, []).append(mine)
         with control.turn("Refit"):
-            self._word = control.reach.common(1, np.dtype(np.int64))
-            self._word[...] = 0
-            control.reach.barrier()  # nobody decides before all have cleared it
+            first = control.reach.publish([mine]).view(control.reach.peers[0])
+        assert first is not None
+        self._word = first.view(np.int64)
         from lowshard.reshard.atomic_word import compare_swap
 
         self._swap = compare_swap()
