@@ -47,8 +47,8 @@ def pieces(buf: Array) -> list[Array]:
 class _Room:
     """Memory for a short message or a note."""
 
-    def __init__(self, byte: Any) -> None:
-        self.memory = np.zeros(NOTE_BYTES, np.uint8)
+    def __init__(self, byte: Any, status: Any) -> None:
+        self.memory, self.status = np.zeros(NOTE_BYTES, np.uint8), status
         self.spec = [self.memory, byte]
         self.address = self.memory.ctypes.data
         self.note = self.memory[:16].view(np.int64)  # of a long message: its bytes, their tag
@@ -113,19 +113,20 @@ class MessageWork:
     def __init__(self, box: Mailbox, sends: bool, buf: Array, peer: int) -> None:
         self._box, self.sends, self._buf, self.peer = box, sends, buf, peer
         self.is_long = buf.nbytes > SHORT_BYTES
-        if sends and not self.is_long:
+        if not sends:
+            rooms = box.rooms
+            self._room = room = rooms.pop() if rooms else _Room(box.byte, box.new_status())
+            self._requests = [box.irecv(room.spec, box.ranks[peer], box.tag)]
+        elif not self.is_long:
+            # mpi4py does not know the dtypes of ml_dtypes.
             raw = buf if buf.dtype.kind in "fiu" else buf.view(np.uint8)
             self._requests = [box.isend([raw, box.byte], box.ranks[peer], box.tag)]
-            return
-        rooms = box.post.rooms
-        self._room = room = rooms.pop() if rooms else _Room(box.byte)
-        if not sends:
-            self._status = box.new_status()
-            self._requests = [box.irecv(room.spec, box.ranks[peer], box.tag)]
-            return
-        tag = 2 * (next(box.post.numbers) % _LONG_TAGS) + 1
-        room.note[:] = buf.nbytes, tag
-        self._requests = [box.isend(room.spec, box.ranks[peer], box.tag), *box.send_pieces(buf, peer, tag)]
+        else:
+            tag = 2 * (next(box.post.numbers) % _LONG_TAGS) + 1
+            note = np.zeros(NOTE_BYTES, np.uint8)
+            note.view(np.int64)[:2] = buf.nbytes, tag
+            self._requests = [box.isend([note, box.byte], box.ranks[peer], box.tag)]
+            self._requests += box.send_pieces(buf, peer, tag)
 
     def advance(self) -> bool:
         """Let it go on, and say whether it has ended."""
@@ -137,22 +138,24 @@ class MessageWork:
             return self.ended or self._advance()
 
     def _advance(self) -> bool:
-        if self._room is not None and not self.sends:
-            if not self._requests[0].Test(self._status):
+        room, requests = self._room, self._requests
+        if room is not None:
+            if not requests[0].Test(room.status):
                 return False
-            self._requests = []
-            self._take(self._room, self._status.Get_count(self._box.byte))
-        requests = self._requests
+            self._room, self._requests = None, []
+            requests = self._take(room, room.status.Get_count(self._box.byte))
         while requests and requests[-1].Test():
             requests.pop()
-        if not requests:
-            self.end(self._error)
-        return self.ended
+        if requests:
+            return False
+        self.end(self._error)
+        return True
 
-    def _take(self, room: _Room, came: int) -> None:
-        """Take a short message out of its room, or ask for the bytes of a long one."""
-        box, buf, is_note = self._box, self._buf, came == NOTE_BYTES
-        came, tag = map(int, room.note) if is_note else (came, 0)
+    def _take(self, room: _Room, came: int) -> list[Any]:
+        """Take a short message out of its room, or ask for the bytes of a long one: their requests."""
+        box, buf, is_note, tag = self._box, self._buf, came == NOTE_BYTES, 0
+        if is_note:
+            came, tag = room.note.tolist()
         if came != buf.nbytes:
             text = f"recv: rank {self.peer} sent {came} bytes, this rank expects {buf.nbytes}"
             self._error = BufferMismatchError(text)
@@ -161,13 +164,11 @@ class MessageWork:
             self._requests = box.receive_pieces(buf, self.peer, tag)
         elif self._error is None:
             ctypes.memmove(box.address_of(buf), room.address, came)
-        self._room = None
-        box.post.rooms.append(room)
+        box.rooms.append(room)
+        return self._requests
 
     def end(self, error: LowshardError | None) -> None:
         """Note the end; the buffer is free."""
-        if self.sends and self._room is not None:
-            self._box.post.rooms.append(self._room)
         self.ended, self._error, self._buf, self._room = True, error, None, None
         if error is not None and self.failure is not None:
             self.failure.add(self, error)
@@ -181,7 +182,6 @@ class MessageWork:
             if not self.sends and not self._box.is_over():
                 for request in self._requests:
                     request.Cancel()
-            self._room = None
             self.end(error)
 
     @property
@@ -233,7 +233,7 @@ class Mailbox:
         """The group's ranks as ranks of the side channel."""
         self.post = Post(mpi, mpi_comm) if post is None else post
         self.byte, self.new_status, self.address_of = mpi.BYTE, mpi.Status, mpi.Get_address
-        self.isend, self.irecv = mpi_comm.Isend, mpi_comm.Irecv
+        self.isend, self.irecv, self.rooms = mpi_comm.Isend, mpi_comm.Irecv, self.post.rooms
         self._started: list[MessageWork] = []
         self._prune_from = _KEPT
 
@@ -305,9 +305,11 @@ class Mailbox:
     def run_all(self, messages: Iterable[tuple[bool, Array, int]]) -> None:
         """Start messages, (sends, buffer, peer) each, and wait for all of them.
 
-        One of another length is told of when the others have ended.
+        Short ones have been sent before any is received: what is sent may be received over. One of another length is
+        told of when the others have ended.
         """
         works = [MessageWork(self, *message) for message in messages]
+        self.await_all([work for work in works if work.sends and not work.is_long])
         self.await_all(works)
         for work in works:
             if work._error is not None:
@@ -398,7 +400,8 @@ class ByMailbox:
 
     def run_batch(self, front: Front, batch: Sequence[tuple[Call, Array, int]]) -> None:
         """Start all sends and recvs of a group, then wait for them."""
-        batch = sent_apart(batch)
+        if any(buf.nbytes > SHORT_BYTES for _, buf, _ in batch):
+            batch = sent_apart(batch)
         self.mailbox.run_all([(call.name == "send", buf, peer) for call, buf, peer in batch])
 
     def settle(self) -> None:
