@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any
 
@@ -44,11 +44,16 @@ def pieces(buf: Array) -> list[Array]:
     return [raw[at : at + PIECE_BYTES] for at in range(0, raw.size, PIECE_BYTES)]
 
 
+def _raw(buf: Array) -> Array:
+    """Return a flat buffer as mpi4py takes it, which does not know the dtypes of ml_dtypes."""
+    return buf if buf.dtype.kind in "fiu" else buf.view(np.uint8)
+
+
 class _Room:
     """Memory for a short message or a note."""
 
-    def __init__(self, byte: Any) -> None:
-        self.memory = np.zeros(NOTE_BYTES, np.uint8)
+    def __init__(self, byte: Any, status: Any) -> None:
+        self.memory, self.status = np.zeros(NOTE_BYTES, np.uint8), status
         self.spec = [self.memory, byte]
         self.address = self.memory.ctypes.data
         self.note = self.memory[:16].view(np.int64)  # of a long message: its bytes, their tag
@@ -108,24 +113,12 @@ class MessageWork:
     ended = told = False
     failure: FirstFailure | None = None
     _error: LowshardError | None = None
-    _room: _Room | None = None
 
-    def __init__(self, box: Mailbox, sends: bool, buf: Array, peer: int) -> None:
+    def __init__(
+        self, box: Mailbox, sends: bool, buf: Array, peer: int, requests: list[Any], room: _Room | None = None
+    ) -> None:  # fmt: skip
         self._box, self.sends, self._buf, self.peer = box, sends, buf, peer
-        self.is_long = buf.nbytes > SHORT_BYTES
-        if sends and not self.is_long:
-            raw = buf if buf.dtype.kind in "fiu" else buf.view(np.uint8)
-            self._requests = [box.isend([raw, box.byte], box.ranks[peer], box.tag)]
-            return
-        rooms = box.post.rooms
-        self._room = room = rooms.pop() if rooms else _Room(box.byte)
-        if not sends:
-            self._status = box.new_status()
-            self._requests = [box.irecv(room.spec, box.ranks[peer], box.tag)]
-            return
-        tag = 2 * (next(box.post.numbers) % _LONG_TAGS) + 1
-        room.note[:] = buf.nbytes, tag
-        self._requests = [box.isend(room.spec, box.ranks[peer], box.tag), *box.send_pieces(buf, peer, tag)]
+        self._requests, self._room, self.is_long = requests, room, buf.nbytes > SHORT_BYTES
 
     def advance(self) -> bool:
         """Let it go on, and say whether it has ended."""
@@ -137,22 +130,25 @@ class MessageWork:
             return self.ended or self._advance()
 
     def _advance(self) -> bool:
-        if self._room is not None and not self.sends:
-            if not self._requests[0].Test(self._status):
+        room, requests = self._room, self._requests
+        if room is not None:
+            if not requests[0].Test(room.status):
                 return False
-            self._requests = []
-            self._take(self._room, self._status.Get_count(self._box.byte))
-        requests = self._requests
+            requests = self.take(room)
         while requests and requests[-1].Test():
             requests.pop()
-        if not requests:
-            self.end(self._error)
-        return self.ended
+        if requests:
+            return False
+        self.end(self._error)
+        return True
 
-    def _take(self, room: _Room, came: int) -> None:
-        """Take a short message out of its room, or ask for the bytes of a long one."""
-        box, buf, is_note = self._box, self._buf, came == NOTE_BYTES
-        came, tag = map(int, room.note) if is_note else (came, 0)
+    def take(self, room: _Room) -> list[Any]:
+        """Take a short message out of its room, or ask for the bytes of a long one: their requests."""
+        box, buf, came, tag = self._box, self._buf, room.status.Get_count(self._box.byte), 0
+        is_note = came == NOTE_BYTES
+        self._room, self._requests = None, []
+        if is_note:
+            came, tag = room.note.tolist()
         if came != buf.nbytes:
             text = f"recv: rank {self.peer} sent {came} bytes, this rank expects {buf.nbytes}"
             self._error = BufferMismatchError(text)
@@ -161,13 +157,11 @@ class MessageWork:
             self._requests = box.receive_pieces(buf, self.peer, tag)
         elif self._error is None:
             ctypes.memmove(box.address_of(buf), room.address, came)
-        self._room = None
-        box.post.rooms.append(room)
+        box.rooms.append(room)
+        return self._requests
 
     def end(self, error: LowshardError | None) -> None:
         """Note the end; the buffer is free."""
-        if self.sends and self._room is not None:
-            self._box.post.rooms.append(self._room)
         self.ended, self._error, self._buf, self._room = True, error, None, None
         if error is not None and self.failure is not None:
             self.failure.add(self, error)
@@ -181,7 +175,6 @@ class MessageWork:
             if not self.sends and not self._box.is_over():
                 for request in self._requests:
                     request.Cancel()
-            self._room = None
             self.end(error)
 
     @property
@@ -195,7 +188,7 @@ class MessageWork:
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait for the end; see `Work.wait`."""
-        timeout_s = wait_s(timeout_s)
+        timeout_s = None if timeout_s is None else wait_s(timeout_s)
         if not self.advance():
             try:
                 self._box.await_all([self], timeout_s)
@@ -205,6 +198,21 @@ class MessageWork:
         if self._error is not None:
             self.told = True
             raise self._error
+
+
+class _Sent:
+    """A message that has gone."""
+
+    def done(self) -> bool:
+        """Say that it has ended."""
+        return True
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Return at once."""
+        wait_s(timeout_s)
+
+
+_SENT = _Sent()
 
 
 class Mailbox:
@@ -233,7 +241,8 @@ class Mailbox:
         """The group's ranks as ranks of the side channel."""
         self.post = Post(mpi, mpi_comm) if post is None else post
         self.byte, self.new_status, self.address_of = mpi.BYTE, mpi.Status, mpi.Get_address
-        self.isend, self.irecv = mpi_comm.Isend, mpi_comm.Irecv
+        self.isend, self.irecv, self.rooms = mpi_comm.Isend, mpi_comm.Irecv, self.post.rooms
+        self._testall, self._any_status = mpi.Request.Testall, mpi.Status()
         self._started: list[MessageWork] = []
         self._prune_from = _KEPT
 
@@ -282,17 +291,38 @@ class Mailbox:
         """Start to receive them."""
         return [self.irecv([part, self.byte], self.ranks[src], tag) for part in pieces(buf)]
 
+    def _begin(self, sends: bool, buf: Array, peer: int) -> MessageWork:
+        mpi_peer, tag, byte = self.ranks[peer], self.tag, self.byte
+        if not sends:
+            room = self._room()
+            return MessageWork(self, sends, buf, peer, [self.irecv(room.spec, mpi_peer, tag)], room)
+        if buf.nbytes <= SHORT_BYTES:
+            return MessageWork(self, sends, buf, peer, [self.isend([_raw(buf), byte], mpi_peer, tag)])
+        note, long_tag = np.zeros(NOTE_BYTES, np.uint8), 2 * (next(self.post.numbers) % _LONG_TAGS) + 1
+        note.view(np.int64)[:2] = buf.nbytes, long_tag
+        requests = [self.isend([note, byte], mpi_peer, tag), *self.send_pieces(buf, peer, long_tag)]
+        return MessageWork(self, sends, buf, peer, requests)
+
+    def _room(self) -> _Room:
+        return self.rooms.pop() if self.rooms else _Room(self.byte, self.new_status())
+
     def run(self, sends: bool, buf: Array, peer: int) -> None:
         """Send or receive, and wait."""
-        work = MessageWork(self, sends, buf, peer)
+        work = self._begin(sends, buf, peer)
         if not work.advance():
             self.await_all([work])
         if work._error is not None:
             raise work._error
 
-    def start(self, sends: bool, buf: Array, peer: int, failure: FirstFailure) -> MessageWork:
+    def start(self, sends: bool, buf: Array, peer: int, failure: FirstFailure) -> Work:
         """Start a message; `failure` keeps its error."""
-        work = MessageWork(self, sends, buf, peer)
+        if sends and buf.nbytes <= SHORT_BYTES:
+            request = self.isend([_raw(buf), self.byte], self.ranks[peer], self.tag)
+            if request.Test():
+                return _SENT
+            work = MessageWork(self, sends, buf, peer, [request])
+        else:
+            work = self._begin(sends, buf, peer)
         work.failure = failure
         self._started.append(work)
         if len(self._started) > self._prune_from:
@@ -302,16 +332,69 @@ class Mailbox:
             self.post.add(work)
         return work
 
-    def run_all(self, messages: Iterable[tuple[bool, Array, int]]) -> None:
+    def run_all(self, messages: Sequence[tuple[bool, Array, int]]) -> None:
         """Start messages, (sends, buffer, peer) each, and wait for all of them.
 
         One of another length is told of when the others have ended.
         """
-        works = [MessageWork(self, *message) for message in messages]
+        if all(buf.nbytes <= SHORT_BYTES for _, buf, _ in messages):
+            self._run_short(messages)
+            return
+        works = [self._begin(*message) for message in messages]
         self.await_all(works)
         for work in works:
             if work._error is not None:
                 raise work._error
+
+    def _run_short(self, messages: Sequence[tuple[bool, Array, int]]) -> None:
+        """As `run_all`, of short ones: they come out of their rooms when all is sent, and may be received over that."""
+        requests, taken = [], []
+        rooms, ranks, tag, byte = self.rooms, self.ranks, self.tag, self.byte
+        for sends, buf, peer in messages:
+            if sends:
+                requests.append(self.isend([_raw(buf), byte], ranks[peer], tag))
+        sent = len(requests)
+        for sends, buf, peer in messages:
+            if not sends:
+                room = self._room()
+                requests.append(self.irecv(room.spec, ranks[peer], tag))
+                taken.append((room, buf, peer))
+        statuses = [self._any_status] * sent + [room.status for room, _, _ in taken]
+        testall = self._testall
+        if not testall(requests, statuses):
+            peers = [peer for sends, _, peer in messages if sends] + [peer for _, _, peer in taken]
+            self._await_short(requests, statuses, peers, [room for room, _, _ in taken])
+        error = None
+        for room, buf, peer in taken:
+            came = room.status.Get_count(byte)
+            if came == buf.nbytes:
+                ctypes.memmove(self.address_of(buf), room.address, came)
+                rooms.append(room)
+            else:
+                work = MessageWork(self, False, buf, peer, [])
+                work.take(room)
+                self.await_all([work])
+                error = error or work._error
+        if error is not None:
+            raise error
+
+    def _await_short(
+        self, requests: list[Any], statuses: list[Any], peers: list[int], rooms: list[_Room]
+    ) -> None:
+        def ended() -> bool:
+            self.post.push()
+            return bool(self._testall(requests, statuses))
+
+        def missing() -> list[int]:
+            return sorted({peer for one, peer in zip(requests, peers, strict=True) if not one.Get_status()})
+
+        try:
+            self.lookout.wait(ended, f"a message of rank {self.rank}", missing, self.timeout_s, self.watched)
+        except CommError:
+            self.post.abandoned.append((requests, rooms))
+            for request in requests[-len(rooms) :] if rooms and not self.is_over() else []:
+                request.Cancel()
+            raise
 
     def await_all(self, works: Sequence[MessageWork], timeout_s: float | None = None) -> None:
         """Return when all have ended, whatever the end, or raise why they have not.
@@ -398,7 +481,8 @@ class ByMailbox:
 
     def run_batch(self, front: Front, batch: Sequence[tuple[Call, Array, int]]) -> None:
         """Start all sends and recvs of a group, then wait for them."""
-        batch = sent_apart(batch)
+        if any(buf.nbytes > SHORT_BYTES for _, buf, _ in batch):
+            batch = sent_apart(batch)
         self.mailbox.run_all([(call.name == "send", buf, peer) for call, buf, peer in batch])
 
     def settle(self) -> None:
