@@ -245,7 +245,7 @@ def different_calls_are_a_mismatch_before_any_part_begins() -> None:
 
 def a_rank_that_does_not_come_is_named_as_all_know_it() -> None:
     late = N - 1
-    os.environ["LOWSHARD_WATCH"] = "off"  # which would end the job
+    os.environ["LOWSHARD_ON_FAILURE"] = "raise"  # which would end the job
     comm = lc.from_mpi(WORLD, "cpu", timeout_s=2.0)
     comm._transport.check = "off"
     if late != RANK:

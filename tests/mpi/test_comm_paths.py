@@ -147,7 +147,10 @@ def test_memory_that_does_not_come_whole_ends_the_wait_by_its_deadline(call: str
 @pytest.mark.full_only
 @pytest.mark.parametrize("path", mode.sample(["window", "mpi"], 1, "absent"))
 def test_a_rank_that_stays_away_is_missed_in_time_on_every_call(path: str) -> None:
-    env = {"LOWSHARD_CPU_PATH": path, "LOWSHARD_WATCH": "off"}  # which ends a job after the first time-out
+    env = {
+        "LOWSHARD_CPU_PATH": path,
+        "LOWSHARD_ON_FAILURE": "raise",
+    }  # which ends a job after the first time-out
     ended = start_ranks(HERE / "run_absent.py", 3, ["late"], ABSENT_LIMIT_S, env=env)
     found = {name: rows for name, rows in map(json.loads, ended.stdout.splitlines())}
     assert len(found) == 14, ended.text
