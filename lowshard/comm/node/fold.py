@@ -31,9 +31,9 @@ from lowshard.comm.node.meeting import (
 )
 from lowshard.compiled.emitted import copy_bytes
 
-PART, EVERYWHERE, OWN_PART, TO_ROOT = range(4)
+PART, EVERYWHERE, TO_ROOT = range(3)
 """Where a fold's result goes: this rank's part to itself (reduce_scatter); everything to all ranks, each folding a part
-that the others fetch; each part to its place in memory that all ranks see; each part to its place in the root's."""
+that the others fetch; each part to its place in the root's."""
 
 
 @inner

@@ -149,14 +149,6 @@ def let_go_with(owner: object, address: int, user: int) -> Callable[[], Any]:
     return done
 
 
-def shared_array(address: int, block: int, user: int, count: int, dtype: np.dtype[Any]) -> np.ndarray:
-    """Return an array over a part of a lent block, which this rank lets go of with the last array over it."""
-    owner = (ctypes.c_uint8 * max(1, count * dtype.itemsize)).from_address(address)
-    let_go_with(owner, block, user)
-    whole: np.ndarray = np.ctypeslib.as_array(owner)[: count * dtype.itemsize]
-    return whole.view(dtype)
-
-
 def _let_go(address: int, pid: int) -> None:
     if os.getpid() == pid:  # a forked child has copies of what its parent still uses
         ctypes.c_int64.from_address(address).value = 1

@@ -54,11 +54,6 @@ class NodeReach(Reach):
         """Return once all peers have come."""
         self._over.barrier()
 
-    def common(self, elems: int, dtype: Any) -> Array:
-        """Return one array for all peers; the first one's arena has it."""
-        found: Array = self._over.common(elems, dtype)
-        return found
-
     def pid(self, rank: int) -> int:
         """Return the process of a peer."""
         return int(self._memory.pids[self._members[rank]])

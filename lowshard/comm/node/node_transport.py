@@ -19,11 +19,11 @@ from lowshard.comm.call_comparison import STEP_SIGNATURE, differ_in_counts
 from lowshard.comm.messages import ByMailbox, Mailbox
 from lowshard.comm.node.arena import Block
 from lowshard.comm.node.combine import HALVES, NATIVE, OPS, recipe_of
-from lowshard.comm.node.fold import EVERYWHERE, OWN_PART, PART, TO_ROOT
+from lowshard.comm.node.fold import EVERYWHERE, PART, TO_ROOT
 from lowshard.comm.node.fold_views import fold_views, may_fold
 from lowshard.comm.node.meeting import DIFFERENT, OK, UNEQUAL
 from lowshard.comm.node.node_group import NodeGroup, address_of, lend_group
-from lowshard.comm.node.node_memory import NodeMemory, head_bytes, shared_array
+from lowshard.comm.node.node_memory import NodeMemory
 from lowshard.comm.node.node_reach import NodeReach
 from lowshard.comm.transport import Planner, Run, Transport
 from lowshard.comm.wait_guard import names_of
@@ -337,7 +337,7 @@ class NodeTransport(ByMailbox, Transport):
         item, most = dtype.itemsize, self.shared.slot_bytes
         send_bytes, in_place = rows * elems * item, -row * elems * item
         last = self.size if op == "avg" else 1, self.shared.steps_at[order], recipe
-        is_straight = self._crosses and (send_bytes > most or mode == OWN_PART)
+        is_straight = self._crosses and send_bytes > most
         chunk = max(1, min(elems, most // (rows * item)))
 
         def run(send: Array, recv: Array | None) -> None:
@@ -356,26 +356,6 @@ class NodeTransport(ByMailbox, Transport):
 
         return self._checked(call, run)
 
-    # ---- results that the ranks share
-
-    def common(self, elems: int, dtype: Any) -> Array:
-        """Return an array at one place in memory for all ranks; the first rank's arena has it."""
-        lent = Lent(lambda: self._memory.lend(elems * dtype.itemsize, self.size) if self.rank == 0 else None)
-        segment, offset = lent.facts_of(self)[0]
-        at = self._memory.address(self.shared.members[0], segment, offset)
-        return shared_array(at + head_bytes(self.size), at, self.rank, elems, dtype)
-
-    def _shared_all_reduce(self, call: Call, send: Array, op: str, order: str) -> Array | None:
-        if not self._crosses:
-            return None
-        run = self._folded(_step(call.name), send.dtype, send.size, op, order, send.nbytes, OWN_PART, False)
-        if run is None:
-            return None
-        self.verify(call)
-        result = self.common(send.size, send.dtype)
-        run(send, result)
-        return result
-
     plans: ClassVar[Mapping[str, Planner]] = {
         "all_gather": _plan_all_gather,
         "all_gather_v": _plan_all_gather_v,
@@ -389,7 +369,6 @@ class NodeTransport(ByMailbox, Transport):
         "reduce": _plan_reduce,
         "barrier": _plan_barrier,
     }
-    shared_plans: ClassVar[Mapping[str, Planner]] = {"all_reduce": _shared_all_reduce}
 
     # ---- groups and life
 
