@@ -31,7 +31,6 @@ class Asked(NamedTuple):
     Attributes:
         dtype: of the elements.
         elems: that the plan is made for.
-        recv_elems: elements of the buffer that is written; 0 for none.
         sent_bytes: of this rank's elements that other ranks get, once for each of them.
         received_bytes: of others' that this rank gets.
         detail: what the plan takes beside; None where it is what the caller gave.
@@ -39,7 +38,6 @@ class Asked(NamedTuple):
 
     dtype: Any
     elems: int
-    recv_elems: int
     sent_bytes: int
     received_bytes: int
     detail: tuple[Any, ...] | None = None
@@ -117,7 +115,7 @@ def _check_all_gather(t: Transport, send: Array, recv: Array | None) -> Asked:
     whole = s.size * t.size
     check.need(r.size == whole, "all_gather", "recv holds size x send elements", whole, r.size)
     moved = s.nbytes * (t.size - 1)
-    return Asked(s.dtype, s.size, r.size, moved, moved)
+    return Asked(s.dtype, s.size, moved, moved)
 
 
 def _check_all_gather_v(
@@ -130,7 +128,7 @@ def _check_all_gather_v(
     check.need(s.size == own, "all_gather_v", rule, own, s.size)
     check.apart_in_recv(counts, displs)
     moved = (sum(counts) - s.size) * s.itemsize
-    return Asked(s.dtype, s.size, r.size, s.nbytes * (t.size - 1), moved, (counts, displs))
+    return Asked(s.dtype, s.size, s.nbytes * (t.size - 1), moved, (counts, displs))
 
 
 def _check_all_to_all(t: Transport, send: Array, recv: Array) -> Asked:
@@ -141,7 +139,7 @@ def _check_all_to_all(t: Transport, send: Array, recv: Array) -> Asked:
         f"elements divide by size {t.size} (else use all_to_all_v)", f"a multiple of {t.size}", s.size,
     )  # fmt: skip
     moved = s.nbytes - s.nbytes // t.size
-    return Asked(s.dtype, s.size, r.size, moved, moved)
+    return Asked(s.dtype, s.size, moved, moved)
 
 
 def _check_all_to_all_v(
@@ -157,7 +155,7 @@ def _check_all_to_all_v(
     check.apart_in_recv(rc, rd)
     own = sc[t.rank]
     sent, received = (sum(sc) - own) * s.itemsize, (sum(rc) - own) * r.itemsize
-    return Asked(s.dtype, s.size, r.size, sent, received, (sc, sd, rc, rd))
+    return Asked(s.dtype, s.size, sent, received, (sc, sd, rc, rd))
 
 
 def _check_broadcast(t: Transport, send: Array | None, recv: Array | None, root: int) -> Asked:
@@ -165,7 +163,7 @@ def _check_broadcast(t: Transport, send: Array | None, recv: Array | None, root:
     mine = t.rank == root
     b = t.buffers.flat(send if mine else recv, "buf", writes=not mine)
     sent, received = (b.nbytes * (t.size - 1), 0) if mine else (0, b.nbytes)
-    return Asked(b.dtype, b.size, 0 if mine else b.size, sent, received)
+    return Asked(b.dtype, b.size, sent, received)
 
 
 def _check_gather(t: Transport, send: Array, recv: Array | None, root: int) -> Asked:
@@ -173,7 +171,7 @@ def _check_gather(t: Transport, send: Array, recv: Array | None, root: int) -> A
     is_rank(t, root)
     r = _at_root(t, recv, "recv", root, s, s.size * t.size)
     moved = (s.nbytes, 0) if r is None else (0, s.nbytes * (t.size - 1))
-    return Asked(s.dtype, s.size, 0 if r is None else r.size, *moved)
+    return Asked(s.dtype, s.size, *moved)
 
 
 def _check_scatter(t: Transport, send: Array | None, recv: Array, root: int) -> Asked:
@@ -181,7 +179,7 @@ def _check_scatter(t: Transport, send: Array | None, recv: Array, root: int) -> 
     is_rank(t, root)
     s = _at_root(t, send, "send", root, r, r.size * t.size)
     moved = (0, r.nbytes) if s is None else (r.nbytes * (t.size - 1), 0)
-    return Asked(r.dtype, r.size, r.size, *moved)
+    return Asked(r.dtype, r.size, *moved)
 
 
 def _check_all_reduce(t: Transport, send: Array, recv: Array | None, op: str, order: str) -> Asked:
@@ -189,7 +187,7 @@ def _check_all_reduce(t: Transport, send: Array, recv: Array | None, op: str, or
     check.reducible(s, op, order)
     check.need(r.size == s.size, "all_reduce", "recv holds as many elements as send", s.size, r.size)
     moved = _reduced_bytes(t, s)
-    return Asked(s.dtype, s.size, r.size, moved, moved)
+    return Asked(s.dtype, s.size, moved, moved)
 
 
 def _check_reduce_scatter(t: Transport, send: Array, recv: Array, op: str, order: str) -> Asked:
@@ -198,7 +196,7 @@ def _check_reduce_scatter(t: Transport, send: Array, recv: Array, op: str, order
     whole = r.size * t.size
     check.need(s.size == whole, "reduce_scatter", "send holds size x recv elements", whole, s.size)
     moved = r.nbytes * (t.size - 1)
-    return Asked(s.dtype, r.size, r.size, moved, moved)
+    return Asked(s.dtype, r.size, moved, moved)
 
 
 def _check_reduce(t: Transport, send: Array, recv: Array | None, op: str, root: int, order: str) -> Asked:
@@ -210,7 +208,7 @@ def _check_reduce(t: Transport, send: Array, recv: Array | None, op: str, root: 
     out, back = (s.size - own) * s.itemsize, own * s.itemsize
     sent = out if r is not None else out + back
     received = back * (t.size - 1) + (out if r is not None else 0)
-    return Asked(s.dtype, s.size, 0 if r is None else r.size, sent, received)
+    return Asked(s.dtype, s.size, sent, received)
 
 
 def _is_peer(t: Transport, peer: int, name: str) -> None:
@@ -229,24 +227,24 @@ def _is_peer(t: Transport, peer: int, name: str) -> None:
 def _check_send(t: Transport, send: Array, recv: None, dst: int) -> Asked:
     s = t.buffers.flat(send, "buf")
     _is_peer(t, dst, "dst")
-    return Asked(s.dtype, s.size, 0, s.nbytes, 0)
+    return Asked(s.dtype, s.size, s.nbytes, 0)
 
 
 def _check_recv(t: Transport, send: None, recv: Array, src: int) -> Asked:
     r = t.buffers.flat(recv, "buf", writes=True)
     _is_peer(t, src, "src")
-    return Asked(r.dtype, r.size, r.size, 0, r.nbytes)
+    return Asked(r.dtype, r.size, 0, r.nbytes)
 
 
 def _check_send_recv(t: Transport, send: Array, recv: Array, dst: int, src: int) -> Asked:
     s, r = t.buffers.flat(send, "send"), t.buffers.flat(recv, "recv", writes=True)
     _is_peer(t, dst, "dst")
     _is_peer(t, src, "src")
-    return Asked(s.dtype, s.size, r.size, s.nbytes, r.nbytes)
+    return Asked(s.dtype, s.size, s.nbytes, r.nbytes)
 
 
 def _check_barrier(t: Transport, send: None, recv: None) -> Asked:
-    return Asked(None, 0, 0, 0, 0)
+    return Asked(None, 0, 0, 0)
 
 
 def _reduced_bytes(t: Transport, s: Array) -> int:

@@ -6,9 +6,8 @@ import atexit
 import queue
 import sys
 import threading
-import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
@@ -237,14 +236,6 @@ class Worker:
                 if self._queue.empty():
                     self._thread = None
                     return
-
-
-def wait_all(works: Sequence[Work], timeout_s: float | None = None) -> None:
-    """Wait for several works, within one time for all of them."""
-    timeout_s = wait_s(timeout_s)
-    end_s = None if timeout_s is None else time.monotonic() + timeout_s
-    for work in works:
-        work.wait(None if end_s is None else max(0.0, end_s - time.monotonic()))
 
 
 def _nothing() -> None:

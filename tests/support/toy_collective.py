@@ -22,7 +22,7 @@ def _check(t: Transport, send: Any, recv: Any, by: int) -> Asked:
     if type(by) is not int:
         raise CommError(f"shift goes by a number of ranks, got {by!r}")
     moved = s.nbytes if by % t.size else 0
-    return Asked(s.dtype, s.size, r.size, moved, moved)
+    return Asked(s.dtype, s.size, moved, moved)
 
 
 def shift_plan(t: Transport, call: Call, dtype: Any, elems: int, by: int) -> Run:
