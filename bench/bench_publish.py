@@ -34,7 +34,7 @@ from lowshard.bench.bench_report import Beside, Limit, Report, Row, Spread
 from lowshard.bench.bench_world import Progress, job_size
 from lowshard.bench.machine import facts
 from lowshard.bench.turn_timing import Runner, ToldClock, take_turns
-from lowshard.checkpoint.crc import crc32
+from lowshard.checkpoint.catalog import crc32
 from lowshard.errors import LowshardError, VerificationError
 from lowshard.layout import Layout
 from lowshard.mesh import DeviceMesh

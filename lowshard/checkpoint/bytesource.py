@@ -24,9 +24,8 @@ from lowshard.box import (
     strides_of,
     volume,
 )
-from lowshard.checkpoint.catalog import Catalog, StoredPart
+from lowshard.checkpoint.catalog import Catalog, StoredPart, Tally, crc32
 from lowshard.checkpoint.checkpoint_index import INDEX_NAME, read_index
-from lowshard.checkpoint.crc import Tally, crc32
 from lowshard.checkpoint.header import open_for_reading, stamp_of
 from lowshard.errors import CheckpointError
 from lowshard.kernels.bit_sums import content_sum

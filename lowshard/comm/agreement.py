@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
 from itertools import accumulate
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 from weakref import WeakKeyDictionary
@@ -70,7 +71,9 @@ class collective_step:
         path: object = None, meets: bool = False, once: bool = False,
     ) -> None:  # fmt: skip
         self._comm = None if comm is None else control_of(comm)
-        self._what = instance(what, str, "what is the name of a call, a text", CommError)
+        if not isinstance(what, str):
+            raise CommError(f"what is the name of a call, a text, got {brief(what)}")
+        self._what = what
         self.digest, self.said, self._path, self._meets, self._once = digest, said, path, meets, once
         self.error: Exception | None = None
 
@@ -93,7 +96,8 @@ class collective_step:
             return
         error, what = raised if self.error is None else self.error, self._what
         if self._path is not None and isinstance(error, OSError) and not isinstance(error, LowshardError):
-            error, cause = errors.CheckpointError(f"{self._path}: {what} failed: {error}"), error
+            where = self._path if isinstance(self._path, str | Path) else brief(self._path)
+            error, cause = errors.CheckpointError(f"{where}: {what} failed: {error}"), error
             error.__cause__ = cause
         if self._comm is None:
             if error is not None and error is not raised:
@@ -170,7 +174,10 @@ def share(
     Collective: all ranks of the communicator call this.
     """
     with control.turn(what), naming(what):
-        return list(control._transport.gather_facts(record))
+        t, n, size = control._transport, record.size, control.size
+        recv = control.xp.empty((size, n), record.dtype)
+        t.all_gather_v(control.xp.asarray(record), recv.reshape(-1), [n] * size, [n * i for i in range(size)])
+        return list(recv if control.xp is np else t.to_host(recv))
 
 
 def trade(

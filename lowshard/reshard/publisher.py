@@ -48,11 +48,11 @@ from lowshard.reshard.publication_address import (
     write_token,
 )
 from lowshard.reshard.published_tensors import local_arrays, same_again, tensor_layouts
+from lowshard.reshard.refit import version_number
 from lowshard.reshard.tensor_layout import TensorLayout
 from lowshard.reshard.version_server import Member, Newest, VersionServer
 from lowshard.reshard.version_store import ID_BYTES, VersionStore
 from lowshard.reshard.version_wire import Endpoint, Table
-from lowshard.reshard.vote import version_number
 from lowshard.tiling import Tiling
 from lowshard.transfer.device_copies import DeviceCopies
 

@@ -43,7 +43,7 @@ from lowshard.reshard.plan_builder import build_reshard_plan
 from lowshard.reshard.publication_address import Address, checked_token, read_token
 from lowshard.reshard.published_tensors import tensor_layouts
 from lowshard.reshard.rank_side import require_cast
-from lowshard.reshard.refit import Buffering
+from lowshard.reshard.refit import Buffering, Vote
 from lowshard.reshard.tensor_layout import TensorLayout
 from lowshard.reshard.version_fetch import ENTER_S, Fetched, FetchRequest, Source
 from lowshard.reshard.version_target import target_sets
@@ -62,7 +62,6 @@ from lowshard.reshard.version_wire import (
     read_table,
     text_of,
 )
-from lowshard.reshard.vote import Vote
 from lowshard.tiling import Tiling
 from lowshard.transfer.transform_contract import ReshardTransform
 

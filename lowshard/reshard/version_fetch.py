@@ -21,7 +21,7 @@ import numpy as np
 
 from lowshard import dtypes
 from lowshard.box import Box
-from lowshard.checkpoint.crc import crc32
+from lowshard.checkpoint.catalog import crc32
 from lowshard.comm.interface import network_name
 from lowshard.comm.listener import connect
 from lowshard.errors import VerificationError

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from lowshard import dtypes
 from lowshard.box import Box, is_within
-from lowshard.checkpoint.crc import crc32
+from lowshard.checkpoint.catalog import crc32
 from lowshard.comm.listener import Client, Listener
 from lowshard.errors import KernelError
 from lowshard.kernels.change_boxes import ScratchBuffer

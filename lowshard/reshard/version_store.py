@@ -27,7 +27,7 @@ import numpy as np
 
 from lowshard import dtypes
 from lowshard.box import Box, slices_of
-from lowshard.checkpoint.crc import crc32, joined
+from lowshard.checkpoint.catalog import crc32, joined
 from lowshard.errors import CommError
 from lowshard.kernels.buffer import address, is_gpu
 from lowshard.reshard.tensor_layout import TensorLayout

@@ -8,9 +8,10 @@ A step takes as many rounds as its longest stream has buckets.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from itertools import accumulate
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -19,22 +20,107 @@ from lowshard.box import shape_of
 from lowshard.comm.agreement import collective_step, share, trade
 from lowshard.comm.communicator import Communicator
 from lowshard.comm.reach import Published
+from lowshard.comm.work import Work
 from lowshard.errors import CommError, VerificationError
 from lowshard.kernels.buffer import STREAM_FROM_BYTES, address
+from lowshard.kernels.cuda.cuda_engine import CudaEngine
+from lowshard.kernels.engine import engine_for
 from lowshard.transfer.buckets import Bucket, Part, Piece, bands_of, buckets_of
 from lowshard.transfer.conversion import Conversion, together
 from lowshard.transfer.huge_pages import settle
 from lowshard.transfer.item import Item, bytes_of
-from lowshard.transfer.piece_checksum import seal
-from lowshard.transfer.rounds import Message, RoundMessages, run_rounds
 from lowshard.transfer.spans import BoxCopy, Span, can_read, inner_span, is_worth_it, packed_span
 
 Array = Any
 Streams = Mapping[int, Sequence[Item]]
 """Items by peer, in the order they are sent."""
 
+_STEP, _FACTOR = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9
+_FIRST_SHIFT, _LAST_SHIFT = 32, 29
+_MASK = (1 << 64) - 1
 CACHED_BYTES = 2 << 20
 """Most bytes of a bucket that peers read in place: it is still in cache then. Smaller ones need more rounds."""
+
+
+# ---- rounds: data is packed into one of a rank's two buffers while peers read the other
+
+
+def nothing(*_: object) -> None:
+    """Do nothing."""
+
+
+def run_rounds(
+    numbers: range,
+    fill: Callable[[int], object],
+    meet: Callable[[int], object],
+    take: Callable[[int], object],
+    local: Callable[[int], object] = nothing,
+    *,
+    ahead: bool = True,
+) -> None:
+    """Run rounds, the same on all ranks that synchronise. Rounds must not depend on data of the round before."""
+    if numbers:
+        fill(numbers[0])
+    for number in numbers:
+        meet(number)
+        if ahead and number + 1 in numbers:  # so that messages are under way; else peers read cached data
+            fill(number + 1)
+        local(number)
+        take(number)
+        if not ahead and number + 1 in numbers:
+            fill(number + 1)
+
+
+class Message(NamedTuple):
+    """What one rank sends another in a round: its range in the send or receive buffer."""
+
+    peer: int
+    start: int
+    stop: int
+
+
+class RoundMessages:
+    """Non-blocking messages of rounds: packing, sending and unpacking overlap."""
+
+    def __init__(
+        self, comm: Communicator, out: Sequence[Array], into: Sequence[Array], sends: Sequence[Sequence[Message]],
+        receives: Sequence[Sequence[Message]],
+    ) -> None:  # fmt: skip
+        self._comm, self._out, self._into, self._sends, self._receives = comm, out, into, sends, receives
+        self._sent: list[list[Work]] = [[], []]
+        self._coming: list[list[Work]] = [[], []]
+
+    def make_room(self, number: int) -> None:
+        """Before a round is packed: wait for the sends of its buffer, and post the round's receives."""
+        half = number & 1
+        _wait(self._sent[half])
+        for r, a, b in self._receives[number]:
+            self._coming[half].append(self._comm.start.recv(self._into[half][a:b], r))
+
+    def send(self, number: int) -> None:
+        """Send a packed round."""
+        half = number & 1
+        for r, a, b in self._sends[number]:
+            self._sent[half].append(self._comm.start.send(self._out[half][a:b], r))
+
+    def take(self, number: int) -> dict[int, Array]:
+        """Wait for a round's messages, and return them by rank."""
+        half = number & 1
+        _wait(self._coming[half])
+        return {r: self._into[half][a:b] for r, a, b in self._receives[number]}
+
+    def finish(self) -> None:
+        """Wait for all sends."""
+        for works in self._sent:
+            _wait(works)
+
+
+def _wait(works: list[Work]) -> None:
+    while works:
+        works.pop(0).wait()
+
+
+# ---- the mover
 
 
 class Mover:
@@ -458,3 +544,73 @@ def _sorted(bucket: Bucket) -> tuple[list[Piece], list[list[Piece]]]:
 
 def _packed(spans: Sequence[Span], pieces: Sequence[Piece]) -> list[Span]:
     return [packed_span(p.offset_bytes, s.extents, s.itemsize) for s, p in zip(spans, pieces, strict=True)]
+
+
+# ---- checksums
+
+
+# Each word of 64 bits is mixed with its place by steps that can be undone (add, xor with a shift of itself, multiply by
+# an odd number), and the results are added up. So whatever changes within one word shows, always: a sum of which one
+# term differs differs. What changes in several words, or changes places, shows but for one case in 2^64. The steps are
+# those that hash functions end with (A. Appleby, MurmurHash3, fmix64; G. Steele et al., "Fast splittable pseudorandom
+# number generators", OOPSLA 2014).
+
+
+def checksum(buffer: Array) -> int:
+    """Return the checksum of the bytes of an array of the host; it is C-contiguous."""
+    raw = buffer.reshape(-1).view(np.uint8)
+    if raw.ctypes.data % 8:
+        raw = raw.copy()
+    words = raw[: raw.size // 8 * 8].view(np.uint64)
+    tail = int.from_bytes(raw[words.size * 8 :].tobytes(), "little")
+    ends = _mixed(tail, words.size) + _mixed(raw.size, words.size + 1)
+    return (int(sums()(words)) + ends) & _MASK
+
+
+def seal(slot: Array, bucket: Bucket, version: int, sums: Array, expected: Array | None = None) -> None:
+    """Write a version and the checksums of a bucket's pieces, uint64, less what is expected. No GPU is waited for."""
+    if not isinstance(slot, np.ndarray):
+        cast(CudaEngine, engine_for(slot)).checksum(slot, sums, expected, bucket.runs, version)
+        return
+    parts = (slot[p.offset_bytes : p.offset_bytes + p.size_bytes] for p in bucket.pieces)
+    sums[:] = np.array([version, *map(checksum, parts)], np.uint64)
+    sums -= np.uint64(0) if expected is None else expected
+
+
+def _mixed(word: int, place: int) -> int:
+    word = (word + (place + 1) * _STEP) & _MASK
+    word = (word ^ word >> _FIRST_SHIFT) * _FACTOR & _MASK
+    return word ^ word >> _LAST_SHIFT
+
+
+@cache
+def sums() -> Any:
+    """Return the compiled function, or the plain one where Numba is missing."""
+    try:
+        from lowshard.compiled import Signature, digest_of, load_native
+
+        name = f"mixed_sum_{digest_of([Path(__file__)])}"
+        call = load_native(name, lambda: reshard_mixed_sum, Signature(("uint64[1]",), "uint64")).call
+    except ImportError:
+        return _plain
+    return lambda words: call(words.__array_interface__["data"][0], words.size)
+
+
+def reshard_mixed_sum(words: Any) -> Any:
+    """Return the sum of all words, each mixed with its place."""
+    step, factor = np.uint64(_STEP), np.uint64(_FACTOR)
+    first, last = np.uint64(_FIRST_SHIFT), np.uint64(_LAST_SHIFT)
+    total, place = np.uint64(0), np.uint64(0)
+    for i in range(words.size):
+        place = place + step
+        word = words[i] + place
+        word = (word ^ (word >> first)) * factor
+        total = total + (word ^ (word >> last))
+    return total
+
+
+def _plain(words: Any) -> int:
+    places = np.arange(1, words.size + 1, dtype=np.uint64) * np.uint64(_STEP)
+    mixed = words + places
+    mixed = (mixed ^ mixed >> np.uint64(_FIRST_SHIFT)) * np.uint64(_FACTOR)
+    return int((mixed ^ mixed >> np.uint64(_LAST_SHIFT)).sum(dtype=np.uint64))

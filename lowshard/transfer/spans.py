@@ -87,6 +87,10 @@ def can_read(pid: int, stretches: Sequence[tuple[int, int]]) -> list[bool]:
     return [can_read(pid, [one])[0] for one in stretches]
 
 
+def _start_of(array: np.ndarray) -> int:
+    return int(array.__array_interface__["data"][0])
+
+
 class BoxCopy:
     """Copies boxes between two base addresses, all in one call of a kernel."""
 
@@ -115,7 +119,7 @@ class BoxCopy:
             engine.copy(src, dst, self.table, past_caches)
             return
         # Most arrays stay where they are, and are used again and again.
-        call = self._calls.get(key := (address(src), address(dst), past_caches))
+        call = self._calls.get(key := (_start_of(src), _start_of(dst), past_caches))
         if call is None:
             if len(self._calls) >= _CALLS_KEPT:
                 self._calls.clear()
@@ -125,7 +129,7 @@ class BoxCopy:
 
     def read_across(self, rank: int, pid: int, at: int, dst: Array) -> None:
         """Copy out of a peer process's private memory; `at` is the source's address there."""
-        if not self._is_empty and not read_boxes(pid, self.table, at, address(dst)):
+        if not self._is_empty and not read_boxes(pid, self.table, at, _start_of(dst)):
             raise CommError(
                 f"the memory of rank {rank} could not be read; set LOWSHARD_CROSS_MEMORY=off to go without if it lives "
                 "and may not be read"
@@ -137,9 +141,16 @@ def read_boxes(pid: int, table: RunTable, src_base: int = 0, dst_base: int = 0) 
     from lowshard.transfer.cross_memory import SCRATCH_BYTES, VECTORS_WORDS, compiled_read
 
     scratch, vectors = np.empty(SCRATCH_BYTES + 64, np.uint8), np.zeros(VECTORS_WORDS, np.int64)
-    columns, at = table.columns, -(-address(scratch) // 64) * 64
+    columns, at = table.columns, -(-_start_of(scratch) // 64) * 64
     return not compiled_read()(
-        pid, address(columns), *columns.shape, table.src_itemsize, src_base, dst_base, address(vectors), at
+        pid,
+        _start_of(columns),
+        *columns.shape,
+        table.src_itemsize,
+        src_base,
+        dst_base,
+        _start_of(vectors),
+        at,
     )
 
 

@@ -19,7 +19,7 @@ def function_groups() -> dict[str, list[Loader]]:
     from lowshard.kernels.cpu.scalar import DTYPE_CODES
     from lowshard.kernels.reference import ELEMS
     from lowshard.reshard.atomic_word import compare_swap
-    from lowshard.transfer import cross_memory, piece_checksum
+    from lowshard.transfer import cross_memory, mover
 
     floats, find, write = tuple(DTYPE_CODES), changes.find_kernel, changes.write_kernel
 
@@ -55,7 +55,7 @@ def function_groups() -> dict[str, list[Loader]]:
             *(partial(scales.swizzle_kernel, reverse) for reverse in (False, True)),
             *(partial(bit_digest.bit_digest_kernel, unit_bytes) for unit_bytes in (1, 2)),
             cross_memory.compiled_read,
-            piece_checksum.sums,
+            mover.sums,
             compare_swap,
         ],
         "optimizer": [

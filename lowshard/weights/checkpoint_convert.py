@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from lowshard import dtypes
-from lowshard.argument import brief, in_words, whole
+from lowshard.argument import in_words, whole
 from lowshard.argument import items as as_items
 from lowshard.argument import path as check_path
 from lowshard.box import Box, box_text, row_major_parts, shape_of, volume
@@ -102,7 +102,7 @@ def apply_deltas(
     if comm is None:
         with loopback(1)[0] as alone:
             return apply_deltas(base, deltas, path, alone, memory_bytes=memory_bytes)
-    with collective_step(comm, "apply_deltas", path=brief(path)):
+    with collective_step(comm, "apply_deltas", path=path):
         rule = "deltas are a sequence of paths, at least one"
         given = tuple(
             os.fspath(check_path(d, rule, CheckpointError)) for d in as_items(deltas, rule, CheckpointError)

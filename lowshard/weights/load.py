@@ -20,13 +20,12 @@ from lowshard import dtypes
 from lowshard.argument import brief, in_words
 from lowshard.box import Box, full_box, intersect, relative_slices, single_run, volume
 from lowshard.checkpoint.bytesource import ByteSource
-from lowshard.checkpoint.catalog import Catalog, Files, StoredPart
-from lowshard.checkpoint.crc import Piece, Tally, chain, sum_of
+from lowshard.checkpoint.catalog import Catalog, Files, Piece, StoredPart, Tally, chain, sum_of
 from lowshard.comm import Communicator, collective_step, share_text
 from lowshard.comm.agreement import control_of, share
 from lowshard.errors import CheckpointError, PlanError
 from lowshard.tiling import Tiling
-from lowshard.transfer.rounds import RoundMessages, run_rounds
+from lowshard.transfer.mover import RoundMessages, run_rounds
 from lowshard.weights.load_plan import LoadPlan, Read
 from lowshard.weights.read_scatter import Block, ReadScatter, read_scatter, shared_reads
 
@@ -79,7 +78,7 @@ def load(
     rank, size = (0, 1) if comm is None else (control_of(comm).rank, comm.size)
     source: ByteSource | None = None
     try:
-        with collective_step(comm, "load", path=brief(files)) as step:
+        with collective_step(comm, "load", path=files) as step:
             _check_arguments(plan, size, verify, mapped, progress, reports)
             # Checksums are compared between ranks, so all do it or none.
             step.digest, step.said = (
@@ -94,11 +93,11 @@ def load(
         # All ranks have read the headers by now, and open the files for data only from here on. Each compares a file
         # with the one whose header it read (`ByteSource`), so no two ranks read two versions of it. Nothing of a file
         # is compared between ranks: those of other hosts may read copies.
-        with collective_step(comm, "load", path=brief(files), meets=True) as step:
+        with collective_step(comm, "load", path=files, meets=True) as step:
             job.run(comm, step)
             step.attempt(check.compare_own)
         if not check.share(comm):
-            with collective_step(comm, "load", path=brief(files)):
+            with collective_step(comm, "load", path=files):
                 check.compare_rest()
         if reports is not None:
             reports.append(LoadReport(job.read_bytes, job.sent_bytes, check.verified_bytes))

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from lowshard import dtypes
 from lowshard.box import Box, relative_slices, shape_of, slices_of, volume
 from lowshard.tiling import Tiling
-from lowshard.transfer.rounds import Message
+from lowshard.transfer.mover import Message
 from lowshard.weights.load_plan import Read
 
 WINDOW_BYTES = 2 << 20

@@ -22,9 +22,9 @@ from lowshard.argument import brief, in_words, instance, is_text, mapping
 from lowshard.argument import path as check_path
 from lowshard.box import Box, box_text, full_box, shape_of, volume
 from lowshard.checkpoint import hf_index
+from lowshard.checkpoint.catalog import crc32
 from lowshard.checkpoint.checkpoint_index import INDEX_NAME, Index, IndexedFile, IndexedTensor, Part
 from lowshard.checkpoint.commit import Commit
-from lowshard.checkpoint.crc import crc32
 from lowshard.checkpoint.header import FilePath, encode_header, header_box
 from lowshard.checkpoint.own_parts import Parts, State, check_turn, write_parts
 from lowshard.checkpoint.writer import check_labels, check_state, reserve, write_at, write_state

@@ -7,7 +7,7 @@ from math import lcm
 
 import numpy as np
 
-from lowshard.argument import brief, instance
+from lowshard.argument import instance
 from lowshard.argument import whole as check_whole
 from lowshard.box import Box, full_box, shape_of, volume
 from lowshard.checkpoint.catalog import Catalog, Files, StoredTensor
@@ -78,7 +78,7 @@ def load_sharded(
     """
     size = 1 if comm is None else control_of(comm).size
     nodes = [0] if comm is None else nodes_of(comm)
-    with collective_step(comm, "load_sharded", path=brief(path)):
+    with collective_step(comm, "load_sharded", path=path):
         catalog = path if isinstance(path, Catalog) else Catalog.open(path)
         plan = plan_load(catalog, saved_tilings(catalog, size), size, nodes=nodes)
     arrays = load(catalog, plan, comm, verify=verify, progress=progress)

@@ -41,7 +41,7 @@ def rows(rank: int) -> list[tuple[int, int | None, str, str, str, tuple[str, ...
         (2, lost, "", "nccl", "DependencyError", ("no NCCL library",)),
         *((2 - 2 * rank, 23007, "", how, "DependencyError", ("rank 1", "sees no CUDA device"))
           for how in ("auto", "nccl", "staged")),
-        (2, 23007 if rank else 22809, "", "auto", "MismatchError", ("00022809",)),
+        (2, 23007 if rank else 22809, "", "auto", "MismatchError", ("22809",)),
         (2, 23007, "", "nccl" if rank else "staged", "MismatchError", ()),
         (2, 23007, "", "mpi", "CommError", ("'auto', 'nccl', 'staged'",)),
         (2, 23007, "", "auto", "nccl", ()),

@@ -19,7 +19,7 @@ from run_refit_fault import die, note
 from lowshard import comm as lc
 from lowshard.errors import PeerFailed
 from lowshard.reshard import Refit, TensorLayout, build_reshard_plan
-from lowshard.transfer.rounds import RoundMessages
+from lowshard.transfer.mover import RoundMessages
 
 KILLED_AT = 3
 VERSIONS = 5
@@ -108,7 +108,7 @@ def main(folder: Path, victim: int, fatal: int, delta: Any) -> None:
 
 def votes_agree(comm: lc.Communicator, folder: Path) -> None:
     """Ranks of a host ask for different ends of an attempt, over and over: they are told the same one."""
-    from lowshard.reshard.vote import Vote
+    from lowshard.reshard.refit import Vote
 
     vote = Vote(comm)
     told = []

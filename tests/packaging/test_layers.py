@@ -73,7 +73,6 @@ FLOORS: dict[str, str] = {
     "lowshard.reshard.reshard_run": "4",
     "lowshard.reshard.mxfp8_transform": "4",
     "lowshard.reshard.version_changes": "4",
-    "lowshard.reshard.vote": "4",
     "lowshard.reshard.atomic_word": "4",
     "lowshard.reshard.refit": "5",
     "lowshard.execute": "4",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable
 from itertools import product
 from typing import Any
@@ -25,7 +26,6 @@ from lowshard.comm import Communicator
 from lowshard.comm.loopback import _ThreadReach
 from lowshard.cost import ClusterProfile
 from lowshard.selftest.fold_cases import plain_fold
-from lowshard.transfer import exchange_runner
 
 WAYS = ("as sizes ask", "read in place", "laid out", "in rounds")
 """Ways that bytes can take; see `take_way`."""
@@ -116,15 +116,16 @@ def take_way(name: str, put: Callable[[object, str, Any], None] = setattr) -> No
             messages; "as sizes ask".
         put: sets an attribute.
     """
+    module = sys.modules["lowshard.execute"]
     put(
-        exchange_runner,
+        module,
         "READ_FROM_BYTES",
         1 << 60 if name == "in rounds" else 64 << 10 if name == "as sizes ask" else 0,
     )
-    put(exchange_runner, "SEND_FROM_BYTES", 40 if name == "in rounds" else 32 << 20)
-    put(exchange_runner, "STAGE_BYTES", 48 if name == "laid out" else 8 << 20)
+    put(module, "SEND_FROM_BYTES", 40 if name == "in rounds" else 32 << 20)
+    put(module, "STAGE_BYTES", 48 if name == "laid out" else 8 << 20)
     put(_ThreadReach, "maps", (lambda reach, array: False) if name == "laid out" else _seen)
-    put(exchange_runner, "_KERNEL_FROM_BYTES", 0 if name in ("read in place", "laid out") else 16 << 10)
+    put(module, "_KERNEL_FROM_BYTES", 0 if name in ("read in place", "laid out") else 16 << 10)
 
 
 def calls_of(plan: RedistributePlan) -> set[str]:

@@ -32,7 +32,7 @@ from lowshard.errors import CommError
 from lowshard.op import run_action, unsharded
 from lowshard.placement import Replicated
 from lowshard.reshard import DimSharding, Refit, TensorLayout, build_reshard_plan
-from lowshard.reshard.vote import Vote
+from lowshard.reshard.refit import Vote
 
 __all__ = ["PROGRAMS", "odd_calls"]
 

@@ -10,7 +10,7 @@ from support.cuda_host import host_cuda_engine
 from support.gpu import needs_compiler
 
 from lowshard.transfer.buckets import Bucket, Piece
-from lowshard.transfer.piece_checksum import _plain, checksum, seal, sums
+from lowshard.transfer.mover import _plain, checksum, seal, sums
 
 
 @pytest.mark.parametrize("size", [1, 8, 41, 264])

@@ -11,8 +11,8 @@ from support import mode
 from support.checkpoints import Values, attention_and_more, on_ranks, save_over, state_of, values_of
 
 from lowshard.checkpoint import Catalog, checkpoint_index
+from lowshard.checkpoint.catalog import crc32
 from lowshard.checkpoint.checkpoint_index import INDEX_NAME, read_index
-from lowshard.checkpoint.crc import crc32
 from lowshard.checkpoint.overview import look_at
 from lowshard.cli import main
 from lowshard.errors import LayoutError

@@ -10,7 +10,7 @@ from support import mode
 from support.reshard_cases import BF16, LIMIT_S, arrays_of, held, local_part, random_case, weights
 
 from lowshard.comm import run_loopback
-from lowshard.errors import CommError, LowshardError, PlanError, VerificationError
+from lowshard.errors import CommError, LowshardError, PlanError
 from lowshard.kernels import quantize_mxfp8, unswizzle_scales
 from lowshard.kernels.change_boxes import ScratchBuffer
 from lowshard.kernels.changes import ChangeBoxes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 import tracemalloc
 from itertools import product
 
@@ -33,7 +34,6 @@ from lowshard.cost import ClusterProfile
 from lowshard.errors import BufferMismatchError, DTypeError, MeshError, MismatchError, PlanError
 from lowshard.placement import mean_weight, parse_placement
 from lowshard.redistribute_plan import RedistributePlan
-from lowshard.transfer import exchange_runner
 
 PROFILE = ClusterProfile.default()
 
@@ -361,7 +361,7 @@ def test_nothing_is_held_beside_source_and_result_but_a_slab(
     slab = 256 << 10
     take_way("laid out" if laid_out else "in rounds", monkeypatch.setattr)
     for name in ("SEND_FROM_BYTES", "STAGE_BYTES"):
-        monkeypatch.setattr(exchange_runner, name, slab)
+        monkeypatch.setattr(sys.modules["lowshard.execute"], name, slab)
     plan = plan_redistribute(src, dst)
     locals_ = [np.ones(src.local_shape(r), np.float32) for r in range(2)]
     outs = [np.zeros(dst.local_shape(r), np.float32) for r in range(2)]

@@ -13,7 +13,7 @@ from support import mode
 from support.checkpoints import on_ranks, save_over, values_of
 
 from lowshard.checkpoint import Catalog
-from lowshard.checkpoint.crc import chain, crc32, joined, sum_of
+from lowshard.checkpoint.catalog import chain, crc32, joined, sum_of
 from lowshard.errors import CheckpointError
 from lowshard.weights import LoadReport, ShardingStrategy, load, plan_load
 from lowshard.weights.load_plan import STRATEGIES
