@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from lowshard import settings
@@ -219,10 +219,9 @@ def _meeting_place(mpi: Any, own: Any, node: Any) -> tuple[Any, int, list[str]]:
         if memory is None:
             memory = NodeMemory(node.Get_rank(), node.allgather)
             _memories[ranks] = memory
-        lent = Lent(lambda: lend_group(memory, node.Get_size()) if node.Get_rank() == 0 else None)
-        row = node.bcast(lent.facts, 0)
-        lent.check([row], memory)
-        at = memory.address(0, *row)
+        lend = partial(lend_group, memory, node.Get_size()) if node.Get_rank() == 0 else None
+        lent = Lent(memory, lend)
+        at = memory.address(0, *lent.checked([node.bcast(lent.facts, 0)])[0])
     except CommError as error:  # on all ranks of the node alike
         problem = str(error)
     node.Free()

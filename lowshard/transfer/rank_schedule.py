@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import count
 from math import prod
 from typing import Any, NamedTuple
 
@@ -113,11 +112,9 @@ class Program:
     near: frozenset[int]  # the ranks whose memory this one reaches, itself among them
     shares_nodes: bool  # whether any rank reaches another's memory; the same on all ranks
     leaves_nodes: bool  # whether any rank needs a byte of one that it does not reach; the same on all ranks
-    serial: int = field(default_factory=count().__next__)
-    """A unique number."""
     _rounds: dict[tuple[int, int, str], Round] = field(default_factory=dict, repr=False)
     kept: dict[Any, Any] = field(default_factory=dict, repr=False)
-    """Cache of `exchange_runner`."""
+    """Cache of what walks it."""
 
     def round(self, number: int, of: int, way: str) -> Round:
         """Return one of several rounds."""

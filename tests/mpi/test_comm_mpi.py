@@ -29,11 +29,8 @@ def test_the_contract_holds_on_mpi_ranks(name: str, size: int) -> None:
     check_case(name, size, "cpu", ON_RANKS)
 
 
-# (ranks, ranks of a node, whether small payloads too go by way of windows)
-NODES = [
-    (3, 2, "windows"),
-    *([(4, 2, "windows"), (4, 2, "cpu"), (8, 2, "windows"), (8, 4, "cpu")] if mode.full() else []),
-]
+NODES = [(3, 2), *([(4, 2), (8, 4)] if mode.full() else [])]
+"""Ranks, ranks of a node."""
 
 
 ON_NODES = some_cases(10, "several nodes")
@@ -41,31 +38,16 @@ ON_NODES = some_cases(10, "several nodes")
 
 @pytest.mark.time_limit(LIMIT_S + 30)
 @pytest.mark.parametrize(
-    ("name", "size", "node_size", "device"),
+    ("name", "size", "node_size"),
     [
-        (name, size, node_size, device)
-        for size, node_size, device in NODES
-        for name, _ in cases_of_jobs([size], device, ON_NODES, LOWSHARD_NODE_SIZE=str(node_size))
+        (name, size, node_size)
+        for size, node_size in NODES
+        for name, _ in cases_of_jobs([size], "cpu", ON_NODES, LOWSHARD_NODE_SIZE=str(node_size))
     ],
 )
 @pytest.mark.full_only
-def test_the_contract_holds_on_several_nodes(name: str, size: int, node_size: int, device: str) -> None:
-    check_case(name, size, device, ON_NODES, LOWSHARD_NODE_SIZE=str(node_size))
-
-
-# (ranks, ranks of a node, whether processes may read each other's memory)
-ALONE = [
-    (3, 2, "auto"),
-    *([(5, 3, "off"), (8, 4, "auto")] if mode.full() else []),
-]
-
-
-@pytest.mark.parametrize(("size", "node_size", "reads"), ALONE)
-@pytest.mark.full_only
-def test_what_only_the_communicator_over_several_nodes_does(size: int, node_size: int, reads: str) -> None:
-    env = {"LOWSHARD_CROSS_MEMORY": reads}
-    ended = start_ranks(HERE / "run_hierarchy.py", size, [str(node_size)], timeout_s=100, env=env).ok()
-    assert len(ended.stdout.split()) == 8, ended.text
+def test_the_contract_holds_on_several_nodes(name: str, size: int, node_size: int) -> None:
+    check_case(name, size, "cpu", ON_NODES, LOWSHARD_NODE_SIZE=str(node_size))
 
 
 def test_ranks_on_all_nodes_learn_of_a_failure(tmp_path: Path) -> None:
@@ -75,12 +57,10 @@ def test_ranks_on_all_nodes_learn_of_a_failure(tmp_path: Path) -> None:
         import numpy as np
         from mpi4py import MPI
         from lowshard import comm as lc
-        from lowshard.comm import hierarchy
         from lowshard.errors import PeerFailed
 
-        hierarchy.WINDOW_BYTES = 1
         comm = lc.from_mpi(MPI.COMM_WORLD, "cpu")
-        assert isinstance(comm._transport, hierarchy.HierarchicalTransport)
+        assert len(comm.reach.peers) == 2
         buf = np.ones(10000)
         try:
             for number in range(4):

@@ -28,7 +28,7 @@ def of(*modules: str) -> tuple[str, ...]:
     return tuple(name for name, case in CASES.items() if mode.full() or case.__module__ in chosen)
 
 
-WAYS = ["mpi", "full", "off", "barred", "own core", "handed on", "broken pipes"]
+WAYS = ["mpi", "full", "off", "barred", "own core"]
 TURNS = WAYS if mode.full() else ["mpi", *mode.sample(WAYS[1:], 1, "ways through memory")]
 
 
@@ -91,54 +91,6 @@ OF_ITS_OWN_CORE = of("memory", "bit", "repeat", "reduction")
 )
 def test_the_contract_holds_where_each_rank_has_a_core(name: str, size: int) -> None:
     check_case(name, size, "cpu", OF_ITS_OWN_CORE, LOWSHARD_TESTS_CORES="64")
-
-
-HANDED_ON = of("memory", "repeat", "message", "move")
-
-
-@in_turn("handed on")
-@pytest.mark.parametrize(
-    ("name", "size"), cases_of_jobs(mode.sample([2, 3, 4], 1, "ranks with pipes"), names=HANDED_ON)
-)
-def test_the_contract_holds_where_private_memory_is_handed_on(name: str, size: int) -> None:
-    check_case(name, size, "cpu", HANDED_ON, LOWSHARD_TESTS_CORES="64", LOWSHARD_TESTS_PIPES="whole")
-
-
-THROUGH_BROKEN_PIPES = of("repeat", "message")
-
-
-@in_turn("broken pipes")
-@pytest.mark.parametrize(("name", "size"), cases_of_jobs([3], names=THROUGH_BROKEN_PIPES))
-def test_the_contract_holds_where_pipes_take_nothing(name: str, size: int) -> None:
-    check_case(
-        name, size, "cpu", THROUGH_BROKEN_PIPES, LOWSHARD_TESTS_CORES="64", LOWSHARD_TESTS_PIPES="broken"
-    )
-
-
-HANDED_IN = ["all_gather", "all_to_all_v", "send_recv"]
-
-
-@pytest.mark.parametrize("call", mode.sample(HANDED_IN, 1, "gone in"))
-@pytest.mark.parametrize("sent", mode.sample(["SIGKILL", "SIGSTOP"], 1, "gone while it hands on"))
-def test_a_rank_that_is_gone_while_memory_is_handed_on_is_missed(call: str, sent: str) -> None:
-    ended = start_ranks(HERE / "run_handed.py", 2, [call, sent], ABSENT_LIMIT_S)
-    assert ended.returncode == 70, ended.text
-    assert "PeerFailed" in ended.text
-    assert f"this rank was in {call}#" in ended.text
-    assert "rank 1" in ended.text
-    assert "not reached" not in ended.text
-
-
-@pytest.mark.full_only
-@pytest.mark.parametrize("call", HANDED_IN)
-def test_memory_that_does_not_come_whole_ends_the_wait_by_its_deadline(call: str) -> None:
-    ended = start_ranks(
-        HERE / "run_handed.py", 2, [call, "LOST"], ABSENT_LIMIT_S, env={"LOWSHARD_TIMEOUT_S": "2"}
-    )
-    assert ended.returncode == 71, ended.text
-    assert "TimedOut: rank" in ended.text  # which one
-    assert f"within 2 s; this rank was in {call}#" in ended.text
-    assert "not reached" not in ended.text
 
 
 # ---- a rank that does not call

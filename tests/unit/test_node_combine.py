@@ -42,7 +42,7 @@ def function(dtype: str, op: str, place: int) -> Callable[..., None]:
     recipe = recipe_of(dtype, op)
     address = int(recipe.words[place])
     assert address
-    args = {COMBINE: 5}.get(place, 3)
+    args = {COMBINE: 4}.get(place, 3)
     call = ctypes.CFUNCTYPE(None, *(ctypes.c_int64,) * args)(address)
     call.keeps = recipe  # type: ignore[attr-defined]
     return call
@@ -110,7 +110,7 @@ def test_a_schedule_builds_the_documented_expression(order: str) -> None:
                 expected = (expected, rank)
         assert places[-1] == expected
         # Fetched and widened operands and two results lie in the scratch memory beside the temporaries.
-        assert 2 * ranks + 2 + int(steps[:, 0].max()) - ranks + 1 <= scratch_blocks(ranks)
+        assert ranks + 1 + int(steps[:, 0].max()) - ranks + 1 <= scratch_blocks(ranks)
 
 
 def test_one_rank_has_nothing_to_do() -> None:
@@ -128,19 +128,18 @@ def test_blocks_are_combined_as_numpy_does(dtype: str, op: str, rng: np.random.G
     for n in [0, 1, 2, 3, 64 // item - 1, 64 // item, 64 // item + 1, 333, 16_384 // item + 5]:
         for shifts in ((0, 0, 0), (item, 3 * item, 0), (5 * item, 2 * item, item), (1, 3, 2)):
             left, right = (room(rng.choice(pool, n), shift) for shift in shifts[:2])
-            for streaming in (0, 1):
-                into = room(np.zeros(n, NUMPY[dtype]), shifts[2])
-                with np.errstate(all="ignore"):
-                    expected = UFUNCS[op](left, right)
-                combine(at(into), at(left), at(right), n, streaming)
-                same_but_nans(into, expected)
-                around = np.full(192, 0xA5, np.uint8)
-                whole: Any = into.base
-                while whole.base is not None:
-                    whole = whole.base
-                first = at(into) - at(whole)
-                outside = np.concatenate([whole[:first], whole[first + into.nbytes :]])
-                assert np.array_equal(outside, around[: len(outside)]), "written beside the result"
+            into = room(np.zeros(n, NUMPY[dtype]), shifts[2])
+            with np.errstate(all="ignore"):
+                expected = UFUNCS[op](left, right)
+            combine(at(into), at(left), at(right), n)
+            same_but_nans(into, expected)
+            around = np.full(192, 0xA5, np.uint8)
+            whole: Any = into.base
+            while whole.base is not None:
+                whole = whole.base
+            first = at(into) - at(whole)
+            outside = np.concatenate([whole[:first], whole[first + into.nbytes :]])
+            assert np.array_equal(outside, around[: len(outside)]), "written beside the result"
 
 
 @pytest.mark.parametrize(("dtype", "op"), PAIRS[:3])
@@ -153,7 +152,7 @@ def test_a_result_may_lie_over_an_operand(dtype: str, op: str, rng: np.random.Ge
         for over in (left, right):
             operands = [left.copy(), right.copy()]
             into = operands[0] if over is left else operands[1]
-            combine(at(into), at(operands[0]), at(operands[1]), n, 0)
+            combine(at(into), at(operands[0]), at(operands[1]), n)
             same_but_nans(into, expected)
 
 

@@ -28,24 +28,24 @@ import ctypes, json, sys
 import numpy as np
 from lowshard.comm.node.calls import load_calls
 from lowshard.comm.node.combine import COMBINE, recipe_of
-from lowshard.comm.node.node_rendezvous import CONTEXT_WORDS, SIZE
+from lowshard.comm.node.meeting import CARDS, CONTEXT_WORDS, SIZE
 from lowshard.compiled import origins
 
 def run(dtype, op):
     recipe = recipe_of(dtype, op)
     kept = [made for made in recipe.kept if made is not None]
-    call = ctypes.CFUNCTYPE(None, *(ctypes.c_int64,) * 5)(int(recipe.words[COMBINE]))
+    call = ctypes.CFUNCTYPE(None, *(ctypes.c_int64,) * 4)(int(recipe.words[COMBINE]))
     wide = "float32" if dtype.endswith("16") and "int" not in dtype else dtype
     a, b, c = np.array([3, 5], wide), np.array([4, 2], wide), np.zeros(2, wide)
-    call(a.ctypes.data, b.ctypes.data, b.ctypes.data, 0, 0)  # nothing
-    call(c.ctypes.data, a.ctypes.data, b.ctypes.data, 2, 0)
+    call(a.ctypes.data, b.ctypes.data, b.ctypes.data, 0)  # nothing
+    call(c.ctypes.data, a.ctypes.data, b.ctypes.data, 2)
     return c.tolist()
 
 result = {" ".join(pair): run(*pair) for pair in json.loads(sys.argv[1])}
 context = np.zeros(CONTEXT_WORDS, np.int64)
 context[SIZE] = 1
 cards = np.zeros(64, np.int64)
-context[2] = cards.ctypes.data
+context[CARDS] = cards.ctypes.data
 result["barrier"] = load_calls().barrier(context.ctypes.data, 7)
 print(json.dumps([result, origins, "numba" in sys.modules]))
 """

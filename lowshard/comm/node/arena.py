@@ -25,7 +25,6 @@ PAGE_BYTES = 4096
 ALIGN_BYTES = 64
 _FIRST_BYTES = 64 << 20
 _NEXT_BYTES = 256 << 20
-_ENTRY_WORDS = 2  # descriptor, size
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ class Block:
     address: int
 
 
-class _Mapping:
+class Mapping:
     """A file mapped whole; it stays mapped while this object or an array over it lives."""
 
     def __init__(self, fd: int, size_bytes: int) -> None:
@@ -74,20 +73,14 @@ class Arena:
         """
         self._most = segments
         self._lock = threading.RLock()
-        self._descriptors: list[int] = []
-        self._segments: list[_Mapping] = []
+        self.segments: list[Mapping] = []
         self._free: list[list[tuple[int, int]]] = []  # by segment: (offset, bytes), in order, never adjacent
         self.table = np.zeros(1 + 2 * segments, np.int64)
         """How many segments there are, then address and size of each."""
         self._returned: deque[Block] = deque()  # by finalizers, which run anywhere and take no lock
-        self._add_segment(_FIRST_BYTES)
-        self.allocate(PAGE_BYTES)  # the list itself is the first block
-        self._write_list()
-
-    @property
-    def descriptor(self) -> int:
+        self.descriptor = self._add_segment(_FIRST_BYTES)
         """The file descriptor of the first segment."""
-        return self._descriptors[0]
+        self.allocate(PAGE_BYTES)  # the list of all is the first block
 
     def allocate(self, size_bytes: int) -> Block:
         """Return a block of at least so many bytes, 64-byte aligned, with whatever it held before.
@@ -108,9 +101,8 @@ class Arena:
                         continue
                     left = [(offset, at - offset), (at + size, offset + length - at - size)]
                     free[i : i + 1] = [piece for piece in left if piece[1]]
-                    return Block(number, at, size, self._segments[number].address + at)
+                    return Block(number, at, size, self.segments[number].address + at)
             self._add_segment(max(_NEXT_BYTES, size))
-            self._write_list()
             return self.allocate(size_bytes)
 
     def free(self, block: Block) -> None:
@@ -127,17 +119,9 @@ class Arena:
         whole: np.ndarray = np.ctypeslib.as_array(owner)[: count * dtype.itemsize]
         return whole.view(dtype).reshape(dims)
 
-    def address(self, segment: int) -> int:
-        """Return where this process sees one of its segments."""
-        return self._segments[segment].address
-
-    def bytes_of(self, segment: int) -> np.ndarray:
-        """Return one of this process's segments as uint8."""
-        return self._segments[segment].bytes
-
     def where(self, address: int, size_bytes: int) -> tuple[int, int]:
         """Return the segment and offset of memory of this process, or -1 and 0 if it lies in none."""
-        for number, segment in enumerate(self._segments):
+        for number, segment in enumerate(self.segments):
             offset = address - segment.address
             if offset >= 0 and offset + size_bytes <= segment.size_bytes:
                 return number, offset
@@ -157,8 +141,8 @@ class Arena:
                     merged.append((offset, length))
             self._free[block.segment] = merged
 
-    def _add_segment(self, size_bytes: int) -> None:
-        if len(self._segments) == self._most:
+    def _add_segment(self, size_bytes: int) -> int:
+        if len(self.segments) == self._most:
             raise CommError(
                 f"a rank shares at most {self._most} segments of memory; free arrays of empty(), or make larger ones"
             )
@@ -166,22 +150,19 @@ class Arena:
         fd = os.memfd_create("lowshard", os.MFD_CLOEXEC)
         try:
             os.ftruncate(fd, size)
-            mapping = _Mapping(fd, size)
+            mapping = Mapping(fd, size)
         except (OSError, ValueError, OverflowError) as error:
             os.close(fd)
             raise MemoryError(f"no {size:,} bytes of shared memory can be had: {error}") from error
-        self._descriptors.append(fd)
-        self._segments.append(mapping)
+        self.segments.append(mapping)
         self._free.append([(0, size)])
-        number = len(self._segments) - 1
-        self.table[1 + 2 * number : 3 + 2 * number] = self._segments[number].address, size
-        self.table[0] = number + 1
-
-    def _write_list(self) -> None:
-        words = self._segments[0].bytes[:PAGE_BYTES].view(np.int64)
-        for number, (fd, segment) in enumerate(zip(self._descriptors, self._segments, strict=True)):
-            words[1 + number * _ENTRY_WORDS : 1 + (number + 1) * _ENTRY_WORDS] = fd, segment.size_bytes
-        words[0] = len(self._segments)  # last: who sees the number sees the entries
+        number = len(self.segments)
+        self.table[2 * number - 1 : 2 * number + 1] = mapping.address, size
+        self.table[0] = number
+        words = self.segments[0].bytes[:PAGE_BYTES].view(np.int64)
+        words[2 * number - 1 : 2 * number + 1] = fd, size
+        words[0] = number  # last: who sees the number sees the entry
+        return fd
 
 
 class PeerMemory:
@@ -197,36 +178,23 @@ class PeerMemory:
         self._segments = [self._map(descriptor, _FIRST_BYTES)]
         self._words = self._segments[0].bytes[:PAGE_BYTES].view(np.int64)
 
-    def grown(self) -> bool:
-        """Say whether the other process has more segments than are mapped here."""
-        return int(self._words[0]) > len(self._segments)
-
-    @property
-    def mapped(self) -> int:
-        """How many segments are mapped here."""
-        return len(self._segments)
-
-    def bytes_of(self, segment: int) -> np.ndarray:
-        """Return a segment that is mapped here as uint8."""
-        return self._segments[segment].bytes
-
-    def addresses(self) -> list[int]:
-        """Return where this process sees each segment, all mapped now.
+    def segments(self) -> list[Mapping]:
+        """Return all segments that the other process has made, mapped here now.
 
         Raises:
             CommError: one cannot be mapped: there is no memory, or the other process is gone.
         """
         for number in range(len(self._segments), int(self._words[0])):
-            fd, size = self._words[1 + number * _ENTRY_WORDS : 1 + (number + 1) * _ENTRY_WORDS]
+            fd, size = self._words[1 + 2 * number : 3 + 2 * number].tolist()
             try:
-                self._segments.append(self._map(int(fd), int(size)))
+                self._segments.append(self._map(fd, size))
             except OSError as error:
                 raise CommError(f"the memory of process {self._pid} cannot be mapped: {error}") from error
-        return [segment.address for segment in self._segments]
+        return self._segments
 
-    def _map(self, descriptor: int, size_bytes: int) -> _Mapping:
+    def _map(self, descriptor: int, size_bytes: int) -> Mapping:
         fd = os.open(f"/proc/{self._pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
         try:
-            return _Mapping(fd, size_bytes)
+            return Mapping(fd, size_bytes)
         finally:
             os.close(fd)

@@ -1,17 +1,37 @@
-"""What compiled waits and moves need of the machine: ordered loads and stores, naps, another process's memory."""
+"""What compiled waits and moves are made of: ordered loads and stores, naps, another process's memory."""
 
 from __future__ import annotations
 
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from llvmlite import ir
 
-from lowshard.compiled.deferred import cgutils
+from lowshard.compiled.deferred import Deferred, cgutils, njit, types
 from lowshard.compiled.emitted import emitted
 
 _I8, _I32, _I64 = (ir.IntType(bits) for bits in (8, 32, 64))
 _PAUSES = {"x86_64": "llvm.x86.sse2.pause", "aarch64": "llvm.aarch64.hint"}
+
+
+def inner(function: Callable[..., Any]) -> Any:
+    """Return a function for compiled code to call, compiled once whatever its arguments are.
+
+    Numba by itself takes a constant in a call for a type of its own, and compiles the function anew for each.
+    """
+
+    def make() -> Any:
+        made = njit(nogil=True)(function).real()
+        template, free = made.get_call_template, types.unliteral
+
+        def plain(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return template(tuple(map(free, args)), {k: free(v) for k, v in kwargs.items()})
+
+        made.get_call_template = plain
+        return made
+
+    return Deferred(make, function)
 
 
 def _pointer(builder: ir.IRBuilder, address: ir.Value, pointee: ir.Type = _I64) -> ir.Value:
@@ -134,11 +154,9 @@ def call_four(
 
 
 @emitted("void")
-def call_five(
-    builder: ir.IRBuilder, function: ir.Value, a: ir.Value, b: ir.Value, c: ir.Value, d: ir.Value, e: ir.Value
-) -> None:  # fmt: skip
-    """Call a C function of five int64 by its address."""
-    _call(builder, function, a, b, c, d, e)
+def call_row(builder: ir.IRBuilder, row: ir.Value) -> None:
+    """Call a C function of five int64: its address and its arguments lie in a row."""
+    _call(builder, *(builder.load(_place(builder, row, _I64(i)), align=8) for i in range(6)))
 
 
 def _call(builder: ir.IRBuilder, function: ir.Value, *values: ir.Value) -> None:

@@ -198,7 +198,7 @@ def _callback(function: Callable[..., None], what: str, args: int) -> Any:
 @cache
 def source_digest() -> str:
     """Return a digest of the source files that the compiled code of this package is made from."""
-    names = ("atomic", "combine", "fold", "inlined", "meeting", "moves")
+    names = ("atomic", "combine", "fold", "meeting", "moves")
     return digest_of(Path(__file__).with_name(f"{name}.py") for name in names)
 
 

@@ -8,27 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from lowshard.comm.node.atomic import call_four, call_three, field, peek, set_field
+from lowshard.comm.node import meeting as m
+from lowshard.comm.node.atomic import call_four, call_three, field, inner, peek, set_field
 from lowshard.comm.node.combine import BLOCK_BYTES, COMBINE, DIVIDE, ITEM, NARROW, WIDE_ITEM, WIDEN
-from lowshard.comm.node.inlined import inner
-from lowshard.comm.node.meeting import (
-    ME,
-    OK,
-    PARTS,
-    PIECE_BYTES,
-    RECV,
-    SCRATCH,
-    SEND,
-    SIZE,
-    fetch,
-    leave,
-    meet,
-    put,
-    say,
-    seen_at,
-    slot,
-    step,
-)
 from lowshard.compiled.emitted import copy_bytes
 
 PART, EVERYWHERE, TO_ROOT = range(3)
@@ -52,7 +34,7 @@ def part_of(elems: int, ranks: int, rank: int) -> Any:
 @inner
 def fold_block(ctx: int, out: int, n: int, divisor: int, steps: int, recipe: int) -> None:
     """Combine the blocks that PARTS names into out; their addresses are used up."""
-    size, parts, free = field(ctx, SIZE), field(ctx, PARTS), field(ctx, SCRATCH)
+    size, parts, free = field(ctx, m.SIZE), field(ctx, m.PARTS), field(ctx, m.SCRATCH)
     combine, widen = field(recipe, COMBINE), field(recipe, WIDEN)
     result = out
     if widen != 0:
@@ -90,7 +72,7 @@ def fold_rows(
         steps: the same.
         recipe: the same.
     """
-    size, parts, item = field(ctx, SIZE), field(ctx, PARTS), field(recipe, ITEM)
+    size, parts, item = field(ctx, m.SIZE), field(ctx, m.PARTS), field(recipe, ITEM)
     block_elems, width, here = BLOCK_BYTES // field(recipe, WIDE_ITEM), 8 * (2 + size), sources + 8 * size
     rows = 1
     for level in range(levels):
@@ -110,7 +92,7 @@ def fold_rows(
             for term in range(size):
                 set_field(parts, term, field(here, term) + start * item)
             fold_block(ctx, to + start * item, min(block_elems, n - start), divisor, steps, recipe)
-    return OK
+    return m.OK
 
 
 # ---- through the slots
@@ -119,11 +101,11 @@ def fold_rows(
 @inner
 def _fold_slots(ctx: int, out: int, offset: int, elems: int, divisor: int, steps: int, recipe: int) -> None:
     """Fold elements that lie at an offset in all slots."""
-    parts, item = field(ctx, PARTS), field(recipe, ITEM)
+    parts, item = field(ctx, m.PARTS), field(recipe, ITEM)
     block_elems = BLOCK_BYTES // field(recipe, WIDE_ITEM)
     for start in range(0, elems, block_elems):
-        for rank in range(field(ctx, SIZE)):
-            set_field(parts, rank, slot(ctx, rank) + offset + start * item)
+        for rank in range(field(ctx, m.SIZE)):
+            set_field(parts, rank, m.slot(ctx, rank) + offset + start * item)
         fold_block(ctx, out + start * item, min(block_elems, elems - start), divisor, steps, recipe)
 
 
@@ -136,20 +118,20 @@ def fold_by_slots(
 
     Of each row, `elems` long, `chunk_elems` go at one meeting.
     """
-    me, item, begin = field(ctx, ME), field(recipe, ITEM), 0
+    me, item, begin = field(ctx, m.ME), field(recipe, ITEM), 0
     while True:
         n = min(chunk_elems, elems - begin)
-        step(ctx)
+        m.step(ctx)
         for i in range(rows):
-            copy_bytes(slot(ctx, me) + i * n * item, send + (i * elems + begin) * item, n * item)
-        code = meet(ctx, signature)
-        if code != OK:
+            copy_bytes(m.slot(ctx, me) + i * n * item, send + (i * elems + begin) * item, n * item)
+        code = m.meet(ctx, signature)
+        if code != m.OK:
             return code
         if recv != 0:
             _fold_slots(ctx, recv + begin * item, row * n * item, n, divisor, steps, recipe)
         begin += n
         if begin >= elems:
-            return OK
+            return m.OK
 
 
 @inner
@@ -157,27 +139,27 @@ def fold_parts_by_slots(
     ctx: int, signature: int, send: int, recv: int, elems: int, chunk_elems: int, divisor: int, steps: int, recipe: int
 ) -> Any:  # fmt: skip
     """Fold all operands to all ranks, each of which folds a part into its slot: two meetings a chunk."""
-    me, size, item = field(ctx, ME), field(ctx, SIZE), field(recipe, ITEM)
+    me, size, item = field(ctx, m.ME), field(ctx, m.SIZE), field(recipe, ITEM)
     for begin in range(0, elems, chunk_elems):
         n = min(chunk_elems, elems - begin)
-        step(ctx)
-        copy_bytes(slot(ctx, me), send + begin * item, n * item)
-        code = meet(ctx, signature)
-        if code != OK:
+        m.step(ctx)
+        copy_bytes(m.slot(ctx, me), send + begin * item, n * item)
+        code = m.meet(ctx, signature)
+        if code != m.OK:
             return code
         first, count = part_of(n, size, me)
         own = recv + (begin + first) * item
         _fold_slots(ctx, own, first * item, count, divisor, steps, recipe)
-        step(ctx)
-        copy_bytes(slot(ctx, me), own, count * item)
-        code = meet(ctx, signature)
-        if code != OK:
+        m.step(ctx)
+        copy_bytes(m.slot(ctx, me), own, count * item)
+        code = m.meet(ctx, signature)
+        if code != m.OK:
             return code
         for i in range(1, size):
             rank = (me + i) % size
             first, count = part_of(n, size, rank)
-            copy_bytes(recv + (begin + first) * item, slot(ctx, rank), count * item)
-    return OK
+            copy_bytes(recv + (begin + first) * item, m.slot(ctx, rank), count * item)
+    return m.OK
 
 
 # ---- out of the operands where they lie
@@ -186,18 +168,18 @@ def fold_parts_by_slots(
 @inner
 def _fold_piece(ctx: int, out: int, first: int, elems: int, divisor: int, steps: int, recipe: int) -> None:
     """Fold a piece of all operands: private ones are read as a whole, then all folded block by block."""
-    me, size, parts, item = field(ctx, ME), field(ctx, SIZE), field(ctx, PARTS), field(recipe, ITEM)
+    me, size, parts, item = field(ctx, m.ME), field(ctx, m.SIZE), field(ctx, m.PARTS), field(recipe, ITEM)
     block_elems = BLOCK_BYTES // field(recipe, WIDE_ITEM)
-    pieces = field(ctx, SCRATCH) + scratch_blocks(size) * BLOCK_BYTES
+    pieces = field(ctx, m.SCRATCH) + scratch_blocks(size) * BLOCK_BYTES
     bases = parts + 8 * size
     for i in range(size):
         rank = (me + i) % size  # each begins with another, so that no memory is asked by all at once
-        base = seen_at(ctx, rank, SEND)
+        base = m.seen_at(ctx, rank, m.SEND)
         if base != 0:
             set_field(bases, rank, base + first * item)
         else:
-            set_field(bases, rank, pieces + rank * field(ctx, PIECE_BYTES))
-            fetch(ctx, rank, SEND, first * item, field(bases, rank), elems * item)
+            set_field(bases, rank, pieces + rank * field(ctx, m.PIECE_BYTES))
+            m.fetch(ctx, rank, m.SEND, first * item, field(bases, rank), elems * item)
     for start in range(0, elems, block_elems):
         for rank in range(size):
             set_field(parts, rank, field(bases, rank) + start * item)
@@ -210,41 +192,41 @@ def fold(
     root: int, divisor: int, steps: int, recipe: int,
 ) -> Any:  # fmt: skip
     """Fold `elems` elements of all operands, each rank a part; `mode` says where the result goes."""
-    me, size, item = field(ctx, ME), field(ctx, SIZE), field(recipe, ITEM)
-    step(ctx)
-    say(ctx, SEND, send, send_bytes)
-    say(ctx, RECV, recv, recv_bytes)
-    code = meet(ctx, signature)
-    if code != OK:
+    me, size, item = field(ctx, m.ME), field(ctx, m.SIZE), field(recipe, ITEM)
+    m.step(ctx)
+    m.say(ctx, m.SEND, send, send_bytes)
+    m.say(ctx, m.RECV, recv, recv_bytes)
+    code = m.meet(ctx, signature)
+    if code != m.OK:
         return code
     first, count = part_of(elems, size, me)
     if mode == PART:
         first, count = me * elems, elems
-    piece_elems = field(ctx, PIECE_BYTES) // item
-    own = field(ctx, SCRATCH) + scratch_blocks(size) * BLOCK_BYTES + size * field(ctx, PIECE_BYTES)
+    piece_elems = field(ctx, m.PIECE_BYTES) // item
+    own = field(ctx, m.SCRATCH) + scratch_blocks(size) * BLOCK_BYTES + size * field(ctx, m.PIECE_BYTES)
     for begin in range(0, count, piece_elems):
         n, at = min(piece_elems, count - begin), (first + begin) * item
         if mode == TO_ROOT and me != root:
             _fold_piece(ctx, own, first + begin, n, divisor, steps, recipe)
-            put(ctx, root, at, own, n * item)
+            m.put(ctx, root, at, own, n * item)
         else:
             _fold_piece(
                 ctx, recv + (begin * item if mode == PART else at), first + begin, n, divisor, steps, recipe
             )
     if mode == EVERYWHERE:
         code = _meet_again(ctx, recv, recv_bytes)
-        if code != OK:
+        if code != m.OK:
             return code
         for i in range(1, size):
             rank = (me + i) % size
             first, count = part_of(elems, size, rank)
-            fetch(ctx, rank, RECV, first * item, recv + first * item, count * item)
-    return leave(ctx)
+            m.fetch(ctx, rank, m.RECV, first * item, recv + first * item, count * item)
+    return m.leave(ctx)
 
 
 @inner
 def _meet_again(ctx: int, recv: int, recv_bytes: int) -> Any:
     """Meet amid a fold: all parts are there. Where the results lie is said again, on the card's other line."""
-    step(ctx)
-    say(ctx, RECV, recv, recv_bytes)
-    return meet(ctx, 0)
+    m.step(ctx)
+    m.say(ctx, m.RECV, recv, recv_bytes)
+    return m.meet(ctx, 0)

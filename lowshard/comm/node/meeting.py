@@ -13,8 +13,9 @@ from typing import Any
 
 from lowshard.comm.node.atomic import (
     acquire,
-    call_five,
+    call_row,
     field,
+    inner,
     peek,
     poke,
     read_clock,
@@ -26,57 +27,29 @@ from lowshard.comm.node.atomic import (
     write_process,
     yield_core,
 )
-from lowshard.comm.node.inlined import inner
 from lowshard.compiled.emitted import copy_bytes
 
 # ---- places of a context, in int64
 
-SIZE = 0
-"""Ranks of the group."""
-ME = 1
-"""This rank."""
-CARDS = 2
-"""Address of the cards."""
-SLOTS = 3
-"""Address of the slots, two a rank."""
-SLOT_BYTES = 4
-NUMBER = 5
-"""Meetings so far."""
-FLAG = 6
-"""Address of an int64 that is not 0 once a failure is known."""
-GONE = 7
-"""Address of an int64 a rank of the side channel: when it ended its program in order, in ns, or 0; 0 for no table."""
-WATCHED = 8
-"""Address of an int64 a rank of the group: its rank in that table."""
-TIMEOUT_NS = 9
-SPINS = 10
-"""Looks at a number before the core is yielded."""
-MISSING = 11
-"""Out: the rank that a wait was for when it ended early."""
-PROGRESS = 12
+SIZE, ME, NUMBER, CARDS, SLOTS, SLOT_BYTES = range(6)
+"""Ranks of the group; this one; meetings so far; addresses of the cards and of the slots, two a rank."""
+FLAG, TIMEOUT_NS, SPINS, MISSING, FAULT = range(6, 11)
+"""Address of an int64 that is not 0 once a failure is known; the deadline of a wait; looks at a number before the core
+is yielded. Out: the rank that a wait was for when it ended early; whether a copy from a peer has failed in a call."""
+GONE, WATCHED = 11, 12
+"""Address of an int64 a rank of the side channel: when it ended its program, in ns, or 0 (0 for no table); and of an
+int64 a rank of the group: its rank there."""
+PROGRESS = 13
 """Address of six int64: a C function that lets MPI go on, 0 once MPI ends, and its arguments; 0 for none."""
-PIDS = 13
-"""Address of the ranks' process ids."""
-MEMBERS = 14
-"""Address of an int64 a rank: which process of the node it is."""
-MAPS = 15
-"""Address of a table of int64, SEGMENTS a process of the node: where this process sees their segments, or 0."""
-OWN = 16
-"""Address of a table of int64: how many segments this process has, then address and size of each."""
-WANTED = 17
-"""Address of an int64 that is set when a peer's segment is met that is not mapped here yet."""
-SCRATCH = 18
-"""Address of this rank's own memory for reductions."""
-PIECE_BYTES = 19
-"""What a reduction reads of an operand at a time."""
-PARTS = 20
-"""Address of an int64 a rank: where a block of its operand lies."""
-FAULT = 21
-"""Whether a system call that copies from a peer has failed in this call."""
-CLOCK, CLOCK_NS = 22, 23
-"""Room for a time: seconds, nanoseconds."""
-VECTORS = 24  # to 27: an iovec here, an iovec there
-CONTEXT_WORDS = 28
+PIDS, MEMBERS, MAPS, OWN, WANTED = range(14, 19)
+"""Addresses: of an int64 a rank, its process and which process of the node that is; of SEGMENTS a process of the node,
+where this one sees them or 0; of how many segments this one has, then address and size of each; of an int64 that is
+set when a segment is met that is not mapped here yet."""
+SCRATCH, PIECE_BYTES, PARTS = range(19, 22)
+"""Of reductions: address of this rank's own memory; what is read of an operand at a time; address of an int64 a rank,
+where a block of its operand lies, and one more for its piece."""
+CLOCK, CLOCK_NS, VECTORS, CONTEXT_WORDS = 22, 23, 24, 28
+"""Room for a time (seconds, nanoseconds), for an iovec here and one there; how many there are."""
 
 SEGMENTS = 64
 """Segments of a rank that peers map; buffers in others are read as private memory is."""
@@ -143,14 +116,7 @@ def let_mpi_go_on(ctx: int) -> None:
     """Be inside MPI for a moment: the rank that is waited for may wait for a message that still lies here."""
     words = field(ctx, PROGRESS)
     if words != 0 and field(words, 0) != 0:
-        call_five(
-            field(words, 0),
-            field(words, 1),
-            field(words, 2),
-            field(words, 3),
-            field(words, 4),
-            field(words, 5),
-        )
+        call_row(words)
 
 
 @inner

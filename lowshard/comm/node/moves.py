@@ -4,24 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from lowshard.comm.node.atomic import field, peek, poke
-from lowshard.comm.node.inlined import inner
-from lowshard.comm.node.meeting import (
-    ME,
-    OK,
-    RECV,
-    SEND,
-    SIZE,
-    SLOT_BYTES,
-    UNEQUAL,
-    fetch,
-    leave,
-    meet,
-    put,
-    say,
-    slot,
-    step,
-)
+from lowshard.comm.node import meeting as m
+from lowshard.comm.node.atomic import field, inner, peek, poke
 from lowshard.compiled.emitted import copy_bytes
 
 _PAGE_BYTES = 4096
@@ -46,25 +30,25 @@ def move_by_slots(
         row_bytes: of a row, the same on all ranks.
         chunk_bytes: of each row so many go at one meeting.
     """
-    me, begin = field(ctx, ME), 0
+    me, begin = field(ctx, m.ME), 0
     while True:
         n = min(chunk_bytes, row_bytes - begin)
-        step(ctx)
+        m.step(ctx)
         if n == row_bytes:
-            copy_bytes(slot(ctx, me), send, rows * n)
+            copy_bytes(m.slot(ctx, me), send, rows * n)
         else:
             for i in range(rows):
-                copy_bytes(slot(ctx, me) + i * n, send + i * row_bytes + begin, n)
-        code = meet(ctx, signature)
-        if code != OK:
+                copy_bytes(m.slot(ctx, me) + i * n, send + i * row_bytes + begin, n)
+        code = m.meet(ctx, signature)
+        if code != m.OK:
             return code
         for i in range(ranks):
             into = recv + i * row_bytes + begin
             if first + i != me or into != send + row * row_bytes + begin:
-                copy_bytes(into, slot(ctx, first + i) + row * n, n)
+                copy_bytes(into, m.slot(ctx, first + i) + row * n, n)
         begin += n
         if begin >= row_bytes:
-            return OK
+            return m.OK
 
 
 @inner
@@ -72,35 +56,35 @@ def move(
     ctx: int, signature: int, send: int, send_bytes: int, recv: int, first: int, ranks: int, row: int, row_bytes: int
 ) -> Any:  # fmt: skip
     """Copy one row of the operands of some ranks, straight from where they lie; see `move_by_slots`."""
-    step(ctx)
-    say(ctx, SEND, send, send_bytes)
-    code = meet(ctx, signature)
-    if code != OK:
+    m.step(ctx)
+    m.say(ctx, m.SEND, send, send_bytes)
+    code = m.meet(ctx, signature)
+    if code != m.OK:
         return code
     for i in range(ranks):
         # Each begins with another, so that no memory is asked by all at once.
-        at = (field(ctx, ME) + i) % ranks
-        fetch(ctx, first + at, SEND, row * row_bytes, recv + at * row_bytes, row_bytes)
-    return leave(ctx)
+        at = (field(ctx, m.ME) + i) % ranks
+        m.fetch(ctx, first + at, m.SEND, row * row_bytes, recv + at * row_bytes, row_bytes)
+    return m.leave(ctx)
 
 
 @inner
 def spread(ctx: int, signature: int, buf: int, size_bytes: int, root: int) -> Any:
     """Copy the root's bytes to all ranks: they take most, and the root, else idle, writes the rest."""
-    step(ctx)
-    say(ctx, SEND, buf, size_bytes)
-    say(ctx, RECV, buf, size_bytes)
-    code = meet(ctx, signature)
-    if code != OK:
+    m.step(ctx)
+    m.say(ctx, m.SEND, buf, size_bytes)
+    m.say(ctx, m.RECV, buf, size_bytes)
+    code = m.meet(ctx, signature)
+    if code != m.OK:
         return code
-    me, size = field(ctx, ME), field(ctx, SIZE)
+    me, size = field(ctx, m.ME), field(ctx, m.SIZE)
     cut = size_bytes // size * (size - 1) // _PAGE_BYTES * _PAGE_BYTES
     if me != root:
-        fetch(ctx, root, SEND, 0, buf, cut)
+        m.fetch(ctx, root, m.SEND, 0, buf, cut)
     else:
         for i in range(1, size):
-            put(ctx, (me + i) % size, cut, buf + cut, size_bytes - cut)
-    return leave(ctx)
+            m.put(ctx, (me + i) % size, cut, buf + cut, size_bytes - cut)
+    return m.leave(ctx)
 
 
 @inner
@@ -110,11 +94,11 @@ def _longest_part(ctx: int) -> Any:
     Each slot begins with three int64 a rank: bytes sent, where from, bytes expected. Every rank looks at all pairs,
     so that all come to the same answer.
     """
-    size, longest = field(ctx, SIZE), 0
+    size, longest = field(ctx, m.SIZE), 0
     for src in range(size):
         for dst in range(size):
-            part = peek(slot(ctx, src) + 24 * dst)
-            if part != peek(slot(ctx, dst) + 24 * src + 16):
+            part = peek(m.slot(ctx, src) + 24 * dst)
+            if part != peek(m.slot(ctx, dst) + 24 * src + 16):
                 return -1
             longest = max(longest, part)
     return longest
@@ -138,53 +122,53 @@ def exchange(
         small_bytes: up to here send goes through this rank's slot, behind the table.
         crosses: whether what does not is read from where it lies; else it goes through the slots too, in chunks.
     """
-    step(ctx)
-    me, size = field(ctx, ME), field(ctx, SIZE)
-    head, mine, last = 24 * size, slot(ctx, me), field(ctx, SLOT_BYTES) - 8
+    m.step(ctx)
+    me, size = field(ctx, m.ME), field(ctx, m.SIZE)
+    head, mine, last = 24 * size, m.slot(ctx, me), field(ctx, m.SLOT_BYTES) - 8
     small = send_bytes <= small_bytes
     copy_bytes(mine, table, head)
     poke(mine + last, 1 if small else 0)
     if small:
         copy_bytes(mine + head, send, send_bytes)
-    say(ctx, SEND, send, send_bytes)
-    code = meet(ctx, signature)
-    if code != OK:
+    m.say(ctx, m.SEND, send, send_bytes)
+    code = m.meet(ctx, signature)
+    if code != m.OK:
         return code
     longest = _longest_part(ctx)
     if longest < 0:
-        return UNEQUAL
+        return m.UNEQUAL
     all_small = True
     for i in range(size):
         rank = (me + i) % size
-        theirs, into = slot(ctx, rank), recv + field(places, rank)
+        theirs, into = m.slot(ctx, rank), recv + field(places, rank)
         part, at = field(theirs, 3 * me), field(theirs, 3 * me + 1)
         if peek(theirs + last) != 0:
             copy_bytes(into, theirs + head + at, part)
             continue
         all_small = False
         if crosses and part != 0:
-            fetch(ctx, rank, SEND, at, into, part)
+            m.fetch(ctx, rank, m.SEND, at, into, part)
     if all_small:
-        return OK
-    return leave(ctx) if crosses else _exchange_by_slots(ctx, table, places, send, recv, longest)
+        return m.OK
+    return m.leave(ctx) if crosses else _exchange_by_slots(ctx, table, places, send, recv, longest)
 
 
 @inner
 def _exchange_by_slots(ctx: int, table: int, places: int, send: int, recv: int, longest: int) -> Any:
     """Go on with an exchange in chunks, one for each rank at a time."""
-    me, size = field(ctx, ME), field(ctx, SIZE)
-    chunk = field(ctx, SLOT_BYTES) // size // 64 * 64
+    me, size = field(ctx, m.ME), field(ctx, m.SIZE)
+    chunk = field(ctx, m.SLOT_BYTES) // size // 64 * 64
     for begin in range(0, longest, chunk):
-        step(ctx)
+        m.step(ctx)
         for rank in range(size):
             n = min(chunk, field(table, 3 * rank) - begin)
             if n > 0:
-                copy_bytes(slot(ctx, me) + rank * chunk, send + field(table, 3 * rank + 1) + begin, n)
-        code = meet(ctx, 0)
-        if code != OK:
+                copy_bytes(m.slot(ctx, me) + rank * chunk, send + field(table, 3 * rank + 1) + begin, n)
+        code = m.meet(ctx, 0)
+        if code != m.OK:
             return code
         for rank in range(size):
             n = min(chunk, field(table, 3 * rank + 2) - begin)
             if n > 0:
-                copy_bytes(recv + field(places, rank) + begin, slot(ctx, rank) + me * chunk, n)
-    return OK
+                copy_bytes(recv + field(places, rank) + begin, m.slot(ctx, rank) + me * chunk, n)
+    return m.OK

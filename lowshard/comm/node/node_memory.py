@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from lowshard.comm.node.arena import PAGE_BYTES, Arena, Block, PeerMemory
+from lowshard.comm.node.arena import PAGE_BYTES, Arena, Block, Mapping, PeerMemory
 from lowshard.comm.node.meeting import SEGMENTS
 from lowshard.errors import CommError
 from lowshard.settings import CROSS_MEMORY
@@ -45,7 +45,7 @@ class NodeMemory:
             problem = f"no anonymous file can be made: {error}"
         cores = sorted(os.sched_getaffinity(0))
         rows = exchange((os.getpid(), -1 if arena is None else arena.descriptor, problem, cores))
-        self._raise_first([row[2] for row in rows])
+        _raise_first([row[2] for row in rows])
         assert arena is not None
         self.arena = arena
         self.pids = [int(row[0]) for row in rows]
@@ -59,7 +59,7 @@ class NodeMemory:
         except (OSError, ValueError) as error:
             problem = f"the memory of process {pid} cannot be mapped: {error}"
         rows = exchange((problem, ctypes.addressof(word)))
-        self._raise_first([row[0] for row in rows])
+        _raise_first([row[0] for row in rows])
         reads = CROSS_MEMORY.choice() != "off" and all(
             _read_word(self.pids[peer], row[1]) == 4711 + peer
             for peer, row in enumerate(rows)
@@ -77,27 +77,18 @@ class NodeMemory:
         """Map what the others have made since."""
         self.wanted[0] = 0
         for row, peer in enumerate(self._peers):
-            if peer is not None and (peer.grown() or not self.maps[row, 0]):
-                addresses = peer.addresses()
+            if peer is not None:
+                addresses = [segment.address for segment in peer.segments()]
                 self.maps[row, : len(addresses)] = addresses
 
-    def address(self, member: int, segment: int, offset: int) -> int:
-        """Return where this process sees a place in a member's segment, mapped now if it was not."""
-        if member == self.rank:
-            return self.arena.address(segment) + offset
+    def segment(self, member: int, number: int) -> Mapping:
+        """Return a member's segment, mapped now if it was not."""
         peer = self._peers[member]
-        assert peer is not None
-        return peer.addresses()[segment] + offset
+        return self.arena.segments[number] if peer is None else peer.segments()[number]
 
-    def bytes_of(self, member: int, segment: int) -> np.ndarray:
-        """Return a member's segment as uint8, mapped now if it was not."""
-        if member == self.rank:
-            return self.arena.bytes_of(segment)
-        peer = self._peers[member]
-        assert peer is not None
-        if segment >= peer.mapped:
-            self.map_new()
-        return peer.bytes_of(segment)
+    def address(self, member: int, segment: int, offset: int) -> int:
+        """Return where this process sees a place in a member's segment."""
+        return self.segment(member, segment).address + offset
 
     # ---- blocks that several ranks use, and that go back to the arena when all have let go
 
@@ -124,11 +115,11 @@ class NodeMemory:
                 kept.append((block, users))
         self._lent = kept
 
-    @staticmethod
-    def _raise_first(problems: Sequence[str]) -> None:
-        for rank, problem in enumerate(problems):
-            if problem:
-                raise CommError(f"the ranks of a node share memory, but on its rank {rank} {problem}")
+
+def _raise_first(problems: Sequence[str]) -> None:
+    for rank, problem in enumerate(problems):
+        if problem:
+            raise CommError(f"the ranks of a node share memory, but on its rank {rank} {problem}")
 
 
 def head_bytes(users: int) -> int:
@@ -154,26 +145,11 @@ def _let_go(address: int, pid: int) -> None:
         ctypes.c_int64.from_address(address).value = 1
 
 
-class _Vector(ctypes.Structure):
-    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
-
-
 def _read_word(pid: int, address: int) -> int | None:
     """Return an int64 of another process's memory, or None where that is not allowed."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    call = getattr(libc, "process_vm_readv", None)
+    call = getattr(ctypes.CDLL(None), "process_vm_readv", None)
     if call is None:
         return None
-    call.restype = ctypes.c_ssize_t
-    call.argtypes = (
-        ctypes.c_int,
-        ctypes.c_void_p,
-        ctypes.c_ulong,
-        ctypes.c_void_p,
-        ctypes.c_ulong,
-        ctypes.c_ulong,
-    )
-    word = ctypes.c_int64(0)
-    here, there = _Vector(ctypes.addressof(word), 8), _Vector(address, 8)
-    got = call(pid, ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
-    return word.value if got == 8 else None
+    word, one = ctypes.c_int64(0), ctypes.c_ulong(1)
+    here, there = ((ctypes.c_size_t * 2)(at, 8) for at in (ctypes.addressof(word), address))
+    return word.value if call(pid, here, one, there, one, ctypes.c_ulong(0)) == 8 else None

@@ -70,7 +70,7 @@ class _Rows(Published):
         segment, offset, _, size_bytes = self._rows[rank][1 + 4 * index : 5 + 4 * index]
         if segment < 0:
             return None
-        return self._memory.bytes_of(self._members[rank], segment)[offset : offset + size_bytes]
+        return self._memory.segment(self._members[rank], segment).bytes[offset : offset + size_bytes]
 
     def address(self, rank: int, index: int = 0) -> int:
         return self._rows[rank][3 + 4 * index]

@@ -8,6 +8,7 @@ they go through the slots in chunks. Signatures are compared at the meeting that
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -54,18 +55,7 @@ class NodeTransport(ByMailbox, Transport):
         self, memory: NodeMemory, members: Sequence[int], block: int, rank: int, mailbox: Mailbox, *, group: str,
         timeout_s: float | None = None, activity: Any = None,
     ) -> None:  # fmt: skip
-        """Make one end of a group.
-
-        Args:
-            memory: of the processes of the node.
-            members: the ranks, as ranks of the node, in the group's order.
-            block: where this process sees the block that `lend_group` has lent to the group.
-            rank: this one in the group.
-            mailbox: of the group.
-            group: names it.
-            timeout_s: deadline of each wait.
-            activity: what this process is in.
-        """
+        """Make one end of the group of `members` (ranks of the node), to which `lend_group` has lent a block."""
         super().__init__(rank, len(members), group=group, timeout_s=timeout_s, activity=activity)
         self.mailbox = mailbox
         self.shared = NodeGroup(
@@ -161,17 +151,10 @@ class NodeTransport(ByMailbox, Transport):
     def _moved(
         self, call: Call, rows: int, most_rows: int, row_bytes: int, first: int, ranks: int, row: int, in_place: int
     ) -> Run:  # fmt: skip
-        """Return a run in which this rank shows rows and takes one row of what some ranks show.
+        """Return a run in which this rank shows rows and takes one row of what some ranks show; see `move_by_slots`.
 
-        Args:
-            call: the call.
-            rows: how many rows this rank shows.
-            most_rows: how many any rank shows.
-            row_bytes: of a row.
-            first: the first rank that it takes a row from.
-            ranks: from how many.
-            row: which of their rows.
-            in_place: how many bytes behind recv its operand may begin; where it overlaps otherwise it is copied.
+        `most_rows` is how many any rank shows, `in_place` how many bytes behind recv the operand may begin: where it
+        overlaps otherwise it is copied.
         """
         ctx, wanted, (text, signature) = self._ctx, self._wanted, self._sign(call)
         send_bytes, recv_bytes, most = rows * row_bytes, ranks * row_bytes, self.shared.slot_bytes
@@ -248,13 +231,9 @@ class NodeTransport(ByMailbox, Transport):
         return self._exchanged(call, dtype.itemsize, None, *spans)
 
     def _exchanged(self, call: Call, item: int, in_place: int | None, *spans: Sequence[int]) -> Run:
-        """Return a run in which each rank sends each a part of its own length.
+        """Return a run in which each rank sends each a part of its own length; spans are those of all_to_all_v.
 
-        Args:
-            call: the call.
-            item: bytes of an element.
-            in_place: how many elements behind recv the operand may begin.
-            spans: counts and displacements sent, then received.
+        An operand that begins `in_place` elements behind recv is not copied where they overlap.
         """
         sent, begins, expected, places = (np.array(span, np.int64) * item for span in spans)
         table = np.stack([sent, begins, expected], axis=1)
@@ -317,18 +296,8 @@ class NodeTransport(ByMailbox, Transport):
     ) -> Run | None:  # fmt: skip
         """Return the run of a reduction, or None where the table's own plan serves.
 
-        Args:
-            call: the call.
-            dtype: of the operands.
-            elems: of a row.
-            op: the operation.
-            order: of the operands.
-            recv_bytes: bytes of this rank's result; 0 for none.
-            mode: where results go.
-            whole: through the slots, each rank that wants a result folds it all; else each a part for all.
-            root: the rank that a mode may ask for.
-            rows: of an operand.
-            row: which of the rows this rank folds.
+        Operands have rows of `elems` each, of which this rank folds `row`. Through the slots each rank that wants a
+        result folds it by itself (`whole`), or each a part for all; else `mode` says who folds what.
         """
         recipe = self._recipe(dtype, op)
         if not recipe:
@@ -372,14 +341,18 @@ class NodeTransport(ByMailbox, Transport):
 
     # ---- groups and life
 
+    def _lent(self, lend: Callable[[], Block] | None) -> list[list[int]]:
+        """Return segment and offset of what each rank lends, if it does."""
+        lent = Lent(self._memory, lend)
+        return lent.checked(self.gather_facts(np.array(lent.facts, np.int64)).tolist())
+
     def split(self, color: int | None, key: int) -> NodeTransport | None:
         row = [-1 if color is None else color, key, self.mailbox.post.next_group]
         asked = self.gather_facts(np.array(row, np.int64))
         number = int(asked[:, 2].max())
         ranks = [] if color is None else members_of(asked, color)
-        is_first = ranks[:1] == [self.rank]
-        lent = Lent(lambda: lend_group(self._memory, len(ranks)) if is_first else None)
-        places = lent.facts_of(self)
+        lend = partial(lend_group, self._memory, len(ranks)) if ranks[:1] == [self.rank] else None
+        places = self._lent(lend)
         self.mailbox.reserve(number + 1)
         if color is None:
             return None
@@ -403,41 +376,34 @@ class NodeTransport(ByMailbox, Transport):
 
 
 class Lent:
-    """A block that this rank may lend others, who learn with its place whether it could."""
+    """A block that this rank may lend others, who learn with its place whether it could.
 
-    def __init__(self, lend: Callable[[], Block | None]) -> None:
-        self._block: Block | None = None
+    Attributes:
+        facts: segment and offset of the block; a segment of -1 where there was no memory.
+    """
+
+    def __init__(self, memory: NodeMemory, lend: Callable[[], Block] | None) -> None:
+        self._memory, self._block, self.facts = memory, None, [0, 0]
         self._error: Exception | None = None
-        self._facts = np.zeros(2, np.int64)
-        try:
-            self._block = lend()
-        except (CommError, MemoryError) as error:
-            self._error, self._facts[0] = error, -1
-        if self._block is not None:
-            self._facts[:] = self._block.segment, self._block.offset
-
-    @property
-    def facts(self) -> list[int]:
-        """Segment and offset of the block; a segment of -1 where there was no memory."""
-        return [int(word) for word in self._facts]
-
-    def facts_of(self, over: NodeTransport) -> list[list[int]]:
-        """Return every rank's facts; CommError on all ranks where one could not lend. Collective."""
-        rows: list[list[int]] = over.gather_facts(self._facts).tolist()
-        self.check(rows, over._memory)
-        return rows
-
-    def check(self, rows: Sequence[Sequence[int]], memory: NodeMemory) -> None:
-        """Raise CommError on all ranks where one could not lend; `rows` are the facts of all."""
-        short = [rank for rank, row in enumerate(rows) if row[0] < 0]
-        if not short:
+        if lend is None:
             return
-        if self._block is not None:
-            memory.withdraw(self._block)
-        raise CommError(
-            f"{names_of(short)} can share no more memory; let go of what empty() and shared=True have returned, and of "
-            "communicators"
-        ) from self._error
+        try:
+            self._block = block = lend()
+            self.facts = [block.segment, block.offset]
+        except (CommError, MemoryError) as error:
+            self._error, self.facts = error, [-1, 0]
+
+    def checked(self, rows: list[list[int]]) -> list[list[int]]:
+        """Return the facts of all ranks; CommError on all of them where one could not lend."""
+        short = [rank for rank, row in enumerate(rows) if row[0] < 0]
+        if short and self._block is not None:
+            self._memory.withdraw(self._block)
+        if short:
+            raise CommError(
+                f"{names_of(short)} can share no more memory; let go of what empty() and shared=True have returned, "
+                "and of communicators"
+            ) from self._error
+        return rows
 
 
 def members_of(asked: np.ndarray, color: int) -> list[int]:
