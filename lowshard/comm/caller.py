@@ -101,7 +101,6 @@ class Caller:
         traffic: what was called and moved.
         lock: held by the thread that is in a call. Threads that call at once would do so in another order on each rank.
         batch: messages of a grouped() block that is open.
-        group: the block in which they are kept.
         failure: of the calls that were started.
     """
 
@@ -115,7 +114,7 @@ class Caller:
         # A plan holds some numbers for every rank, in closures that weighing does not see.
         self._plans = BoundedCache[Any, Planned](None, PLANS_BYTES, lambda key, plan: _PLAN_BYTES + 64 * size)
         self._ready, self._activity = transport.buffers.ready, transport.activity
-        self._end_of_turn, self.group = _EndOfTurn(self.lock), Group(self)
+        self._end_of_turn = _EndOfTurn(self.lock)
         self._worker: Worker | None = None
         self._lines: dict[tuple[str, int], Worker] = {}
         _callers.add(self)

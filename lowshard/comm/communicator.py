@@ -20,7 +20,7 @@ from lowshard.comm import check
 from lowshard.comm import collectives as table
 from lowshard.comm.background import Background
 from lowshard.comm.call import Call
-from lowshard.comm.caller import Caller
+from lowshard.comm.caller import Caller, Group
 from lowshard.comm.check import NOTHING_WRONG
 from lowshard.comm.collectives import Collective
 from lowshard.comm.reach import Reach
@@ -342,7 +342,7 @@ class Communicator:
         So ranks that send to each other in a ring cannot block each other. Nothing has moved before the end of the
         block, and what is sent is what was there then, whatever is received over it; only send and recv are allowed.
         """
-        return self._caller.group
+        return Group(self._caller)
 
     # ---- groups and life
 

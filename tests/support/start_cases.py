@@ -27,7 +27,7 @@ from support.comm_kit import (
 
 from lowshard import dtypes
 from lowshard.comm import Communicator
-from lowshard.comm.work import Work, wait_all
+from lowshard.comm.work import Work
 from lowshard.errors import BufferMismatchError, CommError, TimedOut
 from lowshard.selftest.fold_cases import plain_fold
 
@@ -88,7 +88,8 @@ def many_calls_may_be_in_flight_and_run_in_order(comm: Communicator, rng: np.ran
         works += [comm.start.all_reduce(a, b), comm.start.all_reduce(b, a, "max")]
     comm.barrier()  # waits for what was started before it
     assert all(work.done() for work in works) or comm.transport == "nccl"
-    wait_all(works, LIMIT_S)
+    for work in works:
+        work.wait(LIMIT_S)
     same(a, np.full(1000, float(comm.size) ** 4))
 
 
@@ -123,7 +124,8 @@ def a_call_that_waits_comes_after_those_that_were_started(
     again = comm.split(0)  # after what was started on comm
     assert again is not None
     again.barrier()
-    wait_all(works, LIMIT_S)
+    for work in works:
+        work.wait(LIMIT_S)
     same(total, data.sum(0) * comm.size)
     for made in (again, group):
         made.close()
@@ -328,7 +330,8 @@ def started_messages_of_one_pair_stay_in_order(comm: Communicator, rng: np.rando
         if comm.rank == 0:
             works = [comm.start.send(put(comm, message), 1) for message in data[:-1]]
             comm.send(put(comm, data[-1]), 1)
-            wait_all(works, LIMIT_S)
+            for work in works:
+                work.wait(LIMIT_S)
             continue
         bufs = [put(comm, np.zeros(message.size)) for message in data]
         works = [comm.start.recv(buf, 0) for buf in bufs[:-1]]
