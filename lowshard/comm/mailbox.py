@@ -172,12 +172,12 @@ class Mailbox:
             timeout_s: deadline of each wait.
             tag: of the group.
             post: of the communicator; by default a new one.
-            watched: the group's ranks as ranks of the side channel; by default the same.
+            watched: the group's ranks as ranks of the failure channel; by default the same.
         """
         self._mpi, self._comm, self._ranks, self._rank = mpi, mpi_comm, list(ranks), rank
         self.lookout, self._timeout_s, self._tag = lookout, timeout_s, tag
         self.watched = self._ranks if watched is None else list(watched)
-        """The group's ranks as ranks of the side channel."""
+        """The group's ranks as ranks of the failure channel."""
         self._post = Post(int(mpi_comm.Get_attr(mpi.TAG_UB) or 32767)) if post is None else post
         self._status = mpi.Status()
 

@@ -42,7 +42,7 @@ class NCCLHandle:
             binding: what calls NCCL.
             owned: whether it is ours to end.
             timeout_s: deadline of every wait of the host.
-            watch: the side channel, or None.
+            watch: the failure channel, or None.
         """
         self.raw = raw
         self.timeout_s, self.watch = timeout_s, watch
@@ -124,7 +124,7 @@ class NCCLHandle:
     # ---- waits
 
     def ask(self) -> None:
-        """Raise what the side channel or NCCL knows to have gone wrong. Does not block.
+        """Raise what the failure channel or NCCL knows to have gone wrong. Does not block.
 
         Raises:
             CommError: NCCL reports an error.

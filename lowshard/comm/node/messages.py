@@ -197,7 +197,7 @@ class NodeMailbox(Mailbox):
         raise self.lookout.late(what, [peer], self._timeout_s, [self.watched[peer]])
 
     def _await_failure(self) -> None:
-        """Raise what made a peer give up, if the side channel tells of it within a moment."""
+        """Raise what made a peer give up, if the failure channel tells of it within a moment."""
         end_s = time.monotonic() + _TOLD_WITHIN_S
         flag = ctypes.c_int64.from_address(self.lookout.flag_address)
         while time.monotonic() < end_s:

@@ -74,7 +74,7 @@ OWN = 26
 WANTED = 27
 """Address of an int64 that is set when a peer's segment is met that is not mapped here yet."""
 GONE = 28
-"""Address of an int64 a rank of the side channel: when it ended its program in order, in ns, or 0; 0 for no table."""
+"""Address of an int64 a rank of the failure channel: when it ended its program, in ns, or 0; 0 for no table."""
 WATCHED = 29
 """Address of an int64 a rank of the group: its rank in that table."""
 HEADS = 30
