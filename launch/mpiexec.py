@@ -196,7 +196,7 @@ def rank_environment(
     threads = max(1, cores // together)
     added = dict.fromkeys(_THREAD_VARIABLES, str(threads))
     if spread is not None and spread.iface:
-        added[INTERFACE.name] = spread.iface  # for the ranks' own side channel
+        added[INTERFACE.name] = spread.iface  # for the ranks' own failure channel
     alone = spread is None and nodes == 1
     if alone:  # shared memory is all that ranks of one host need: nobody else is to reach them
         added |= dict.fromkeys(_IFACE_VARIABLES, "lo")

@@ -28,7 +28,7 @@ the job is ended, and the text of the rank that failed first comes last. Nothing
 /tmp or /dev/shm.
 
 exit codes: 0 all ranks ended well; else the code of the first failure: 1 an uncaught exception,
-n for sys.exit(n), 2 wrong usage, 70 a rank died, was stopped or its host was cut off, 71 timed out,
+n for sys.exit(n), 2 wrong usage, 70 a rank died or its host was cut off, 71 timed out,
 72 ranks disagreed, 130 Ctrl-C
 
 hosts: must take ssh without a password (or --ssh), see the same Python environment and working directory at the same
@@ -37,8 +37,6 @@ HOME, TMPDIR and the like. A hostfile has a line for each host, in Open MPI's sy
 without a number share the ranks evenly. In a batch job (Slurm, PBS, LSF) without --hosts mpiexec takes the job's.
 
 environment (what is set already stays as it is):
-  LOWSHARD_HEARTBEAT_S  a rank that is stopped, or a host not heard of, for longer has failed (default 10)
-  LOWSHARD_START_S      time for all ranks to start (default 120)
   OMP_NUM_THREADS       default: cores of a host / ranks on it; also for OpenBLAS, MKL and Numba
   OMPI_MCA_*, PRTE_MCA_*, MPIR_CVAR_*, HYDRA_*
                         settings of the MPI in use. Set by default under Open MPI: leave to run as root, more ranks

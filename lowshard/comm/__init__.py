@@ -44,8 +44,8 @@ def from_mpi(
     them through shared memory, else MPI does. On "cuda" buffers are CuPy arrays and NCCL moves them; MPI
     hands out the unique id. "auto" is "cuda" when every rank sees a GPU through CuPy, else "cpu".
 
-    An uncaught exception on a rank then ends the whole job, with the rank's number and traceback. The side channel that
-    reports failures stays open to the end of the process; later communicators over the same ranks use it too.
+    An uncaught exception on a rank then ends the whole job, with the rank's number and traceback. The failure
+    channel stays open to the end of the process; later communicators over the same ranks use it too.
 
     Args:
         mpi_comm: the mpi4py communicator.

@@ -17,11 +17,9 @@ import faulthandler
 import io
 import json
 import os
-import resource
 import select
 import selectors
 import shutil
-import signal
 import socket
 import struct
 import sys
@@ -74,7 +72,6 @@ _GRACE_S = 2.0  # for a process to end by itself after a failure
 _CONNECT_S = 10.0
 _TURN_S = 0.5
 _PURPOSE = 1
-_OTHER_FILES = 768  # that the program may want
 
 _channels: list[Channel] = []  # that this process has open
 _hubs: list[Hub] = []
@@ -521,7 +518,6 @@ def meet(mpi_comm: Any, world_ranks: Sequence[int]) -> Channel:
         CommError: some rank does not reach rank 0, or nothing can be listened on; the same on all ranks.
     """
     rank = mpi_comm.Get_rank()
-    _survive_hydra()
     hosts = [a for some in interface_addresses().values() for a in some if not is_loopback(a)]
     seats = mpi_comm.allgather((network_name(), hosts[:16]))
     folder, channel, problem, offer = "", None, "", ((), "")
@@ -579,11 +575,6 @@ def _listen(seats: Sequence[tuple[str, Sequence[str]]]) -> tuple[Listener, str]:
     Raises:
         OSError: nothing can be listened on.
     """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = len(seats) + _OTHER_FILES
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     if settings.INTERFACE.is_set():
         named, known = settings.INTERFACE.text(), interface_addresses()
         if named not in known:
@@ -603,17 +594,6 @@ def _listen(seats: Sequence[tuple[str, Sequence[str]]]) -> tuple[Listener, str]:
     far = dict.fromkeys(host for network, hosts in seats if network != networks[0] for host in hosts)
     near = ["127.0.0.1"] if networks[0] in networks[1:] else []
     return Listener.on_network(tuple(dict.fromkeys([*near, *addresses_towards(far)]))), ""
-
-
-def _survive_hydra() -> None:
-    """Let SIGUSR1 not end this process: Hydra sends it where it spares the others of a rank that died."""
-    is_main = threading.current_thread() is threading.main_thread()
-    if (
-        is_main
-        and "PMI_RANK" in settings.environment()
-        and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
-    ):
-        signal.signal(signal.SIGUSR1, lambda number, frame: None)
 
 
 def _is_near(address: str) -> bool:

@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
-__all__ = ["TOKEN_BYTES", "Client", "Listener", "connect", "is_private", "tune"]
+__all__ = ["TOKEN_BYTES", "Client", "Listener", "connect", "tune"]
 
 TOKEN_BYTES = 32
 MOST_WAITING = 64
@@ -47,9 +47,8 @@ _ACCEPTS = 64  # in one turn
 _NO_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _BACKLOG = 1024
 _FULL_PAUSE_S = 0.005
-_ROUNDS_S = (0.5, 1.0, 2.0, 4.0)  # how long an address may take to answer, round by round; the last one stays
+_MOST_ROUND_S = 4.0  # that an address may take to answer, at first an eighth of it
 _PAUSE_S = 0.1  # between two rounds over the addresses
-_PORT_TRIES = 20
 _OTHER = "another program listens there, or one that was given another token"
 _PEER_CREDENTIALS = struct.Struct("iII")  # struct ucred: pid, uid, gid
 
@@ -122,18 +121,21 @@ class Listener:
 
     @classmethod
     def on_network(cls, hosts: Sequence[str]) -> Self:
-        """Return a listener at addresses of this host (IPv4 and IPv6), one port for all of them.
+        """Return a listener at addresses of this host (IPv4 and IPv6), a port for each.
 
         Raises:
             OSError: one of them cannot be listened on.
         """
-        made = _listen_on(hosts)
-        port: int = made[0].getsockname()[1]
-        return cls(
-            made,
-            [f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}" for host in hosts],
-            None,
-        )
+        made, addresses = list[socket.socket](), list[str]()
+        with ExitStack() as stack:
+            for host in hosts:
+                family = socket.AF_INET6 if ":" in host else socket.AF_INET
+                one = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
+                made.append(stack.enter_context(one))
+                name = f"[{host}]" if ":" in host else host
+                addresses.append(f"tcp://{name}:{one.getsockname()[1]}")
+            stack.pop_all()
+        return cls(made, addresses, None)
 
     def fileno(self) -> int:
         """Return the descriptor to poll: it is readable where `admit` has something to do."""
@@ -243,9 +245,9 @@ def connect(
     """
     said: dict[str, str] = {}
     end_s = time.monotonic() + limit_s
-    turn = 0
-    while addresses and (turn == 0 or time.monotonic() < end_s):
-        round_s = _ROUNDS_S[min(turn, len(_ROUNDS_S) - 1)]
+    round_s = _MOST_ROUND_S / 16
+    while addresses and (not said or time.monotonic() < end_s):
+        round_s = min(2 * round_s, _MOST_ROUND_S)
         for address in addresses:
             try:
                 left_s = max(0.05, end_s - time.monotonic())
@@ -253,20 +255,10 @@ def connect(
                 return _connected(address, secret, purpose, rank, min(round_s, left_s))
             except OSError as error:
                 said[address] = (error.strerror or str(error)).lower()
-        turn += 1
         time.sleep(min(_PAUSE_S, max(0.0, end_s - time.monotonic())))
     raise ConnectionError(
         "; ".join(f"{address}: {why}" for address, why in said.items()) or "no address was offered"
     )
-
-
-def is_private(folder: Path) -> bool:
-    """Say whether a folder is there and is this user's alone."""
-    try:
-        with _private(folder):
-            return True
-    except OSError:
-        return False
 
 
 def tune(connection: socket.socket, unconfirmed_s: float) -> None:
@@ -324,29 +316,6 @@ def _private(folder: Path) -> Iterator[str]:
         yield f"/proc/self/fd/{fd}"
     finally:
         os.close(fd)
-
-
-def _listen_on(hosts: Sequence[str]) -> list[socket.socket]:
-    """Return a socket for each address, all on one port."""
-    for attempt in range(_PORT_TRIES):
-        port = 0
-        with ExitStack() as stack:
-            made: list[socket.socket] = []
-            try:
-                for host in hosts:
-                    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-                    one = socket.create_server((host, port), family=family, backlog=_BACKLOG)
-                    made.append(stack.enter_context(one))
-                    port = made[0].getsockname()[1]
-            except OSError as error:
-                if (
-                    error.errno == errno.EADDRINUSE and attempt + 1 < _PORT_TRIES
-                ):  # at another of the addresses
-                    continue
-                raise
-            stack.pop_all()
-            return made
-    raise AssertionError("the last attempt returns or raises")
 
 
 def _connected(address: str, token: bytes, purpose: int, rank: int, limit_s: float) -> socket.socket:

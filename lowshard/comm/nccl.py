@@ -59,7 +59,7 @@ from lowshard.settings import TIMEOUT_S, environment
 Array = Any
 
 _LOOK_S = 0.01
-"""How often calls ask NCCL, CUDA and the side channel for what has gone wrong, at most."""
+"""How often calls ask NCCL, CUDA and the failure channel for what has gone wrong, at most."""
 _CAPTURED = frozenset((
     "all_gather", "all_gather_v", "all_to_all", "all_to_all_v", "broadcast", "gather", "scatter", "send", "recv",
     "send_recv", "all_reduce", "reduce_scatter", "reduce",
@@ -100,7 +100,7 @@ class NCCLTransport(Transport):
             owned: whether `end` ends the NCCL communicator too.
             binding: by default the installed libraries'.
             timeout_s: deadline of every wait of the host; by default that of `host`, or the environment's.
-            watch: the side channel that tells of failed ranks, if there is one.
+            watch: the failure channel that tells of failed ranks, if there is one.
 
         Raises:
             CommError: rank and size are not those of the NCCL communicator.

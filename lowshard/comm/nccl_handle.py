@@ -44,7 +44,7 @@ class NCCLHandle:
             binding: what calls NCCL.
             owned: whether it is ours to end.
             timeout_s: deadline of every wait of the host.
-            watch: the side channel, or None.
+            watch: the failure channel, or None.
             explain: returns what the ranks' calls say of a wait that is over in vain, or None. Ranks meet in it.
         """
         self.raw, self._explain = raw, explain
@@ -123,7 +123,7 @@ class NCCLHandle:
     # ---- waits
 
     def ask(self) -> None:
-        """Raise what the side channel or NCCL knows to have gone wrong. Does not block.
+        """Raise what the failure channel or NCCL knows to have gone wrong. Does not block.
 
         Raises:
             CommError: NCCL reports an error.

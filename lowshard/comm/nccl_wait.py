@@ -2,7 +2,7 @@
 
 `stream.synchronize()` alone would wait for a dead peer for ever: NCCL's kernels keep spinning, and network
 errors show only through its own query. So every wait of the host is a loop over four questions: is the
-work done, has the side channel heard of a failure, has NCCL, is the time over.
+work done, has the failure channel heard of a failure, has NCCL, is the time over.
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ def wait_for(
     Args:
         awaited: an event or a stream.
         deadline: on the clock of `time.monotonic`, seconds.
-        watch: the side channel, or None where there is none.
+        watch: the failure channel, or None where there is none.
         communicator: the NCCL communicator whose work it is, or None for work of other kinds.
         what: what is waited for, for the message.
         final: whether a deadline that passes is the end; else what is waited for goes on and may be waited for again.
 
     Raises:
         CommError: NCCL or CUDA reports an error.
-        PeerFailed: the side channel, or NCCL, knows that another rank has failed.
+        PeerFailed: the failure channel, or NCCL, knows that another rank has failed.
         TimedOut: the deadline has passed.
     """
     begun = time.monotonic()
@@ -114,7 +114,7 @@ def wait_for(
 def is_done(awaited: Awaited, watch: Watching | None, communicator: Breakable | None, what: str) -> bool:
     """Say whether `awaited` is done; does not wait. Arguments and errors: as for `wait_for`.
 
-    Where the GPU has failed the side channel tells the other ranks, and the communicator is given up.
+    Where the GPU has failed the failure channel tells the other ranks, and the communicator is given up.
     """
     try:
         return awaited.done

@@ -70,7 +70,7 @@ class Slots:
             binding: the GPU.
             make: returns so many bytes of ordinary memory.
             timeout_s: deadline of each wait for the GPU.
-            watch: the side channel, or None.
+            watch: the failure channel, or None.
         """
         self._binding, self._make, self._timeout_s, self._watch = binding, make, timeout_s, watch
         self._slots: list[_Slot] = []
@@ -88,7 +88,7 @@ class Slots:
             what: the call they belong to, for messages.
 
         Raises:
-            PeerFailed: another rank has failed, by the side channel or by the host's communicator.
+            PeerFailed: another rank has failed, by the failure channel or by the host's communicator.
             TimedOut: the stream did not get to the copies in time.
         """
         stream = self._binding.stream()

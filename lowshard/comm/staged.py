@@ -53,7 +53,7 @@ class StagedTransport(Transport):
             host: moves and reduces; `end` closes it.
             binding: by default the installed libraries'; NCCL is not needed.
             device: the number of the GPU that all buffers lie on.
-            watch: the side channel that tells of failed ranks, if there is one.
+            watch: the failure channel that tells of failed ranks, if there is one.
             slot_bytes: about how much is moved at a time; the same on all ranks.
 
         Raises:

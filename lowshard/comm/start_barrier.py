@@ -8,7 +8,7 @@ Where nobody is late no word is sent.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from lowshard.comm.mpi import load_mpi, world_ranks
 from lowshard.comm.wait_guard import names_of
 from lowshard.errors import TimedOut
 
-__all__ = ["await_all", "within"]
+__all__ = ["await_all"]
 
 _TAG = 32766  # not the highest that every MPI has (MPI 4.1, section 9.1.2): `lowshard.comm.progress` probes for that
 _HERE, _WHO = 1, 2  # words to rank 0: this rank has come; its time is over, and it asks who has not
@@ -47,16 +47,19 @@ def await_all(mpi_comm: Any, timeout_s: float) -> None:
     end_s = time.monotonic() + timeout_s
     barrier = mpi_comm.Ibarrier()
     heard, words = np.zeros(size, np.int64), list[Any]()
-    if not within(patience_s, barrier.Test):
+    if not _within(patience_s, barrier.Test):
         if rank == 0:
             missing = _wait_as_hub(mpi_comm, barrier, heard, end_s, patience_s)
         else:
             missing = _wait_for_hub(mpi_comm, barrier, words, end_s)
         if missing:
             ranks = world_ranks(load_mpi(), mpi_comm)
-            raise TimedOut(_text(missing, timeout_s)).about(ranks[rank] for rank in missing)
+            raise TimedOut(
+                f"{names_of(missing)} did not come within {timeout_s:g} s to make a communicator; every rank of the MPI "
+                "communicator calls from_mpi (or from_nccl), or none does"
+            ).about(ranks[rank] for rank in missing)
     sent = np.zeros(size, np.int64)
-    if not within(timeout_s, mpi_comm.Iallgather(np.array([len(words)], np.int64), sent).Test):
+    if not _within(timeout_s, mpi_comm.Iallgather(np.array([len(words)], np.int64), sent).Test):
         raise TimedOut(
             f"rank {rank} came too late to make a communicator: others had given up waiting for it"
         )
@@ -67,7 +70,7 @@ def await_all(mpi_comm: Any, timeout_s: float) -> None:
         word.Wait()
 
 
-def within(limit_s: float, test: Callable[[], Any]) -> bool:
+def _within(limit_s: float, test: Callable[[], Any]) -> bool:
     """Ask again and again; say whether the answer was yes before the time was over."""
     end_s = time.monotonic() + limit_s
     for now_s in _turns():
@@ -107,7 +110,7 @@ def _wait_as_hub(
     missing = _missing(there)
     if missing:  # else the last one came just now, and the others see it by the barrier
         answers = [mpi_comm.Isend(there, other, _TAG) for other in np.flatnonzero(heard).tolist()]
-        within(_ON_THE_WAY_S, lambda: all([answer.Test() for answer in answers]))
+        _within(_ON_THE_WAY_S, lambda: all([answer.Test() for answer in answers]))
     return missing
 
 
@@ -139,10 +142,3 @@ def _wait_for_hub(mpi_comm: Any, barrier: Any, words: list[Any], end_s: float) -
 
 def _missing(there: np.ndarray) -> list[int]:
     return [int(rank) for rank in np.flatnonzero(there == 0)]
-
-
-def _text(missing: Sequence[int], timeout_s: float) -> str:
-    return (
-        f"{names_of(missing)} did not come within {timeout_s:g} s to make a communicator; every rank of the MPI "
-        "communicator calls from_mpi (or from_nccl), or none does"
-    )

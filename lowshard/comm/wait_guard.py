@@ -20,7 +20,7 @@ _LOOK_EVERY = 64
 
 
 class Watching(Protocol):
-    """What is needed of the side channel."""
+    """What waits need of the failure channel."""
 
     flag: Any
     """int64[1]: 0 until a failure is known."""
@@ -42,7 +42,7 @@ class Watching(Protocol):
 
 
 class Lookout:
-    """The side channel as waits see it, or none: then only deadlines end them."""
+    """The failure channel as waits see it, or none: then only deadlines end them."""
 
     def __init__(self, watch: Watching | None, activity: Activity) -> None:
         self.watch, self.activity = watch, activity
@@ -72,7 +72,7 @@ class Lookout:
             what: what was waited for, in words.
             missing: the ranks of the group that have not come; empty where that is not known.
             timeout_s: how long they were waited for.
-            watched: the same as ranks of the side channel.
+            watched: the same as ranks of the failure channel.
         """
         who = names_of(missing) if missing else "some rank"
         about = [] if self.watch is None else [self.watch.world_ranks[rank] for rank in watched]
@@ -86,7 +86,7 @@ class Lookout:
         return TimedOut(f"{text}; this rank was in {self.activity.where()}").about(about)
 
     def left(self, rank: int) -> CommError:
-        """Return the error for a rank (of the side channel) that ended its program while this one waits for it."""
+        """Return the error for a rank (of the failure channel) that ended its program while this one waits for it."""
         where = self.activity.where()
         if self.watch is not None:
             try:
@@ -110,7 +110,7 @@ class Lookout:
             what: what is waited for, in words.
             missing: returns the ranks that have not come; None where that is not known.
             timeout_s: seconds to wait at most.
-            watched: the group's ranks as ranks of the side channel, where one that has ended its program is missed;
+            watched: the group's ranks as ranks of the failure channel, where one that has ended its program is missed;
                 any of them where `missing` is None.
 
         Raises:

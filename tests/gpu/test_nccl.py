@@ -120,7 +120,7 @@ def test_without_control_a_plan_is_compared_the_first_time_it_is_executed_and_ne
 
 
 class Watch:
-    """One of several side channels, which tell each other."""
+    """One of several failure channels, which tell each other."""
 
     def __init__(self, all_of_them: list[Watch]) -> None:
         self.flag, self.heard, self.all = np.zeros(1, np.int64), "", all_of_them

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from support.launching import MARK, Launcher
-from support.listening import public_doors
+from support.listening import public_ports
 
 pytestmark = [pytest.mark.mpi, pytest.mark.time_limit(400)]
 
@@ -55,13 +55,13 @@ def test_no_rank_of_a_job_on_one_host_is_to_be_reached_from_others(launcher: Lau
     mark = f"{MARK}={launcher.mark}".encode()
     job = [int(path.parent.name) for path in Path("/proc").glob("[0-9]*/environ") if mark in read(path)]
     assert started.pid in job
-    assert len(job) >= 6  # the launcher, mpiexec, two keepers and two ranks
+    assert len(job) >= 6  # the launcher, mpiexec, two supervisors and two ranks
     ours = [pid for pid in job if read(Path(f"/proc/{pid}/cmdline")).split(b"\0")[1:2] == [b"-m"]]
     assert len(ours) >= 5  # all but mpiexec and its daemon
     of_mpiexec = {
-        door for pid in {*job} - {*ours} for door in public_doors(pid)
+        port for pid in {*job} - {*ours} for port in public_ports(pid)
     }  # Hydra's children have them too
-    assert {pid: {*public_doors(pid)} - of_mpiexec for pid in ours} == {pid: set() for pid in ours}
+    assert {pid: {*public_ports(pid)} - of_mpiexec for pid in ours} == {pid: set() for pid in ours}
     (folder / "over").touch()
     assert launcher.finish(started).code == 0
 

@@ -96,7 +96,7 @@ class Launcher:
 
 
 # What MPI libraries put into /dev/shm, and leave there when a rank is killed.
-_MPI_FILES = re.compile(r"(mpich_shm_|sm_segment\.|osc_(sm|rdma)\.|lowshard-)")
+_MPI_FILES = re.compile(r"(mpich_shm_|sm_segment\.|osc_(sm|rdma)\.|lowshard-job-)")
 
 
 def stray_files() -> frozenset[Path]:
@@ -113,16 +113,19 @@ def own_files() -> Iterator[None]:
         yield
     finally:
         for path in sweepable(before):
-            path.unlink(missing_ok=True)
+            if not path.is_dir():
+                path.unlink(missing_ok=True)
 
 
 def sweepable(before: frozenset[Path]) -> list[Path]:
-    """Returns new files that no process has open; without removing them, unlike the launcher's own sweep."""
+    """Returns new files that no process has open, and new folders of jobs that are over."""
     new = stray_files() - before
     used: set[str] = set()
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             used.update(re.findall(r"/dev/shm/\S+", (folder / "maps").read_text()))
+            jobs = re.findall(rb"LOWSHARD_JOB_DIR=[^\0]*/([^\0/]+)", (folder / "environ").read_bytes())
+            used.update(f"/dev/shm/{job.decode()}" for job in jobs)
     return [path for path in new if path.parent == Path("/dev/shm") and str(path) not in used]
 
 

@@ -12,14 +12,14 @@ from typing import NamedTuple
 _LISTENING = "0A"
 
 
-class Door(NamedTuple):
+class Port(NamedTuple):
     """An address and a port that a process listens on by TCP."""
 
     address: ipaddress.IPv4Address | ipaddress.IPv6Address
     port: int
 
 
-def doors_of(pid: int) -> list[Door]:
+def ports_of(pid: int) -> list[Port]:
     """Return what a process listens on; [] for one that has ended."""
     inodes, found = set(), []
     with contextlib.suppress(OSError):
@@ -32,13 +32,13 @@ def doors_of(pid: int) -> list[Door]:
                 _, local, _, state, _, _, _, _, _, inode, *_ = line.split()
                 if state == _LISTENING and inode in inodes:
                     digits, _, port = local.partition(":")
-                    found.append(Door(_address(digits), int(port, 16)))
+                    found.append(Port(_address(digits), int(port, 16)))
     return found
 
 
-def public_doors(pid: int) -> list[Door]:
+def public_ports(pid: int) -> list[Port]:
     """Return what of it others than this host reach."""
-    return [door for door in doors_of(pid) if not door.address.is_loopback]
+    return [port for port in ports_of(pid) if not port.address.is_loopback]
 
 
 def _address(digits: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:

@@ -170,10 +170,6 @@ def samples() -> Mapping[str, Any]:
         },
         "tensor of a model to benchmark": tensor,
         "model to benchmark": {"tensors": {"w": tensor}, "num_attention_heads": 8, "num_key_value_heads": 2},
-        "message of a keeper": {
-            "host": "h", "pid": 3, "boot": "b", "time_s": 1.5, "stopped_at_s": 0.0, "ended": True, "status": -9,
-            "failure": {"rank": 1, "time_s": 1.5, "kind": "signal", "exit_code": 70, "message": "m", "about": [2]},
-        },
         "answer of a publisher": {"state": "here", "version": 1, "number": 2, "pid": 3, "fd": 4, "size_bytes": 5},
     }  # fmt: skip
 
