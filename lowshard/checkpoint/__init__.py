@@ -6,7 +6,6 @@ from lowshard.checkpoint.catalog import Catalog
 from lowshard.checkpoint.delta_file import ChangedTensor, Delta, DeltaReport, open_deltas, write_delta
 from lowshard.checkpoint.header import Header, TensorEntry, read_header
 from lowshard.checkpoint.reader import CheckpointReader, ReadPlan, plan_box, plan_read
-from lowshard.checkpoint.writer import write_checkpoint
 
 __all__ = [
     "Catalog",
@@ -21,7 +20,6 @@ __all__ = [
     "plan_box",
     "plan_read",
     "read_header",
-    "write_checkpoint",
     "write_delta",
 ]
 

@@ -9,20 +9,22 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
-from typing import Literal, overload
+from typing import Any
 
 import numpy as np
 
 from lowshard import dtypes
-from lowshard.argument import brief, in_words, mapping
+from lowshard.argument import brief, in_words, instance, mapping
 from lowshard.argument import path as check_path
+from lowshard.box import Box, contains, full_box, relative_slices
 from lowshard.checkpoint.commit import Commit
 from lowshard.checkpoint.header import FilePath, TensorEntry, check_metadata, check_name, encode_header
 from lowshard.checkpoint.hf_index import is_sparse_delta
-from lowshard.checkpoint.own_parts import Parts, State, check_turn, write_parts
+from lowshard.checkpoint.read_shares import Share, shares
 from lowshard.checkpoint.reader import plan_box
 from lowshard.comm import Communicator, collective_step
 from lowshard.comm.agreement import control_of
@@ -33,7 +35,11 @@ from lowshard.foreign_array import view_in_call
 from lowshard.layout import Layout
 from lowshard.tiling import Tiling
 
-_WHAT = "write_checkpoint"
+State = Mapping[str, tuple[Layout | Tiling, Any]]  # arrays of any library, or None
+Parts = Sequence[tuple[Share, np.ndarray]]
+"""Boxes that a rank writes, with their content."""
+_LINE_BYTES = 64
+_WHAT = "save"
 _NO_FALLOCATE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
@@ -52,65 +58,15 @@ class _File:
         return self.entries[-1].stop if self.entries else len(self.head)
 
 
-@overload
-def write_checkpoint(
-    path: FilePath, tensors: State, comm: Communicator, metadata: Mapping[str, str] | None = None, *,
-    wait: Literal[True] = True,
-) -> None: ...  # fmt: skip
-
-
-@overload
-def write_checkpoint(
-    path: FilePath, tensors: State, comm: Communicator, metadata: Mapping[str, str] | None = None, *,
-    wait: Literal[False],
-) -> Work: ...  # fmt: skip
-
-
-def write_checkpoint(
-    path: FilePath, tensors: State, comm: Communicator, metadata: Mapping[str, str] | None = None, *,
-    wait: bool = True,
-) -> Work | None:  # fmt: skip
-    """Write one plain safetensors file from the local arrays of all ranks.
-
-    Collective: all ranks of the communicator call this, with the same names, layouts, path and
-    metadata (the order of the names does not matter). When it returns, the file is complete and
-    synced on every rank. The path lies on a file system that all ranks share. No array travels
-    between ranks, and each element is written by exactly one of those that hold it; what many hold is spread
-    over them.
-
-    The bytes of the file are those that the safetensors library would write. A file (or link) that
-    was at the path is replaced at once, as a whole.
-
-    Args:
-        path: the file to make.
-        tensors: by name, the layout or tiling and this rank's local array of it, a NumPy array of
-            `layout.local_shape(rank)`. Ranks in the layout's mesh are ranks of `comm`; a rank outside
-            the mesh passes None.
-        comm: the communicator.
-        metadata: text by text, for the file's `__metadata__`.
-        wait: False writes in the background, as for `lowshard.weights.save`.
-
-    Every rank raises what one had. But for NotDurable, what was at the path is untouched then and what was written is
-    removed.
-
-    Raises:
-        CheckpointError: a name or the metadata is not allowed, the folder is missing, there is no
-            room, or the system refused to write.
-        LayoutError: a partial layout: reduce it first.
-        MeshError: a mesh with ranks that the communicator lacks.
-        BufferMismatchError: a local array is not the one that its layout says.
-        MismatchError: the ranks ask for different files.
-        NotDurable: the new file is in place, but its folder could not be synced.
-        PeerFailed, TimedOut: a rank did not come. A note says whether the new file is in place, where this rank knows.
-    """
-    return write_state(path, tensors, comm, metadata, wait=wait)
-
-
 def write_state(
     path: FilePath, tensors: State, comm: Communicator, metadata: Mapping[str, str] | None = None, *, wait: bool,
     is_copy: bool = False,
 ) -> Work | None:  # fmt: skip
-    """As `write_checkpoint`; with `is_copy` nobody changes the arrays, so that none is copied for the background."""
+    """Write one plain safetensors file from the local arrays of all ranks; see `lowshard.weights.save`.
+
+    Collective: all ranks of the communicator call this. The bytes are those that the safetensors library would write.
+    With `is_copy` nobody changes the arrays, so that none is copied for the background.
+    """
     control_of(comm)
     with collective_step(comm, _WHAT, path=path) as step:
         check_turn(step, comm, wait)
@@ -263,3 +219,66 @@ def write_at(fd: int, data: memoryview, offset: int) -> None:
         if not done:
             raise OSError(errno.EIO, "the system wrote nothing")
         data, offset = data[done:], offset + done
+
+
+# ---- what a rank writes: views of its arrays, or a copy for a save in the background
+
+
+def write_parts(
+    comm: Communicator, path: FilePath, what: str, tilings: Mapping[str, Tiling], state: State, *, wait: bool,
+    is_copy: bool, write: Callable[[Communicator, Parts], None],
+) -> Work | None:  # fmt: skip
+    """Write what falls to this rank, at once, or in the background out of a copy; then return the work."""
+    parts = own_parts(tilings, state, comm.rank)
+    if wait:
+        write(comm, parts)
+        return None
+    beside = comm.control.beside
+    if not is_copy:
+        with collective_step(comm, what, path=path):
+            ends = list(accumulate((_padded_bytes(a) for _, a in parts), initial=0))
+            if beside.memory is None or beside.memory.size < ends[-1]:
+                beside.memory = None  # before there is more
+                beside.memory = np.empty(ends[-1], np.uint8)
+            parts = [
+                (share, _put(array, beside.memory[at:]))
+                for (share, array), at in zip(parts, ends, strict=False)
+            ]
+    return beside.start(lambda: write(beside.comm, parts), f"{what} of rank {comm.rank} to {path}")
+
+
+def check_turn(step: collective_step, comm: Communicator, wait: object) -> None:
+    """Wait for a save that is under way, whose error the step raises; check `wait` of the next one."""
+    step.error = comm.control.settle_beside()
+    instance(wait, bool, "wait is True or False", CheckpointError)
+
+
+def own_parts(tilings: Mapping[str, Tiling], state: State, rank: int) -> Parts:
+    """Return the boxes that fall to a rank, as views of its arrays."""
+    found = []
+    for share in shares(tilings):
+        if share.rank == rank:
+            array = view_in_call(state[share.name][1], share.name)
+            assert array is not None  # checked before
+            found.append((share, box_of(array, tilings[share.name], rank, share.box)))
+    return found
+
+
+def box_of(array: np.ndarray, tiling: Tiling, rank: int, box: Box) -> np.ndarray:
+    """Return a view of the part of a rank's local array that holds a box, which lies in one of its tiles."""
+    if not array.ndim:
+        return array
+    tile = next(t for t in tiling.tiles(rank) if contains(t.box, box))
+    local: np.ndarray = array[relative_slices(tile.local, full_box(array.shape))]
+    return local[relative_slices(box, tile.box)]
+
+
+def _padded_bytes(array: np.ndarray) -> int:
+    return -(-array.nbytes // _LINE_BYTES) * _LINE_BYTES
+
+
+def _put(array: np.ndarray, memory: np.ndarray) -> np.ndarray:
+    """Copy an array to the start of a buffer; return the copy."""
+    copy: np.ndarray = memory[: array.nbytes].view(array.dtype).reshape(array.shape)
+    copy[...] = array
+    return copy

@@ -431,7 +431,7 @@ class FSDP(Core):
         Raises:
             NotJoined: a gradient is not reduced. Reduced ones may be there, and are no part of the file.
             CheckpointError: a state that is neither an array like the parameters nor a number, or two tensors of one
-                name. CheckpointError, NotDurable, PeerFailed, TimedOut: as `write_checkpoint`.
+                name. CheckpointError, NotDurable, PeerFailed, TimedOut: as `lowshard.weights.save`.
         """
         self._check_joined("save")
         self._enter("save")  # fails at once on a rank that saves while others are in a step

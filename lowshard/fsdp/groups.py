@@ -41,6 +41,7 @@ class Channel:
         self._is_told = False
         """Whether all ranks have raised it."""
         self._turn = threading.Lock()
+        self._failing = threading.Lock()
         self._teller: threading.Thread | None = None
 
     def call(self, text: str, purpose: str, name: str, *args: Any) -> None:
@@ -72,10 +73,11 @@ class Channel:
 
     def fail(self, error: LowshardError) -> None:
         """Make no call any more, and have all ranks raise an error, in a thread: they come to channels in any order."""
-        self._error = self._error or error
-        if not self._is_told:
-            self._teller = threading.Thread(target=self._tell, name="lowshard fsdp failure", daemon=True)
-            self._teller.start()
+        with self._failing:
+            self._error = self._error or error
+            if self._teller is None and not self._is_told:
+                self._teller = threading.Thread(target=self._tell, name="lowshard fsdp failure", daemon=True)
+                self._teller.start()
 
     def _tell(self) -> None:
         with self._turn:  # after the call that is under way

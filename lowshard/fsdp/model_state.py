@@ -15,8 +15,7 @@ from lowshard.argument import brief, is_text
 from lowshard.argument import path as check_path
 from lowshard.box import split_interval
 from lowshard.checkpoint import CheckpointReader
-from lowshard.checkpoint.own_parts import check_turn
-from lowshard.checkpoint.writer import write_state
+from lowshard.checkpoint.writer import check_turn, write_state
 from lowshard.comm import collective_step, share_text
 from lowshard.comm.work import Work
 from lowshard.errors import CheckpointError

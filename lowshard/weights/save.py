@@ -26,8 +26,17 @@ from lowshard.checkpoint.catalog import crc32
 from lowshard.checkpoint.checkpoint_index import INDEX_NAME, Index, IndexedFile, IndexedTensor, Part
 from lowshard.checkpoint.commit import Commit
 from lowshard.checkpoint.header import FilePath, encode_header, header_box
-from lowshard.checkpoint.own_parts import Parts, State, check_turn, write_parts
-from lowshard.checkpoint.writer import check_labels, check_state, reserve, write_at, write_state
+from lowshard.checkpoint.writer import (
+    Parts,
+    State,
+    check_labels,
+    check_state,
+    check_turn,
+    reserve,
+    write_at,
+    write_parts,
+    write_state,
+)
 from lowshard.comm import Communicator, collective_step, loopback
 from lowshard.comm.work import Work
 from lowshard.content_hash import tensor_digest, text_digest

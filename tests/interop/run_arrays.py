@@ -47,7 +47,7 @@ from lowshard import (
     redistribute,
 )
 from lowshard import kernels as lk
-from lowshard.checkpoint import CheckpointReader, write_checkpoint
+from lowshard.checkpoint import CheckpointReader
 from lowshard.comm import Communicator, loopback, run_loopback
 from lowshard.foreign_array import READ_ONLY, view_in_call, view_of
 from lowshard.fsdp import FSDP, Param
@@ -388,7 +388,7 @@ def saved_loaded_and_filled(library: str, count: int, seed: int) -> None:
                 if library == "torch":
                     local = given(library, np.ascontiguousarray(whole[a:b].T)).T  # of other strides
                 save(at, {"w": (layout, local)}, comm)
-                write_checkpoint(at.with_suffix(".safetensors"), {"w": (layout, local)}, comm)
+                save(at.with_suffix(".safetensors"), {"w": (layout, local)}, comm, merged=True)
                 assert digest({"w": (layout, local)}, comm) == digest({"w": (layout, whole[a:b])}, comm)
 
             run_loopback(2, job, LIMIT_S)

@@ -18,8 +18,8 @@ from safetensors.numpy import save_file
 from support.checkpoints import attention_and_more, on_ranks, save_over, state_of, values_of
 from support.save_steps import Steps, counted
 
-from lowshard import DeviceMesh, Layout, Replicated, Sharded
-from lowshard.checkpoint import Catalog, read_header, write_checkpoint, write_delta
+from lowshard import Layout
+from lowshard.checkpoint import Catalog, read_header, write_delta
 from lowshard.checkpoint.checkpoint_index import INDEX_NAME, read_index
 from lowshard.checkpoint.hf_index import HF_INDEX
 from lowshard.comm import Communicator
@@ -257,21 +257,6 @@ class MergedFile(Merged):
         convert(Settings(source, str(self.target), None, "", merged=True), comm)
 
 
-class Written(Merged):
-    """`write_checkpoint`."""
-
-    def save(self, version: int, comm: Communicator) -> None:
-        mesh = DeviceMesh((RANKS,), ("d",))
-        rows, all_ = (
-            Layout(mesh, (10, 6), "float32", (Sharded(0),)),
-            Layout(mesh, (5,), "int64", (Replicated(),)),
-        )
-        start, stop = rows.box(comm.rank)[0]
-        whole = np.arange(60, dtype=np.float32).reshape(10, 6) * version
-        state = {"rows": (rows, whole[start:stop]), "all": (all_, np.full(5, version))}
-        finish(write_checkpoint(self.target, state, comm, wait=self.waits), state)  # type: ignore[call-overload]
-
-
 class Trained(Merged):
     """`FSDP.save`."""
 
@@ -298,12 +283,6 @@ class MergedBeside(Merged):
     waits = False
 
 
-class WrittenBeside(Written):
-    """`write_checkpoint(wait=False)`."""
-
-    waits = False
-
-
 class TrainedBeside(Trained):
     """`FSDP.save(wait=False)`."""
 
@@ -320,9 +299,9 @@ def finish(work: Work | None, state: Mapping[str, tuple[Tiling | Layout, np.ndar
 
 
 SAVERS: Mapping[str, type[Saver]] = {
-    "sharded": Sharded4, "merged": Merged, "write_checkpoint": Written, "FSDP": Trained, "reshard": Resharded,
+    "sharded": Sharded4, "merged": Merged, "FSDP": Trained, "reshard": Resharded,
     "applied": Applied, "whole": WholeTensors, "merged folder": MergedFolder, "merged file": MergedFile,
-    "sharded beside": Sharded4Beside, "merged beside": MergedBeside, "write_checkpoint beside": WrittenBeside,
+    "sharded beside": Sharded4Beside, "merged beside": MergedBeside,
     "FSDP beside": TrainedBeside,
 }  # fmt: skip
 

@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save
 from support.layouts import layouts, meshes
 
-from lowshard import DeviceMesh, Layout, Partial, Replicated, Sharded, dtypes
+from lowshard import DeviceMesh, Layout, Partial, Replicated, Sharded, dtypes, weights
 from lowshard import comm as lc
-from lowshard.checkpoint import CheckpointReader, write_checkpoint
+from lowshard.checkpoint import CheckpointReader
 from lowshard.checkpoint.header import encode_header
 from lowshard.errors import (
     BufferMismatchError,
@@ -54,8 +54,12 @@ def expected_bytes(state: Globals, metadata: dict[str, str] | None = None) -> by
     return head + b"".join(state[e.name][1].tobytes() for e in entries)
 
 
+def write_merged(path: Any, state: Any, comm: lc.Communicator, metadata: Any = None) -> None:
+    weights.save(path, state, comm, merged=True, metadata=metadata)
+
+
 def write(path: Path, state: Globals, size: int, metadata: dict[str, str] | None = None) -> None:
-    lc.run_loopback(size, lambda c: write_checkpoint(path, local_state(state, c.rank), c, metadata), 30)
+    lc.run_loopback(size, lambda c: write_merged(path, local_state(state, c.rank), c, metadata), 30)
 
 
 def outcomes(size: int, job: Callable[[lc.Communicator], None]) -> list[BaseException | None]:
@@ -151,7 +155,7 @@ def test_each_element_is_written_once_and_copies_are_spread_over_the_ranks(tmp_p
 
     def job(comm: lc.Communicator) -> None:
         ranks[threading.get_ident()] = comm.rank
-        write_checkpoint(tmp_path / "f", local_state(state, comm.rank), comm)
+        write_merged(tmp_path / "f", local_state(state, comm.rank), comm)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "pwrite", counting)
@@ -184,7 +188,7 @@ def test_names_may_come_in_any_order_and_arrays_need_not_be_contiguous(tmp_path:
         mine = local_state(state, comm.rank)
         turned = list(mine.items())[:: -1 if comm.rank % 2 else 1]
         loose = {n: (lay, np.asfortranarray(a) if a.ndim > 1 else a) for n, (lay, a) in turned}
-        write_checkpoint(str(tmp_path / "f"), loose, comm)
+        write_merged(str(tmp_path / "f"), loose, comm)
 
     lc.run_loopback(4, job, 30)
     assert (tmp_path / "f").read_bytes() == expected_bytes(state)
@@ -197,12 +201,12 @@ def test_ranks_outside_the_mesh_take_part_with_none(tmp_path: Path) -> None:
 
     def job(comm: lc.Communicator) -> None:
         local = sliced(value, layout, comm.rank) if comm.rank in mesh else None
-        write_checkpoint(tmp_path / "f", {"w": (layout, local)}, comm)
+        write_merged(tmp_path / "f", {"w": (layout, local)}, comm)
 
     lc.run_loopback(4, job, 30)
     assert (tmp_path / "f").read_bytes() == expected_bytes({"w": (layout, value)})
 
-    errors = outcomes(4, lambda c: write_checkpoint(tmp_path / "g", {"w": (layout, value[:3])}, c))
+    errors = outcomes(4, lambda c: write_merged(tmp_path / "g", {"w": (layout, value[:3])}, c))
     assert {type(e) for e in errors} == {BufferMismatchError}
     assert "rank 0 is not in mesh" in str(errors[0])
 
@@ -279,7 +283,7 @@ def test_wrong_arguments_on_any_rank_raise_one_error_on_all_before_a_file_is_mad
         return real(name, *args, **kwargs)
 
     monkeypatch.setattr(os, "open", noting)
-    errors = outcomes(4, lambda c: write_checkpoint(path, spoil(local_state(small(), c.rank), c.rank), c))
+    errors = outcomes(4, lambda c: write_merged(path, spoil(local_state(small(), c.rank), c.rank), c))
     assert [type(e) for e in errors] == [kind] * 4
     assert len({str(e) for e in errors}) == 1
     with pytest.raises(kind, match=text):
@@ -290,8 +294,8 @@ def test_wrong_arguments_on_any_rank_raise_one_error_on_all_before_a_file_is_mad
 
 def test_other_metadata_or_another_path_on_a_rank_is_a_mismatch(tmp_path: Path) -> None:
     for job in (
-        lambda c: write_checkpoint(tmp_path / "f", local_state(small(), c.rank), c, {"rank": str(c.rank)}),
-        lambda c: write_checkpoint(tmp_path / f"f{c.rank}", local_state(small(), c.rank), c),
+        lambda c: write_merged(tmp_path / "f", local_state(small(), c.rank), c, {"rank": str(c.rank)}),
+        lambda c: write_merged(tmp_path / f"f{c.rank}", local_state(small(), c.rank), c),
     ):
         assert [type(e) for e in outcomes(4, job)] == [MismatchError] * 4
     assert os.listdir(tmp_path) == []
@@ -300,14 +304,12 @@ def test_other_metadata_or_another_path_on_a_rank_is_a_mismatch(tmp_path: Path) 
 @pytest.mark.parametrize("wrong", [np.ones(3), "", 0, False, [], {"step": 1}], ids=str)
 def test_metadata_of_another_type_on_a_rank_is_refused_on_all(tmp_path: Path, wrong: Any) -> None:
     def job(comm: lc.Communicator) -> None:
-        write_checkpoint(
-            tmp_path / "f", local_state(small(), comm.rank), comm, wrong if comm.rank == 2 else None
-        )
+        write_merged(tmp_path / "f", local_state(small(), comm.rank), comm, wrong if comm.rank == 2 else None)
 
     errors = outcomes(4, job)
     assert [type(e) for e in errors] == [CheckpointError] * 4
     assert {str(e).partition(" maps text to text, got ")[0] for e in errors} == {
-        f"write_checkpoint: rank 2: {tmp_path / 'f'}: __metadata__"
+        f"save: rank 2: {tmp_path / 'f'}: __metadata__"
     }
     assert os.listdir(tmp_path) == []
 
@@ -342,7 +344,7 @@ def test_a_place_where_no_file_can_be_is_refused(
 ) -> None:
     path = place(tmp_path)
     before = sorted(tmp_path.rglob("*"))
-    errors = outcomes(4, lambda c: write_checkpoint(path, local_state(small(), c.rank), c))
+    errors = outcomes(4, lambda c: write_merged(path, local_state(small(), c.rank), c))
     assert [type(e) for e in errors] == [CheckpointError] * 4
     with pytest.raises(CheckpointError, match=text):
         raise errors[3] or AssertionError
@@ -354,7 +356,7 @@ def test_a_file_larger_than_the_disk_is_refused_at_once(tmp_path: Path) -> None:
     path.write_bytes(b"old")
     layout = Layout(DeviceMesh((2,), ("a",)), (2**58,), "f32", (Sharded(0),))
     huge = np.broadcast_to(np.float32(1), (2**57,))  # 4 bytes of memory
-    errors = outcomes(2, lambda c: write_checkpoint(path, {"w": (layout, huge)}, c))
+    errors = outcomes(2, lambda c: write_merged(path, {"w": (layout, huge)}, c))
     assert [type(e) for e in errors] == [CheckpointError] * 2
     total_bytes = encode_header({"w": ("f32", layout.shape)})[1][0].stop
     assert f"takes {total_bytes} bytes" in str(errors[1])
@@ -366,7 +368,7 @@ LIMITED = """
 import os, resource, sys
 import numpy as np
 from lowshard import DeviceMesh, Layout, Sharded, comm as lc
-from lowshard.checkpoint import write_checkpoint
+from lowshard.weights import save
 from lowshard.errors import CheckpointError
 
 layout = Layout(DeviceMesh((4,), ("a",)), (100_000,), "f32", (Sharded(0),))
@@ -374,7 +376,7 @@ layout = Layout(DeviceMesh((4,), ("a",)), (100_000,), "f32", (Sharded(0),))
 def job(comm):
     local = np.full(25_000, comm.rank, np.float32)
     try:
-        write_checkpoint(sys.argv[1], {"w": (layout, local)}, comm)
+        save(sys.argv[1], {"w": (layout, local)}, comm, merged=True)
     except CheckpointError as error:
         return str(error)
 
@@ -453,7 +455,7 @@ def test_a_failure_in_the_middle_leaves_the_old_file_and_no_other(
         faults.idents[threading.get_ident()] = comm.rank
         comm.barrier()
         new = {name: (lay, np.zeros_like(value)) for name, (lay, value) in small().items()}
-        write_checkpoint(path, local_state(new, comm.rank), comm)
+        write_merged(path, local_state(new, comm.rank), comm)
 
     found = outcomes(4, job)
     assert faults.fired
@@ -473,7 +475,7 @@ def test_file_systems_without_fallocate_are_written_too(
 
     def job(comm: lc.Communicator) -> None:
         faults.idents[threading.get_ident()] = comm.rank
-        write_checkpoint(tmp_path / "f", local_state(small(), comm.rank), comm)
+        write_merged(tmp_path / "f", local_state(small(), comm.rank), comm)
 
     lc.run_loopback(4, job, 30)
     assert faults.fired

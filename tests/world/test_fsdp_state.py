@@ -12,11 +12,12 @@ import pytest
 
 from lowshard import comm as lc
 from lowshard import errors
-from lowshard.checkpoint import CheckpointReader, write_checkpoint
+from lowshard.checkpoint import CheckpointReader
 from lowshard.fsdp import FSDP, SGD, AdamW, Param, Precision, ShardingStrategy, Slot
 from lowshard.layout import Layout
 from lowshard.mesh import DeviceMesh
 from lowshard.placement import Replicated
+from lowshard.weights import save
 
 
 def step(engine: FSDP, value: float = 1.0, last: bool = True) -> None:
@@ -241,7 +242,7 @@ def test_a_file_without_optimizer_state_says_how_to_begin_from_it(tmp_path: Path
         other = {name: engine.full(name) for name in ("u.w", "u.frozen")}
     layout = Layout(DeviceMesh((1,), ("x",)), (5,), "float32", (Replicated(),))
     layouts = {name: (layout.with_shape(value.shape), value) for name, value in other.items()}
-    write_checkpoint(tmp_path / "plain.safetensors", layouts, lc.loopback(1)[0])
+    save(tmp_path / "plain.safetensors", layouts, merged=True)
     for name, units, said in (
         ("plain", frozen, "FSDP.save did not write this file"),
         (

@@ -15,7 +15,7 @@ import pytest
 from support import mode
 from support.checkpoints import attention_and_more, state_of, values_of
 
-from lowshard.checkpoint import Catalog, CheckpointReader, write_checkpoint
+from lowshard.checkpoint import Catalog, CheckpointReader
 from lowshard.comm import loopback, run_loopback
 from lowshard.errors import CheckpointError, MismatchError
 from lowshard.fsdp import FSDP, AdamW, Param
@@ -82,7 +82,7 @@ def test_the_end_of_the_communicator_waits_for_a_save_and_raises_what_nobody_hea
         assert holds(tmp_path / "c", 1)
 
     def failing(comm: Any) -> None:
-        begun = write_checkpoint(place / "m.safetensors", states(1, comm.rank), comm, wait=False)
+        begun = save(place / "m.safetensors", states(1, comm.rank), comm, merged=True, wait=False)
         if comm.rank == 1:
             with pytest.raises(CheckpointError):
                 begun.wait(LIMIT_S)

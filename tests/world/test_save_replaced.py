@@ -18,7 +18,7 @@ import pytest
 from safetensors.numpy import load_file
 from support.checkpoints import on_ranks
 
-from lowshard.checkpoint import Catalog, write_checkpoint
+from lowshard.checkpoint import Catalog
 from lowshard.checkpoint import hf_index as hf
 from lowshard.checkpoint.checkpoint_index import INDEX_NAME
 from lowshard.checkpoint.checkpoint_index import _digest as digest_of
@@ -283,7 +283,7 @@ def test_what_cannot_stand_in_the_index_is_refused_on_all_ranks_at_once(
     assert not (tmp_path / "c").exists()
     if not options.keys() & {"strategies"}:
         with pytest.raises(CheckpointError, match=said):
-            on_ranks(1, lambda c: write_checkpoint(tmp_path / "m", tensors, c, **options))
+            on_ranks(1, lambda c: save(tmp_path / "m", tensors, c, merged=True, **options))
 
 
 def test_where_the_system_does_not_say_what_a_path_is_leftovers_are_not_removed() -> None:
