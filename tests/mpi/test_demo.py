@@ -218,13 +218,3 @@ def test_wrong_options_are_exit_code_2_and_help_says_what_to_do(tmp_path: Path) 
     assert shown.returncode == 0
     assert "--synthetic" in shown.stdout
     assert "mpiexec -n 4 python -m lowshard demo" in shown.stdout
-
-
-@pytest.mark.one_mpi
-def test_with_no_index_in_reach_the_demo_says_so_and_offers_synthetic(tmp_path: Path) -> None:
-    ran = demo(cwd=tmp_path, XDG_CACHE_HOME=str(tmp_path / "cache"), PIP_INDEX_URL="http://127.0.0.1:9/simple",
-               PIP_RETRIES="0", PIP_CONFIG_FILE=os.devnull)  # fmt: skip
-    assert ran.returncode == 2, ran.stdout + ran.stderr
-    assert "--synthetic" in ran.stderr
-    assert "Traceback" not in ran.stderr
-    assert not list((tmp_path / "cache").rglob("*.safetensors"))

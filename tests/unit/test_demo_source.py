@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import socket
-import threading
 import zipfile
 from pathlib import Path
 
@@ -125,20 +124,6 @@ def test_a_damaged_cache_is_noticed_and_fetched_anew(tmp_path: Path) -> None:
     assert fetch_minilm(tmp_path / "cache") == source
     assert source.checkpoint.read_bytes() == MODEL
     assert len(left_in(tmp_path / "cache")) == 6
-
-
-@pytest.mark.full_only
-@pytest.mark.usefixtures("small_release")
-def test_two_fetches_at_once_both_succeed(tmp_path: Path) -> None:
-    cache = tmp_path / "cache"
-    results: list[Source] = []
-    threads = [threading.Thread(target=lambda: results.append(fetch_minilm(cache))) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert results == [cached_minilm(cache)] * 3
-    assert len(left_in(cache)) == 6
 
 
 def test_a_cache_that_cannot_be_written_is_an_error_with_an_offer(tmp_path: Path) -> None:
