@@ -286,6 +286,3 @@ def check(action: Action, rng: Rng, arrays: Sequence[np.ndarray], args: dict[str
         assert near.all(), (
             f"{action}\n{action.sources}\n{ours[~near]}\n{wide[~near]}\nallowed {allowed[~near]}"
         )
-
-
-__all__ = ["Partial", "Replicated", "Sharded", "assembled", "check", "random_action", "run", "shards"]
