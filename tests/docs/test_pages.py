@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from support import mode
-from support.pages import ROOT, blocks, fits, pages, run, steps
+from support.pages import ROOT, fits, pages, run, steps
 from support.sources import tree_of
 
 
@@ -48,22 +48,6 @@ def test_what_the_page_shows_is_what_runs(page: Path, tmp_path: Path, full: bool
         assert fits(step.shown, printed), told
     if missing:  # and all else is as the page says
         pytest.skip(f"programs of {page} need {', '.join(sorted(missing))}, not installed here")
-
-
-def test_a_page_that_shows_something_else_is_found() -> None:
-    assert fits("a ... c\n...\nend\n", "a b c\nx\ny\nend\n")
-    assert fits("[0] x\n[1] y\n", "[1] y\n[0] x\n")
-    assert not fits("[0] x\n[1] y\n", "[1] x\n[0] y\n")
-    assert not fits("", "something\n")
-    assert not fits("a\n", "a\nb\n")
-    assert not fits("a. b\n", "ax b\n")
-
-
-def test_a_block_of_no_known_kind_is_refused() -> None:
-    for text in ("```\nx\n```", "```python\nimport os\n```", "```sh\nls\n```", "```text\nalone\n```"):
-        with pytest.raises(AssertionError):
-            list(steps(text))
-    assert [block.remark for block in blocks("<!-- slow -->\n```sh\nls\n```")] == ["slow"]
 
 
 def test_the_readme_is_short() -> None:
@@ -165,10 +149,3 @@ def test_pictures_are_what_their_script_draws(tmp_path: Path) -> None:
         assert path.read_text() == (folder / path.name).read_text(), (
             f"run docs/pictures/draw.py for {path.name}"
         )
-
-
-def test_what_a_slow_command_prints_of_its_progress_is_no_other_page() -> None:
-    for line in ("reshard: v0 to a new version", "reshard: v0 to tp=2,dp=2", "solve: solving 3 ops on dp=2"):
-        assert fits("ok\n", f"lowshard {line}\nok\n")
-        assert not fits("ok\n", f"lowshard {line}\nother bits\n")
-    assert not fits("ok\n", "lowshard solve: refused\nok\n")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import random
 import shutil
 from collections.abc import Callable, Iterator
@@ -22,14 +21,12 @@ from support.save_steps import Steps, counted, watched
 from lowshard import dtypes
 from lowshard.checkpoint import Catalog, Delta, read_header, write_delta
 from lowshard.checkpoint.delta_file import check_deltas
-from lowshard.checkpoint.hf_index import HF_INDEX
 from lowshard.cli import main
 from lowshard.comm.loopback import LoopbackTransport
 from lowshard.errors import CheckpointError, LowshardError, NotDurable
 from lowshard.reshard import digest, model_digest
 from lowshard.tiling import Tiling
 from lowshard.weights import apply_deltas, load, plan_load
-from lowshard.weights.convert_plan import Settings
 
 TILINGS = {n: t for n, t in attention_and_more(3).items() if n not in ("large", "wide")}
 
@@ -219,24 +216,6 @@ def test_several_ranks_share_the_work(tmp_path: Path, versions: list[Values]) ->
     reports = on_ranks(3, lambda comm: apply_deltas(tmp_path / "v0", [path], tmp_path / "out", comm))
     assert len({r.digest for r in reports}) == 1
     assert holds(tmp_path / "out", versions[1])
-
-
-def test_a_folder_of_whole_tensors_stays_one(tmp_path: Path, versions: list[Values]) -> None:
-    """What `lowshard reshard --merged` wrote: several files with an index of Hugging Face's, in its own place."""
-    words = ["reshard", tmp_path / "v0", tmp_path / "hf", "--merged", "--file-size", "3KB"]
-    assert main(list(map(str, words))) == 0
-    path = delta(tmp_path / "v0", tmp_path / "v1", tmp_path / "d", 1)
-    words = ["reshard", tmp_path / "hf", "--apply", path, "-o", tmp_path / "hf", "--file-size", "3KB"]
-    assert main(list(map(str, words))) == 0
-    assert holds(tmp_path / "hf", versions[1])
-    named = set(json.loads((tmp_path / "hf" / HF_INDEX).read_text())["weight_map"].values())
-    assert named == {p.name for p in (tmp_path / "hf").glob("*.safetensors")}
-    assert len(named) > 2
-
-
-def test_ranks_are_told_which_deltas() -> None:
-    settings = Settings("a", "b", None, "", deltas=("c", "d"))
-    assert Settings.from_json(settings.to_json()) == settings
 
 
 def test_mxfp8_checkpoints_are_bytes_too(tmp_path: Path) -> None:

@@ -20,7 +20,6 @@ from lowshard import comm as lc
 from lowshard import errors
 from lowshard.errors import LowshardError
 from lowshard.fsdp import FSDP, SGD, AdamW, Param, Precision, ShardingStrategy
-from lowshard.fsdp.step_buffer import Pool
 
 ONE = {"u": [Param("w", (40,))]}
 FULL_AND_NONE = pytest.mark.parametrize("strategy", [ShardingStrategy.FullShard, ShardingStrategy.NoShard])
@@ -424,40 +423,6 @@ def test_what_one_rank_does_alone_is_told_at_once(
     assert lc.run_loopback(2, train, 3) == [-1.0] * 2
 
 
-@pytest.mark.parametrize("communicators", [1, 2])
-@FULL_AND_NONE
-def test_a_reset_after_a_failure_outside_of_a_step_ends_the_step_of_the_others(
-    strategy: ShardingStrategy, communicators: int
-) -> None:
-    """They waited for the rank until the deadline, and that rank for them."""
-
-    def train(comm: lc.Communicator) -> float:
-        with FSDP(ONE, comm, strategy, communicators=communicators) as engine:
-            engine.fill(lambda name, box: 0.0)
-            if comm.rank:
-                with pytest.raises(LowshardError, match="rank 0"):
-                    step_of(engine)
-            for _ in range(2):  # the second time nothing has failed
-                engine.reset()
-            step_of(engine)
-            return float(engine.full("u.w")[0])
-
-    assert lc.run_loopback(2, train, 3) == [-1.0] * 2
-
-
-def test_a_model_that_was_shut_says_so_also_on_one_rank() -> None:
-    def use(comm: lc.Communicator) -> None:
-        with FSDP(UNITS, comm) as engine:
-            engine.fill(filler)
-        engine.shut()
-        for call in (lambda: engine.open("emb"), lambda: engine.full("l0.w"), engine.join, engine.reset):
-            with pytest.raises(errors.StepError, match="was shut"):
-                call()
-
-    for world in (1, 2):
-        lc.run_loopback(world, use, 10)
-
-
 def test_replicas_that_start_apart_are_noticed() -> None:
     def fill(comm: lc.Communicator) -> None:
         for strategy in (ShardingStrategy.NoShard, ShardingStrategy.HybridShard(intra_node_size=2)):
@@ -569,59 +534,6 @@ def test_a_forward_pass_alone_is_no_micro_batch(accumulate: Any) -> None:
 
 
 # ---- models that there is no room for
-
-
-def test_a_tied_unit_that_could_never_be_opened_is_refused_at_once() -> None:
-    units = {
-        "a": [Param("w", (3,))],
-        "b": [Param("w", (3,))],
-        "h": [Param("x", (3,), tie="a.w"), Param("y", (3,), tie="b.w")],
-    }
-
-    def make(comm: lc.Communicator) -> None:
-        for options in ({"open_limit": 2}, {"open_limit": 1, "prefetch": 0}):
-            with pytest.raises(
-                errors.ShardingError, match=r"'h' is open together with a, b, .* takes open_limit=3"
-            ):
-                FSDP(units, comm, **options)  # type: ignore[arg-type]
-            FSDP(units, comm, ShardingStrategy.NoShard, **options).shut()  # type: ignore[arg-type]
-        with FSDP(units, comm, open_limit=3) as engine:
-            engine.fill(lambda name, box: 1.0)
-            assert set(engine.open("h")) == {"x", "y"}
-            engine.close("h")
-        mixed = [Param("v", (3,)), Param("w", (3,), tie="a.w")]  # tied itself; the next is tied to it
-        with FSDP(
-            {**units, "h": mixed, "t": [Param("z", (3,), tie="h.v"), Param("own", (2,))]}, comm
-        ) as engine:
-            engine.fill(lambda name, box: 1.0)
-            assert set(engine.open("t", "backward")) == set(engine.grads("t")) == {"z", "own"}
-            engine.close("t")
-            assert engine.full("t.z").tolist() == [1.0] * 3
-
-    lc.run_loopback(2, make, 10)
-
-
-@pytest.mark.parametrize(("who", "error"), [("all", MemoryError), ("one", OSError)])
-def test_no_memory_for_a_model_is_an_error_on_every_rank(
-    who: str, error: type[Exception], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = Pool.__init__
-
-    def none(self: Pool, plan: Any, comm: lc.Communicator) -> None:
-        if who == "all" or comm.rank == 1:
-            raise error("none left")
-        made(self, plan, comm)
-
-    def make(comm: lc.Communicator) -> None:
-        with pytest.raises(
-            errors.CommError, match=r"no memory for the model's buffer of [\d,]+ bytes \(none left\)"
-        ):
-            FSDP(UNITS, comm)
-        comm.barrier()  # the world is as before
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Pool, "__init__", none)
-        lc.run_loopback(3, make, 10)
 
 
 def test_units_of_one_size_in_another_order_are_noticed_before_the_update() -> None:

@@ -88,22 +88,6 @@ def test_what_differs_comes_and_nothing_else(
 
 
 @pytest.mark.usefixtures("over_connections")
-def test_without_delta_all_of_it_comes(tmp_path: Path) -> None:
-    array = np.zeros(1000, np.float32)
-    address, layout = f"unix:{tmp_path}/p", {"w": _one((1000,))}
-    with Publisher(layout, {"w": array}, address=address) as publisher:
-        publisher.publish(1)
-        with Subscriber(layout, {"w": array.copy()}, address=address, delta="off") as subscriber:
-            for version in (2, 3):
-                subscriber.pull(10)
-                array[version] = version
-                publisher.publish(version)
-            assert subscriber.pull(10) == 3
-            assert (subscriber.weights["w"] == array).all()
-            assert subscriber.report()["received_bytes"] == 4000
-
-
-@pytest.mark.usefixtures("over_connections")
 def test_another_publisher_shares_no_version_with_the_last(tmp_path: Path) -> None:
     """Snapshots of both have the same numbers: what differs is told of the publisher's own ones."""
     address, layout = f"unix:{tmp_path}/p", {"w": _one((5000,))}
