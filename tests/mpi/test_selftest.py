@@ -54,17 +54,8 @@ def selftest(
     folder: Path, *args: object, timeout_s: float = 350, **env: str
 ) -> subprocess.CompletedProcess[str]:
     """Run the selftest in an empty folder."""
-    command = [
-        sys.executable,
-        "-m",
-        "lowshard",
-        "selftest",
-        "--device",
-        "cpu",
-        "-o",
-        str(folder / "out"),
-        *map(str, args),
-    ]
+    options = ["--device", "cpu", "-o", folder / "out", *args]
+    command = [sys.executable, "-m", "lowshard", "selftest", *map(str, options)]
     return subprocess.run(
         command, cwd=folder, env={**os.environ, **env}, capture_output=True, text=True, timeout=timeout_s
     )

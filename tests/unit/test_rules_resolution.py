@@ -34,12 +34,7 @@ def test_strict_mode_is_not_silent_where_maxtext_is() -> None:
             3,
             None,
         ),
-        (
-            ("a", "b"),
-            r"s\.yml:5:3: rule \[a, \[x, y\]\]: every rule of 'a' is blocked .* x already serves 'b'",
-            5,
-            "x",
-        ),
+        (("a", "b"), r"s\.yml:5:3: .* every rule of 'a' is blocked .* x already serves 'b'", 5, "x"),
     ):
         assert None in quiet.resolve(names)
         assert None in quiet.layout(mesh, names, (8, 8)).spec

@@ -277,9 +277,7 @@ def closed(unit: str) -> Callable[[FSDP], Any]:
 
 WRONG: dict[str, tuple[Callable[..., Any], str, type[Exception]]] = {
     "open what is stale": (lambda e, c: (updated(e, c), e.open("l0")), "sgo", errors.StaleParams),
-    "update twice": (lambda e, c: (updated(e, c), e.update(kit.optimizer())), "full", errors.StaleParams),
     "update what is stale": (lambda e, c: (updated(e, c), updated(e, c)), "sgo", errors.StaleParams),
-    "grads of a closed unit": (within(lambda e: e.grads("l0")), "none", errors.NotOpen),
     "reduce of a closed unit": (
         within(opened("emb"), lambda e: e.close("emb"), lambda e: e.reduce("emb")), "hybrid2", errors.NotOpen),
     "clip before join": (
@@ -289,19 +287,13 @@ WRONG: dict[str, tuple[Callable[..., Any], str, type[Exception]]] = {
         within(opened("emb"), lambda e: e.add_grad("emb", "e", np.zeros((5, 7), "f4"))), "full", errors.BadGrad),
     "a dtype": (
         within(opened("emb"), lambda e: e.add_grad("emb", "e", np.zeros((7, 5)))), "none", errors.BadGrad),
-    "no parameter": (within(opened("emb"), lambda e: e.add_grad("emb", "q", [[1.0]])), "full", errors.BadGrad),
     "a step in a step": (within(stepped), "hybrid2", errors.StepError),
     "a failure of one's own": (within(opened("emb"), fail), "hybrid2", ZeroDivisionError),
     "a rule that fails": (joined(lambda e: e.update(fail)), "full", ZeroDivisionError),
-    "no rule": (joined(lambda e: e.update("adam")), "none", errors.StepError),
     "clip to nothing": (joined(lambda e: e.clip(None)), "hybrid2", errors.StepError),
-    "clip below 0": (joined(lambda e: e.clip(-1.0)), "full", errors.StepError),
-    "clip beyond floats": (joined(lambda e: e.clip(10**9000)), "full", errors.StepError),
     "a norm of NaN": (joined(lambda e: e.norm(math.nan)), "full", errors.StepError),
-    "a norm beyond floats": (joined(lambda e: e.norm(10**400)), "none", errors.StepError),
     "a step that is no bool": (lambda e, c: stepped(e, None), "full", errors.StepError),
     "no such parameter": (lambda e, c: e.full("l9.w"), "full", errors.LayoutError),
-    "no text": (lambda e, c: e.full(None), "sgo", errors.LayoutError),
     **{f"{what} of no unit": (lambda e, c, what=what: getattr(e, what)("l9"), "full", errors.NotOpen)
        for what in ("open", "close", "grads", "reduce")},
 }  # fmt: skip
@@ -310,16 +302,9 @@ APART: dict[str, tuple[Callable[..., Any], str, type[Exception]]] = {
     "another unit": (within(opened("l1")), "full", errors.MismatchError),
     "another number": (lambda e, c: normal(e, c, 2.0), "none", errors.Disagree),
     "another count of micro-batches": (
-        within(opened("emb"), lambda e: e.grads("emb"), closed("emb")),
-        "full",
-        errors.MismatchError,
-    ),
-    "another parameter": (
-        lambda e, c: e.full("l1.b" if c.rank == 1 else "l1.f"),
-        "hybrid2",
-        errors.MismatchError,
-    ),
-}
+        within(opened("emb"), lambda e: e.grads("emb"), closed("emb")), "full", errors.MismatchError),
+    "another parameter": (lambda e, c: e.full("l1.b" if c.rank == 1 else "l1.f"), "hybrid2", errors.MismatchError),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -503,9 +488,8 @@ def test_a_gradient_counts_in_its_own_micro_batch_alone(accumulate: Any, strateg
             engine.update(SGD(lr=1.0))
             return [float(engine.full(f"{unit}.w")[0]) for unit in units]
 
-    assert (
-        lc.run_loopback(2, train, 10) == [[-8.0, -3.0]] * 2
-    )  # of 4 x 2 micro-batches 8 and 3 have a gradient
+    # Of 4 x 2 micro-batches 8 and 3 have a gradient.
+    assert lc.run_loopback(2, train, 10) == [[-8.0, -3.0]] * 2
 
 
 @pytest.mark.parametrize("accumulate", ["local", "reduce"])
@@ -531,9 +515,6 @@ def test_a_forward_pass_alone_is_no_micro_batch(accumulate: Any) -> None:
         return found
 
     assert lc.run_loopback(2, train, 20)[0] == list(steps.values())
-
-
-# ---- models that there is no room for
 
 
 def test_units_of_one_size_in_another_order_are_noticed_before_the_update() -> None:
