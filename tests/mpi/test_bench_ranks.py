@@ -183,9 +183,8 @@ def test_a_model_goes_in_every_way(grid: str, tmp_path: Path) -> None:
     up, down, norm = 258 * 64 * 2, 258 * 64 * 4, 64 * 2
     # Serving ranks 0 to 3 hold what training ranks 0 and 1 hold, twice over: ranks 2 and 3 need it.
     needed = up + down + 2 * norm
-    if (
-        grid == "fsdp=2"
-    ):  # down_proj is cut by rows, and serves by columns; of the norm each rank needs the other half
+    # Down_proj is cut by rows, and serves by columns; of the norm each rank needs the other half.
+    if grid == "fsdp=2":
         needed = up + 3 * down // 2 + 3 * norm
     assert sent["dense"] == least["dense"] == needed
     assert sent["tensor by tensor"] == needed

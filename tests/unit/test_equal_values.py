@@ -63,8 +63,7 @@ def test_a_budget_of_a_rank_outside_the_mesh_decides_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("a", "b"),
-    [(1000, 1000.0), (1000, np.float32(1000)), ({0: 1000, 1: 5}, {1: 5.0, 0: 1000.0}), (0, -0.0)],
+    ("a", "b"), [(1000, 1000.0), (1000, np.float32(1000)), ({0: 1000, 1: 5}, {1: 5.0, 0: 1000.0}), (0, -0.0)]
 )
 def test_equal_meshes_and_layouts_have_equal_digests(a: Any, b: Any) -> None:
     first, second = with_budget(a), with_budget(b)

@@ -7,15 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support import engines
-from support.mxfp8_twin import (
-    BITS,
-    COMBOS,
-    DTYPES,
-    assert_holds,
-    exact,
-    moderate_blocks,
-    slow_quantize,
-)
+from support.mxfp8_twin import BITS, COMBOS, DTYPES, assert_holds, exact, moderate_blocks, slow_quantize
 from support.places import packed_place, places
 
 from lowshard.kernels import (

@@ -30,12 +30,7 @@ from lowshard.solver import (
 from lowshard.solver.graph.space import Space
 
 GRAPHS = 5000
-OTHERS = (
-    GreedyReshard(),
-    GreedyReshard(allow_partial_to_sharded=True),
-    PartialsOnly(),
-    force_replicated,
-)
+OTHERS = (GreedyReshard(), GreedyReshard(allow_partial_to_sharded=True), PartialsOnly(), force_replicated)
 LOOKED_AT_MOST = 20_000
 HURRIED = "raise time_limit_s"
 OPS_MOST = 3

@@ -251,9 +251,8 @@ def test_partials_never_become_shards_when_that_is_off() -> None:
 def test_a_moved_copy_serves_every_later_use() -> None:
     g = Graph("reuse")
     x = g.input("x", (17,), place="tp=S0")
-    a, b, c = (
-        g.op("irfft", x, name=f"c{i}") for i in range(3)
-    )  # its last dim is never cut, and x has no other
+    # Its last dim is never cut, and x has no other.
+    a, b, c = (g.op("irfft", x, name=f"c{i}") for i in range(3))
     g.output(g.pointwise("add", a, g.pointwise("add", b, c)))
     plan = GraphSolver().solve(g, TP)
     assert [m.collective for m in plan.moves if not m.is_local] == ["all_gather"]

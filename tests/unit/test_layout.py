@@ -14,15 +14,7 @@ from support.layouts import layouts, meshes
 
 from lowshard import DeviceMesh, Layout, LowshardError, Partial, Replicated, Sharded, ShardingError
 from lowshard import dtypes as dt
-from lowshard.box import (
-    contains,
-    contiguous_runs,
-    covers,
-    intersect,
-    single_run,
-    subtract,
-    volume,
-)
+from lowshard.box import contains, contiguous_runs, covers, intersect, single_run, subtract, volume
 from lowshard.errors import DTypeError, LayoutError, MeshError
 from lowshard.placement import Placement
 

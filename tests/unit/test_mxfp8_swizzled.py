@@ -10,12 +10,7 @@ from support import engines
 from support.mxfp8_twin import COMBOS, DTYPES, ELEMS, moderate_blocks, random_fp32_blocks
 from support.places import places
 
-from lowshard.kernels import (
-    SwizzledMXFP8,
-    dequantize_mxfp8,
-    quantize_mxfp8,
-    swizzle_scales,
-)
+from lowshard.kernels import SwizzledMXFP8, dequantize_mxfp8, quantize_mxfp8, swizzle_scales
 
 engine = engines.fixture()
 

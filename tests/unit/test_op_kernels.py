@@ -175,9 +175,8 @@ def test_narrow_floats_are_summed_wide_and_rounded_once() -> None:
     assert one("scatter_add", np.zeros(1, np.float16), x[0], places) == 4096
     overlapping = np.ones((1, 64, 65), np.float16)
     overlapping[..., 0] = 2048
-    assert (
-        one("fold", overlapping, shape=[1, 1, 1, 128], kernel=[1, 64])[0, 0, 0, 63] == 2112
-    )  # 2048 and 63 ones, rounded to even
+    # 2048 and 63 ones, rounded to even.
+    assert one("fold", overlapping, shape=[1, 1, 1, 128], kernel=[1, 64])[0, 0, 0, 63] == 2112
 
 
 def test_every_kernel_gives_the_shapes_and_dtypes_of_its_rule(rng: Rng) -> None:

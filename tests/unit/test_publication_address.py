@@ -12,10 +12,7 @@ from typing import Any
 import pytest
 
 from lowshard.errors import CommError
-from lowshard.reshard.publication_address import (
-    Address,
-    FolderLock,
-)
+from lowshard.reshard.publication_address import Address, FolderLock
 
 
 @pytest.mark.parametrize(

@@ -133,10 +133,7 @@ def tp(ranks: tuple[int, ...], shape: tuple[int, ...], **fields: object) -> list
         (  # GTP: of 6 rows, two pieces of 4; one rank has no record
             tp((0,), (6, 2)),
             [record(2, shape=(4, 2), is_gtp=True, gtp_remat_group_ranks=(1, 2), gtp_pad_length=2)],
-            {
-                1: [(0, ((0, 4), (0, 2)), ((0, 4), (0, 2)))],
-                2: [(0, ((4, 6), (0, 2)), ((0, 2), (0, 2)))],
-            },
+            {1: [(0, ((0, 4), (0, 2)), ((0, 4), (0, 2)))], 2: [(0, ((4, 6), (0, 2)), ((0, 2), (0, 2)))]},
         ),
     ],
 )

@@ -5,11 +5,7 @@ from __future__ import annotations
 import numpy as np
 from support.recorded import oracle
 
-from lowshard.reshard import (
-    build_reshard_plan,
-    kv_cache_layout,
-    ssm_state_layouts,
-)
+from lowshard.reshard import build_reshard_plan, kv_cache_layout, ssm_state_layouts
 
 
 def transfers(plan: object, names: tuple[str, ...] = ("kv",)) -> list[tuple]:

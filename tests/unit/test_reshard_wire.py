@@ -91,9 +91,8 @@ def test_oracle_segments() -> None:
         size, number = case["size"], case["task_id"]
         found = buckets_of([[Part(move(number), -1, (size,), 1)]], BATCH_BYTES)
         segments = [(p.box[0][0], p.size_bytes) for bucket in found for p in bucket.pieces]
-        if (
-            "error" in case
-        ):  # ids of segments are made of the task's there, and run out; here pieces have none
+        # Ids of segments are made of the task's there, and run out; here pieces have none.
+        if "error" in case:
             assert sum(n for _, n in segments) == size
         else:
             assert segments == [(at, n) for _, at, n in case["segments"] if n]

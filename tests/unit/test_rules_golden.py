@@ -11,13 +11,7 @@ from support.recorded import MAXTEXT, Golden, goldens
 
 from lowshard import DeviceMesh, cli
 from lowshard.rules import RuleSet, load_rules, make_rules
-from lowshard.rules.golden import (
-    FILE_NAMES,
-    activation_shardings,
-    dump_text,
-    named_shardings,
-    parse_dump,
-)
+from lowshard.rules.golden import FILE_NAMES, activation_shardings, dump_text, named_shardings, parse_dump
 
 THEIRS, OURS = goldens("maxtext"), goldens("ours")
 their_cases = pytest.mark.parametrize("case", THEIRS, ids=[case.id for case in THEIRS])

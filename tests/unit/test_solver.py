@@ -28,7 +28,6 @@ from lowshard.solver import (
     clear_picks,
     current_solver,
     force_replicated,
-    force_replicated_action_set,
     pick,
     solver,
 )
@@ -81,9 +80,8 @@ def exhaustive(found: ActionSet, budget: float | None, allows_shards: bool, allo
             best = combination
     rows = tuple(x.row for x in best)
     moves = [m.collective for each in found.action(rows).reshards for m in each]
-    return (
-        PolicyError if "all_to_all" in moves and ("S", "S") not in allowed else rows
-    )  # nested or split anew
+    # Nested or split anew.
+    return PolicyError if "all_to_all" in moves and ("S", "S") not in allowed else rows
 
 
 @pytest.mark.parametrize("rules", ["documented", "extended"])
@@ -141,21 +139,6 @@ def test_extended_is_never_priced_above_documented(rng: Rng, full: bool) -> None
                     continue
                 ours = pick(op, layouts, solver=s, **args)
                 assert ours.cost_bytes <= theirs.cost_bytes + 1e-9, f"{ours.explain()}\n{theirs.explain()}"
-
-
-def test_the_fallback_is_put_at_the_end_once() -> None:
-    given = lay((16,), R)
-    everywhere = AxisAssignment((R,), R)
-    cut = AxisAssignment((Sharded(0),), Sharded(0))
-    assert build_action_set([cut], layouts=[given]).axis_assignments == (cut, everywhere)
-    assert build_action_set([cut, everywhere], layouts=[given]).axis_assignments == (cut, everywhere)
-    assert build_action_set([], layouts=[given]).axis_assignments == (everywhere,)
-    assert force_replicated_action_set(given, given).axis_assignments == (AxisAssignment((R, R), R),)
-    listed = AxisAssignment([Sharded(0)], [Sharded(0)])  # type: ignore[arg-type]
-    assert build_action_set([listed], layouts=[given]).axis_assignments[0].needed_inputs == (Sharded(0),)
-    # A row that no mesh axis can take is left out.
-    deep = AxisAssignment((Sharded(3),), Sharded(3))
-    assert build_action_set([deep, cut], layouts=[given]).axis_assignments == (cut, everywhere)
 
 
 def test_rows_whose_reductions_do_not_commute_are_not_combined() -> None:

@@ -75,9 +75,8 @@ def test_a_pick(line: dict[str, Any]) -> None:
         assert (line["op"], *line["inputs"]) in WEAK
         return  # it refuses, ours runs
     if line["out"].startswith("_StridedShard"):
-        assert ours.outputs[0].placements != (
-            Replicated(),
-        )  # not written here: rows change hands, none is gathered
+        # Not written here: rows change hands, none is gathered.
+        assert ours.outputs[0].placements != (Replicated())
         return
     assert ours.cost_bytes <= theirs(line), ours.explain()
     if (line["op"], *line["inputs"]) in WEAK:

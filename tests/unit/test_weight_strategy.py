@@ -105,23 +105,6 @@ def test_every_public_expert_scale_map_of_max() -> None:
             ]
 
 
-def test_predicates_and_axes() -> None:
-    made = {
-        "rowwise": (S.rowwise(2), 0), "colwise": (S.columnwise(2), 1), "axiswise": (S.axiswise(-2, 2), -2),
-        "replicate": (S.replicate(2), None), "head_aware_colwise": (S.head_aware_columnwise(2, 4, 8), 1),
-        "stacked_qkv": (S.stacked_qkv(2, 4, 8), 0), "gate_up": (S.gate_up(2, axis=0), 0),
-        "segmented": (S.segmented(2, 1, [Segment(4)]), 1), "tensor_parallel": (S.tensor_parallel(2), None),
-        "expert_parallel": (S.expert_parallel(2), None), "grouped_qkv": (S.grouped_qkv(2, 4, 2, 8), 0),
-    }  # fmt: skip
-    for name, (strategy, axis) in made.items():
-        assert [n for n in made if getattr(strategy, f"is_{n}")] == [name]
-        assert strategy.sharded_axis == axis
-        assert strategy.num_devices == 2
-    assert S.gate_up(2).sharded_axis == 2
-    assert S.rowwise(2) == S.rowwise(2) != S.rowwise(3)
-    assert len({S.rowwise(2), S.rowwise(2), S.stacked_qkv(2, 4, 8)}) == 2
-
-
 def test_a_function_of_the_users_own() -> None:
     def every_other(weight: Any, index: int, num_devices: int) -> Any:
         return weight[index::num_devices]

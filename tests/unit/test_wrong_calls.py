@@ -18,11 +18,7 @@ from lowshard import BufferPool, DeviceMesh, Layout, Partial, Replicated, Sharde
 from lowshard.checkpoint import Catalog, CheckpointReader
 from lowshard.comm import loopback, run_loopback
 from lowshard.cost import ClusterProfile
-from lowshard.errors import (
-    BufferMismatchError,
-    CheckpointError,
-    LowshardError,
-)
+from lowshard.errors import BufferMismatchError, CheckpointError, LowshardError
 from lowshard.fsdp import FSDP, SGD, AdamW, FlatPlan, Param, Precision
 from lowshard.fsdp import ShardingStrategy as Shard
 from lowshard.kernels import (
@@ -58,15 +54,7 @@ from lowshard.reshard import (
     scale_slice_from_data_slice,
 )
 from lowshard.rules import checkpoint_layouts, load_rules, make_rules, parse_rules
-from lowshard.solver import (
-    Graph,
-    GraphSolver,
-    GreedyReshard,
-    action_set,
-    build_action_set,
-    pick,
-    solve_graph,
-)
+from lowshard.solver import Graph, GraphSolver, GreedyReshard, action_set, build_action_set, pick, solve_graph
 from lowshard.weights import (
     NamePatterns,
     Quantization,

@@ -146,9 +146,8 @@ def test_each_element_is_written_once_and_copies_are_spread_over_the_ranks(tmp_p
     assert sum(written.values()) == len(whole)
     head = len(whole) - sum(layout.size_bytes for layout, _ in state.values())
     written[0] -= head
-    assert min(written.values()) > 0.4 * max(
-        written.values()
-    )  # a large copy is cut, small ones are dealt out
+    # A large copy is cut, small ones are dealt out.
+    assert min(written.values()) > 0.4 * max(written.values())
 
 
 def test_an_existing_file_is_replaced_as_a_whole(tmp_path: Path) -> None:

@@ -12,13 +12,7 @@ from support.reshard_cases import local_part, random_layout
 import lowshard as ls
 from lowshard import comm as lc
 from lowshard import dtypes
-from lowshard.errors import (
-    BufferMismatchError,
-    LayoutError,
-    LowshardError,
-    MismatchError,
-    VerificationError,
-)
+from lowshard.errors import BufferMismatchError, LayoutError, LowshardError, MismatchError, VerificationError
 from lowshard.kernels.unit_weights import table
 from lowshard.reshard import TensorLayout, digest
 from lowshard.tiling import Tile, Tiling

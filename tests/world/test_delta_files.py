@@ -174,9 +174,8 @@ def test_a_chain_is_applied_as_one(tmp_path: Path, versions: list[Values]) -> No
     # what the base has already is left out, and its own place may be taken
     apply_deltas(tmp_path / "v1", [folder], tmp_path / "v1")
     assert holds(tmp_path / "v1", versions[3])
-    assert (
-        apply_deltas(tmp_path / "v1", [folder], tmp_path / "v1").applied == 0
-    )  # nor is a second time an error
+    # Nor is a second time an error.
+    assert apply_deltas(tmp_path / "v1", [folder], tmp_path / "v1").applied == 0
     assert holds(tmp_path / "v1", versions[3])
 
 
@@ -464,8 +463,7 @@ def test_a_delta_that_fails_at_any_step_is_whole_or_not_there(tmp_path: Path) ->
             assert error is not None, (at, fault)
             assert not isinstance(error, NotDurable)
             write_delta(tmp_path / "a", tmp_path / "b", path)
-        if (
-            "unlink" not in counting.names[at - 1]
-        ):  # what a failed removal has left goes with the next save there
+        # What a failed removal has left goes with the next save there.
+        if "unlink" not in counting.names[at - 1]:
             assert [p.name for p in top.iterdir()] == [path.name], (at, fault)
     assert committed

@@ -19,7 +19,6 @@ from lowshard.reshard import (
     MXFP8ReshardTransform,
     Refit,
     ReshardPlan,
-    ReshardTransform,
     TensorLayout,
     build_reshard_plan,
 )
@@ -180,90 +179,6 @@ def test_blocks_that_changed_are_quantised_as_the_whole_is(
                 assert all(few < 0.1 * whole for few, whole in sent[1:3]), sent
 
         run_loopback(5, work, LIMIT_S)
-
-
-class _Doubled(ReshardTransform):
-    """A transform that knows whole boxes alone: what it takes goes whole, also where little changed."""
-
-    def __init__(self, held: np.ndarray | None) -> None:
-        self.held = held
-
-    def should_transform(self, param_name: str) -> bool:
-        return param_name == "w"
-
-    def prepare_send(self, param_name: str, src_slice: Any, src_param: Any) -> list[Any]:
-        return [np.ascontiguousarray(src_param[src_slice] * 2)]
-
-    def prepare_recv(self, param_name: str, dst_slice: Any) -> list[Any]:
-        return [np.empty_like(np.ascontiguousarray(self.held[dst_slice]))]  # type: ignore[index]
-
-    def finalize_recv(self, param_name: str, dst_slice: Any, recv_buffers: list[Any]) -> None:
-        self.held[dst_slice] = recv_buffers[0]  # type: ignore[index]
-
-    def refit_weights(self) -> dict[str, Any]:
-        return {} if self.held is None else {"w": self.held}
-
-    def twin(self) -> _Doubled:
-        return _Doubled(None if self.held is None else self.held.copy())
-
-
-def test_what_a_transform_takes_whole_goes_whole_beside_texts(rng: np.random.Generator) -> None:
-    layouts = {n: TensorLayout.sharded((40, 6), "uint32", {"tp": (2, 1)}, {0: "tp"}) for n in ("w", "v")}
-    served = {
-        n: TensorLayout.sharded((40, 6), "uint32", {"tp": (2, 1)}, {1: "tp"}, offset=1) for n in layouts
-    }
-    plan = build_reshard_plan(layouts, served)
-    versions = versions_of(rng, {n: rng.integers(0, 9, (40, 6)).astype(np.uint32) for n in layouts}, 4)
-
-    def work(comm: Any) -> None:
-        mine = arrays_of(layouts, comm.rank, versions[0])
-        out = {"v": np.zeros((40, 3), np.uint32)} if comm.rank else {}
-        how = _Doubled(np.zeros((40, 3), np.uint32) if comm.rank else None)
-        with Refit(plan, comm, mine, out, how, delta="auto") as refit:
-            for number, whole in enumerate(versions):
-                for name, array in mine.items():
-                    array[...] = local_part(layouts[name], comm.rank, whole[name])
-                refit.push(number) if mine else refit.pull()
-                for name, got in refit.weights.items():
-                    wanted = local_part(served[name], comm.rank, whole[name])
-                    assert bits(got) == bits(wanted * 2 if name == "w" else wanted)
-
-    run_loopback(3, work, LIMIT_S)
-
-
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("buffering", ["double", "in_place"])
-def test_sources_that_are_served_too_and_lie_over_each_other(
-    rng: np.random.Generator, buffering: Any, tied: bool
-) -> None:
-    """A rank that serves its own sources, and one array behind two names: at the source, or fed from one source."""
-    shape, c = (8, 48), "output_layer.weight"
-    b = "embedding.word_embeddings.weight"  # which feeds the output layer that sources lack
-    src = {n: TensorLayout.sharded(shape, "float32", {"tp": (2, 1)}, {0: "tp"}) for n in ("a", b, c)}
-    dst = {"a": src["a"], **{n: TensorLayout.sharded(shape, "float32", {"dp": (2, 1)}) for n in (b, c)}}
-    if tied:
-        del src[c]
-    plan = build_reshard_plan(src, dst)
-    versions = versions_of(rng, {n: rng.standard_normal(shape).astype(np.float32) for n in ("a", b)}, 5)
-
-    def work(comm: Any) -> None:
-        mine = arrays_of({n: src[n] for n in ("a", b)}, comm.rank, versions[0])
-        out = {"a": mine["a"], b: np.zeros(shape, np.float32), c: np.zeros(shape, np.float32)}
-        if tied:
-            out[c] = out[b]
-        else:
-            mine[c] = mine[b]
-        with Refit(plan, comm, mine, out, buffering=buffering, delta="auto") as refit:
-            for number, whole in enumerate(versions):
-                for name in ("a", b):
-                    mine[name][...] = local_part(src[name], comm.rank, whole[name])
-                refit.push(number)
-                assert bits(refit.weights["a"]) == bits(local_part(src["a"], comm.rank, whole["a"]))
-                assert bits(mine["a"]) == bits(local_part(src["a"], comm.rank, whole["a"]))
-                assert bits(refit.weights[b]) == bits(refit.weights[c]) == bits(whole[b])
-                assert np.shares_memory(refit.weights[b], refit.weights[c]) == tied  # in both sets
-
-    run_loopback(2, work, LIMIT_S)
 
 
 @pytest.mark.parametrize("buffering", ["double", "in_place"])

@@ -102,9 +102,8 @@ def test_strategies_have_the_bits_of_full_shard_just_where_they_say(precision: s
                 "bfloat16 computed, float64 sums",
             )
             assert said == (groups == 1 or (wide and groups in (1, 2, 4, 8))), (world, strategy)
-            if (
-                said or "bfloat16 " not in precision or "bfloat16 sums" in precision
-            ):  # else sums are hardly rounded
+            # Else sums are hardly rounded.
+            if said or "bfloat16 " not in precision or "bfloat16 sums" in precision:
                 assert same(found, kept[world]) == said, (world, strategy)
 
 

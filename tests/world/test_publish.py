@@ -127,8 +127,7 @@ def _check_case(rng: np.random.Generator, address: str) -> None:
                 done.wait()
 
     _in_threads(
-        lambda: lc.run_loopback(have, publish),
-        lambda: ready.wait(30) and lc.run_loopback(want, subscribe),
+        lambda: lc.run_loopback(have, publish), lambda: ready.wait(30) and lc.run_loopback(want, subscribe)
     )
 
 

@@ -54,11 +54,7 @@ def test_what_differs_comes_and_nothing_else(
                 assert subscriber.weights["w"].tobytes() == array.tobytes()
                 return subscriber.report()
 
-            assert pulled() == {
-                "dense_bytes": 2 * size,
-                "received_bytes": 2 * size,
-                "changed_elems": size,
-            }
+            assert pulled() == {"dense_bytes": 2 * size, "received_bytes": 2 * size, "changed_elems": size}
             for version in range(2, 6):
                 at = rng.choice(size, size // 100, replace=False)
                 _bits(array)[at] ^= rng.choice([1, 0x8000, 0x7FC1]).astype(np.uint16)
@@ -67,11 +63,7 @@ def test_what_differs_comes_and_nothing_else(
                 assert said["changed_elems"] == size // 100
                 assert size // 100 * 3 <= said["received_bytes"] <= size // 100 * 4
             publisher.publish(6)
-            assert pulled() == {
-                "dense_bytes": 2 * size,
-                "received_bytes": 0,
-                "changed_elems": 0,
-            }
+            assert pulled() == {"dense_bytes": 2 * size, "received_bytes": 0, "changed_elems": 0}
             _bits(array)[np.arange(size) % 4 > 0] ^= 1
             publisher.publish(7)
             assert pulled()["received_bytes"] == 2 * size

@@ -208,10 +208,8 @@ def carved(
     maps = {n: map_of(a) for n, a in held.items()}
     sources = {} if call == "Subscriber" else {n: map_of([a]) for n, a in src.items()}
     wrong = [(a, b) for a, b in combinations(FED, 2) if (maps[a] & maps[b]).any()]
-    if (
-        EMBEDDING,
-        OUTPUT,
-    ) in wrong and not is_plain:  # one source feeds both, and what they share is one array
+    # One source feeds both, and what they share is one array.
+    if (EMBEDDING, OUTPUT) in wrong and not is_plain:
         pairs = [
             (a, b) for a, b in product(held[EMBEDDING], held[OUTPUT]) if (map_of([a]) & map_of([b])).any()
         ]

@@ -171,9 +171,8 @@ def test_all_of_the_input_may_be_replaced_by_deltas(place: Path, run: Run) -> No
         (place / "two", "two", ()),
         (place / "base.safetensors", "other.safetensors", ("-n", "2")),
     ):
-        assert "none applied" in run(
-            base, "--apply", delta, "-o", place / out, *more
-        )  # a second time is no error
+        # A second time is no error.
+        assert "none applied" in run(base, "--apply", delta, "-o", place / out, *more)
         assert holds(place / out, 1)
 
 

@@ -9,22 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 from support import mode
-from support.reshard_cases import (
-    BF16,
-    LIMIT_S,
-    WAYS,
-    arrays_of,
-    held,
-    local_part,
-    on_all,
-    weights,
-)
+from support.reshard_cases import BF16, LIMIT_S, WAYS, arrays_of, held, local_part, on_all, weights
 
 from lowshard.comm import run_loopback
-from lowshard.errors import (
-    KernelError,
-    MismatchError,
-)
+from lowshard.errors import KernelError, MismatchError
 from lowshard.kernels import dequantize_mxfp8, quantize_mxfp8, swizzle_scales, unswizzle_scales
 from lowshard.reshard import (
     DimSharding,

@@ -9,11 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import mode
 from support.checkpoints import attention_and_more, state_of, values_of
 
 from lowshard.checkpoint import Catalog, CheckpointReader, write_checkpoint
-from lowshard.comm import loopback, run_loopback
+from lowshard.comm import run_loopback
 from lowshard.errors import CheckpointError
 from lowshard.fsdp import FSDP, AdamW, Param
 from lowshard.tiling import Tiling
@@ -200,31 +199,3 @@ def test_training_goes_on_while_its_state_is_saved(tmp_path: Path) -> None:
         assert (tmp_path / f"beside{number}").read_bytes() == (tmp_path / f"sync{number}").read_bytes()
     with CheckpointReader(tmp_path / "sync3") as reader:
         assert "l0.w" in reader.header.tensors
-
-
-@pytest.mark.full_only
-def test_it_returns_in_the_time_of_a_copy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The communicator's memory is warm after the first; CPU time of this thread, so that others do not count."""
-    n = (268_000_000 if mode.full() else 134_000_000) // 4
-    array, copy = np.ones(n, np.float32), np.ones(n, np.float32)
-    state = {"w": (Tiling.whole((n,), "float32"), array)}
-    ratios, first = [], 0.0
-    with loopback(1)[0] as comm:
-        for number in range(6):
-            begin_s = time.thread_time()
-            copy[...] = array
-            copied_s = time.thread_time() - begin_s
-            begin_s = time.thread_time()
-            begun = save(tmp_path / "m", state, comm, merged=True, wait=False)
-            saved_s = time.thread_time() - begin_s
-            begun.wait(120)
-            if number:
-                ratios.append(saved_s / copied_s)
-            else:
-                first = saved_s / copied_s
-    with capsys.disabled():
-        print(
-            f"\nsave(wait=False) of {array.nbytes / 1e6:.0f} MB returns in {min(ratios):.2f} to {max(ratios):.2f} "
-            f"times a copy into warm memory; the first one, which gets its memory, in {first:.2f} times"
-        )
-    assert min(ratios) <= 1.3

@@ -18,12 +18,7 @@ import lowshard as ls
 from lowshard import comm as lc
 from lowshard.errors import CommError, PeerFailed, PlanError, TimedOut
 from lowshard.kernels import MXFP8Tensor
-from lowshard.reshard import (
-    MXFP8ReshardTransform,
-    Publisher,
-    Subscriber,
-    version_fetch,
-)
+from lowshard.reshard import MXFP8ReshardTransform, Publisher, Subscriber, version_fetch
 from lowshard.reshard.publication_address import write_token
 from lowshard.reshard.version_wire import ConnectionLost
 from lowshard.tiling import Tiling

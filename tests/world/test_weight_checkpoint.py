@@ -20,13 +20,7 @@ from lowshard import DeviceMesh, Layout, Replicated, Sharded
 from lowshard.checkpoint import Catalog
 from lowshard.comm.loopback import LoopbackTransport
 from lowshard.comm.reach import Reach
-from lowshard.errors import (
-    BufferMismatchError,
-    CheckpointError,
-    LayoutError,
-    MismatchError,
-    PlanError,
-)
+from lowshard.errors import BufferMismatchError, CheckpointError, LayoutError, MismatchError, PlanError
 from lowshard.tiling import Tiling
 from lowshard.weights import LoadPlan, LoadReport, ShardingStrategy, load, plan_load, remove_leftovers, save
 from lowshard.weights.load_plan import STRATEGIES
