@@ -20,6 +20,7 @@ from lowshard import comm as lc
 from lowshard import errors
 from lowshard.errors import LowshardError
 from lowshard.fsdp import FSDP, SGD, AdamW, Param, Precision, ShardingStrategy
+from lowshard.fsdp.step_buffer import Pool
 
 ONE = {"u": [Param("w", (40,))]}
 FULL_AND_NONE = pytest.mark.parametrize("strategy", [ShardingStrategy.FullShard, ShardingStrategy.NoShard])
@@ -532,3 +533,26 @@ def test_units_of_one_size_in_another_order_are_noticed_before_the_update() -> N
             engine.reset()
 
     lc.run_loopback(2, train, 10)
+
+
+@pytest.mark.parametrize(("who", "error"), [("all", MemoryError), ("one", OSError)])
+def test_no_memory_for_a_model_is_an_error_on_every_rank(
+    who: str, error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = Pool.__init__
+
+    def none(self: Pool, plan: Any, comm: lc.Communicator) -> None:
+        if who == "all" or comm.rank == 1:
+            raise error("none left")
+        made(self, plan, comm)
+
+    def make(comm: lc.Communicator) -> None:
+        with pytest.raises(
+            errors.CommError, match=r"no memory for the model's buffer of [\d,]+ bytes \(none left\)"
+        ):
+            FSDP(UNITS, comm)
+        comm.barrier()  # the world is as before
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Pool, "__init__", none)
+        lc.run_loopback(3, make, 10)

@@ -225,3 +225,24 @@ def test_a_file_without_optimizer_state_says_how_to_begin_from_it(tmp_path: Path
                 assert {n: engine.full(n).tolist() for n in other} == {
                     n: v.tolist() for n, v in other.items()
                 }
+
+
+def test_a_rule_that_keeps_nothing_where_it_has_no_piece_is_saved(tmp_path: Path) -> None:
+    def rule(slot: Slot) -> None:
+        for piece in slot.pieces:
+            slot.state["m"][piece.shard_lo : piece.shard_hi] = 2.0
+
+    def train(comm: lc.Communicator) -> None:
+        with FSDP({"u": [Param("w", (5,))]}, comm) as engine:
+            engine.fill(lambda name, box: 0.0)
+            step(engine)
+            engine.join()
+            engine.update(rule)
+            engine.save(tmp_path / "m")
+            (slot,) = engine.slots()
+            if slot.pieces:
+                del slot.state["m"]
+            with pytest.raises(errors.CheckpointError, match="state 'm'"):
+                engine.save(tmp_path / "m")
+
+    lc.run_loopback(2, train, 10)
