@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import ast
-import inspect
 import re
-from collections import defaultdict
-from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
@@ -92,48 +89,6 @@ def test_headings_of_troubleshooting_are_words_of_messages() -> None:
     headings = re.findall(r"^### `(.*)`$", page, re.MULTILINE)
     assert len(headings) > 20
     assert [heading for heading in headings if not any(heading in text for text in texts)] == []
-
-
-PACKAGES = ("", ".comm", ".kernels", ".reshard", ".weights", ".checkpoint", ".interop.torch", ".interop.jax")
-
-
-def parameters_by_name() -> dict[str, list[list[str]]]:
-    """Return, by the name of each public function, class and method, the parameters of those that have it."""
-    found = defaultdict(list)
-    for package in PACKAGES:
-        module = import_module(f"lowshard{package}")
-        for name in module.__all__:
-            value = getattr(module, name)
-            for called, method in vars(value).items() if inspect.isclass(value) else ():
-                if inspect.isfunction(method) and not called.startswith("_"):
-                    found[called].append([*inspect.signature(method).parameters][1:])
-            if inspect.isfunction(value) or (inspect.isclass(value) and not issubclass(value, Exception)):
-                found[name].append([*inspect.signature(value).parameters])
-    return found
-
-
-def swapped_calls(text: str, known: dict[str, list[list[str]]]) -> list[str]:
-    """Return the calls in a text such as `f(a, b)` that name a function's parameters, and not in their places."""
-    found = []
-    for call, name, inside in re.findall(r"`((?:\w+\.)*(\w+)\((\w+(?:, \w+)*)\))`", text):
-        given = inside.split(", ")
-        fits_one = any(
-            all(n not in parameters or parameters.index(n) == i for i, n in enumerate(given))
-            for parameters in known.get(name, [given])
-        )
-        if not fits_one:
-            found.append(call)
-    return found
-
-
-def test_calls_in_the_text_name_arguments_in_their_order() -> None:
-    known = parameters_by_name()
-    assert swapped_calls("`redistribute(local, src, dst, comm)` `x.f(b, a)`", known) == []
-    assert swapped_calls("`ls.redistribute(local, comm, src, dst)`", known) == [
-        "ls.redistribute(local, comm, src, dst)"
-    ]
-    wrong = {str(page): swapped_calls((ROOT / page).read_text(encoding="utf-8"), known) for page in pages()}
-    assert {page: calls for page, calls in wrong.items() if calls} == {}
 
 
 def test_pictures_are_what_their_script_draws(tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ from support.recorded import oracle
 
 from lowshard import LowshardError
 from lowshard.box import full_box, relative_slices
-from lowshard.errors import ShardIndexError, ShardingError
 from lowshard.tiling import Tiling
 from lowshard.weights import Segment, ShardingStrategy, Weight, scale_strategy
 from lowshard.weights.quantization import expert_scales
@@ -75,25 +74,6 @@ def test_every_public_scale_rule_of_max() -> None:
             assert got == S.head_aware_columnwise(case["num_devices"], 32, 1)
         else:
             assert got == getattr(S, said.split(" ")[0])(case["num_devices"])
-
-
-def test_scales_of_segments_follow_the_axis_however_it_is_counted() -> None:
-    segments = [Segment(8), Segment(16)]
-    for axis, shape, sizes in (
-        (0, (24, 32), (2, 4)), (-2, (24, 32), (2, 4)), (1, (32, 24), (1, 2)), (-1, (32, 24), (1, 2)),
-        (2, (5, 32, 24), (1, 2)), (1, (5, 24, 32), (2, 4)), (0, (24, 5, 32), (8, 16)), (-3, (24, 5, 32), (8, 16)),
-    ):  # fmt: skip
-        strategy = S.segmented(2, axis, segments)
-        expected = S.segmented(2, axis, [Segment(n) for n in sizes])
-        assert scale_strategy(strategy, "block", shape, (4, 8)) == expected, (axis, shape)
-        # Rows have a scale each: whole where the last axis is cut, else cut as the weight.
-        is_last = axis % len(shape) == len(shape) - 1
-        assert scale_strategy(strategy, "row", shape) == (S.replicate(2) if is_last else strategy)
-    for axis in (2, -3, 5):
-        with pytest.raises(ShardIndexError, match=f"cuts axis {axis}"):
-            scale_strategy(S.segmented(2, axis, segments), "block", (24, 24), (4, 8))
-    with pytest.raises(ShardingError, match="'none' has no scales"):
-        scale_strategy(S.rowwise(2), "none", (24, 24))
 
 
 def test_every_public_expert_scale_map_of_max() -> None:
