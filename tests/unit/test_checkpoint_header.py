@@ -139,7 +139,7 @@ BAD_FILES: dict[str, tuple[bytes, str]] = {
     "truncated data": (pack({"w": entry()}, bytes(7)), "its data ends"),
     "trailing bytes": (pack({"w": entry()}, bytes(9)), "1 bytes follow"),
     "hole between": (pack({"v": entry(), "w": entry(offsets=[9, 17])}, bytes(17)), "no hole"),
-    "overlap": (pack({"v": entry(), "w": entry(offsets=[4, 12])}, bytes(12)), "overlaps"),
+    "overlap": (pack({"v": entry(), "w": entry(offsets=[7, 15])}, bytes(15)), "overlaps"),
     "empty one inside another": (pack({"v": entry(), "w": entry("U8", [0], [4, 4])}, bytes(8)), "overlaps"),
     "a pointer": (b"version https://git-lfs.github.com/spec/v1\noid sha256:0", "is a Git LFS pointer .*git lfs pull"),
     "a page": (b"\n<!DOCTYPE html><html>", "is a page of a web server"),

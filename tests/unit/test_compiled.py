@@ -144,6 +144,14 @@ def test_what_is_not_whole_or_may_be_changed_by_others_is_not_used(
     assert store.read_kept("plus_one") == (None if name == "a folder" else b"new code")
 
 
+def test_a_link_as_installers_make_it_is_followed(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (path,) = package.rglob("*.o")
+    path.rename(package / "elsewhere")
+    path.symlink_to(package / "elsewhere")
+    monkeypatch.setattr(store, "package_folder", lambda: package)
+    assert store.read_package("plus_one", host_levels()[0]) is not None
+
+
 @as_root
 def test_roots_files_are_read_by_users(package: Path, tmp_path: Path) -> None:
     for folder in (tmp_path, *tmp_path.parents):

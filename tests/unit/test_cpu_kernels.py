@@ -218,6 +218,36 @@ def test_unpack_is_right_for_every_run_length_at_every_alignment(form, runs, str
             assert calls == ["scatter_kernel" if short else "compiled"]
 
 
+@pytest.mark.parametrize("index", range(24))
+def test_tables_of_runs_of_many_lengths_are_packed_and_unpacked(index, streaming):
+    rng = mode.rng(f"mixed table {index}")
+    dtype = np.dtype([np.uint8, np.uint16, np.uint32, np.complex128][index % 4])
+    lowest, step = -(-64 // dtype.itemsize), LINE // min(LINE, dtype.itemsize) if index % 3 == 0 else 1
+    highest = [260, 1100, 5000, SHORT_RUN_BYTES][index // 4 % 4] // dtype.itemsize
+    boxes, column = [], 0
+    for _ in range(int(rng.integers(1, 60))):
+        run = int(rng.integers(lowest, highest + 1)) // step * step or lowest
+        rows = int(rng.integers(1, 6)) if index % 2 else 1
+        first, column = int(rng.integers(0, 3)), column + int(rng.integers(0, 40))
+        boxes.append(((first, first + rows), (column, column + run)))
+        column += run
+    order = rng.permutation(len(boxes))
+    boxes = [boxes[i] for i in order]
+    width = column
+    table = BoxTable((8, width), boxes)
+    src = rng.integers(0, 256, 8 * width * dtype.itemsize, dtype=np.uint8).view(dtype).reshape(8, width)
+    wanted = packed(src, boxes)
+    for past in (0, 1, 16, 32, 63):
+        with guarded(wanted.nbytes, past) as room:
+            out = pack(src, table, room.view(dtype))
+            assert out.tobytes() == wanted.tobytes()
+        back, expected = (aligned(src.nbytes, past).view(dtype).reshape(8, width) for _ in range(2))
+        with through(PlainEngine()):
+            unpack(wanted, table, expected)
+        unpack(out, table, back)
+        assert back.tobytes() == expected.tobytes()
+
+
 def test_two_threads_at_once_get_the_bytes_of_one(monkeypatch):
     monkeypatch.setattr(engine_module.host_engine(), "stream_from_bytes", 0)
     table = BoxTable((300, 400), [((i, i + 1), (3, 104)) for i in range(300)])

@@ -369,6 +369,20 @@ def test_a_failure_in_the_middle_leaves_the_old_file_and_no_other(
     assert path.read_bytes() == old
 
 
+def test_file_systems_without_fallocate_are_written_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faults = Faults(monkeypatch, "posix_fallocate", 0, 1, OSError(errno.EOPNOTSUPP, "not supported"))
+
+    def job(comm: lc.Communicator) -> None:
+        faults.idents[threading.get_ident()] = comm.rank
+        write_checkpoint(tmp_path / "f", local_state(small(), comm.rank), comm)
+
+    lc.run_loopback(4, job, 30)
+    assert faults.fired
+    assert (tmp_path / "f").read_bytes() == expected_bytes(small())
+
+
 def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda fd, part, at: real(fd, part[:5], at))

@@ -191,3 +191,29 @@ def test_a_norm_shows_what_is_not_finite_wherever_it_is(strategy: ShardingStrate
             assert math.isfinite(norm)
             assert norm > 0
         assert repr(clipped) == repr(norm)
+
+
+def test_clipping_at_infinity_changes_nothing_and_below_the_norm_scales() -> None:
+    def run(comm: lc.Communicator) -> None:
+        with FSDP({"u": [Param("w", (40,))]}, comm, average="sum") as engine:
+            engine.fill(lambda name, box: 0.0)
+            for bad in (2.0, math.inf, math.nan):
+                for p in (2, math.inf, 3):
+                    with engine.step():
+                        engine.open("u", "backward")
+                        engine.grads("u")["w"][...] = [bad] + [1.0] * 39
+                        engine.reduce("u")
+                        engine.close("u")
+                    engine.join()
+                    slot = next(engine.slots())
+                    before = slot.grad.copy()
+                    norm = engine.clip(math.inf, p)
+                    assert math.isfinite(norm) == math.isfinite(bad)
+                    assert slot.grad.tobytes() == before.tobytes()
+                    if bad == 2:
+                        factor = np.float32(0.9 * norm / (norm + 1e-6))
+                        assert engine.clip(0.9 * norm, p) == norm
+                        assert slot.grad.tobytes() == (before * factor).tobytes()
+                    engine.update(lambda slot: None)
+
+    lc.run_loopback(2, run, 20)

@@ -211,6 +211,21 @@ def test_copies_are_read_evenly() -> None:
     assert [plan_redistribute(copies, readers).sent_bytes(r) for r in (0, 1)] == [16, 16]
 
 
+def sources_of(src: Layout, dst: Layout, rank: int, node_size: int | None = None) -> set[int]:
+    (step,) = plan_redistribute(src, dst, node_size=node_size).steps[0].exchanges
+    return {p.src_rank for p in step.incoming(rank)}
+
+
+def test_a_copy_on_the_own_node_is_read_first() -> None:
+    # Nodes of four ranks: 0 to 3 and 4 to 7. Either has a copy of the array on its lower two ranks.
+    src = Layout(
+        DeviceMesh((2, 2), ("dp", "tp"), ranks=(0, 1, 4, 5)), (8,), "float32", (Replicated(), Sharded(0))
+    )
+    dst = Layout(DeviceMesh((4,), ("x",), ranks=(2, 3, 6, 7)), (8,), "float32", (Replicated(),))
+    assert [sources_of(src, dst, r, node_size=4) for r in (2, 3, 6, 7)] == [{0, 1}, {0, 1}, {4, 5}, {4, 5}]
+    assert sources_of(src, dst, 3) == {4, 5}, "without node sizes this reader is sent elsewhere"
+
+
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 6, 7, 8] if mode.full() else [3, 5, 8])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

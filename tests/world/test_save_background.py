@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -164,6 +165,21 @@ def test_one_process_without_a_communicator(tmp_path: Path) -> None:
             time.sleep(0.001)
     with pytest.raises(CheckpointError, match="No space left"):
         save(tmp_path / "c", state)
+    save(tmp_path / "c", state)
+
+
+def test_no_call_waits_for_a_thread_that_could_not_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = {"w": (Tiling.whole((8,), "float32"), np.ones(8, np.float32))}
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="new thread"):
+            save(tmp_path / "c", state, wait=False)
     save(tmp_path / "c", state)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -217,3 +219,39 @@ def test_what_cannot_stand_in_the_index_is_refused_on_all_ranks_at_once(
     if not options.keys() & {"strategies"}:
         with pytest.raises(CheckpointError, match=said):
             on_ranks(1, lambda c: write_checkpoint(tmp_path / "m", tensors, c, **options))
+
+
+def test_an_error_in_the_background_that_nobody_was_told_of_is_shown_at_the_end(tmp_path: Path) -> None:
+    code = """
+import atexit
+import numpy as np
+from lowshard.comm import loopback
+from lowshard.errors import CheckpointError
+from lowshard.tiling import Tiling
+from lowshard.weights import save
+
+state = {"w": (Tiling.whole((8,), "float32"), np.ones(8, np.float32))}
+open("file", "w").close()
+try:
+    save("file/told", state, wait=False).wait()
+except CheckpointError:
+    pass
+save("file/next", state, wait=False)
+try:
+    save("good", state, wait=False)
+except CheckpointError:
+    pass
+save("good", state, wait=False)
+save("file/untold", state, wait=False)
+atexit.register(lambda: save("late", state, loopback(1)[0], wait=False))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(
+        "lowshard: save of rank 0 to file/untold failed, and the program ended before a call raised"
+    )
+    assert "CheckpointError" in line
+    assert "Not a directory" in line
+    assert loaded(tmp_path / "good") == loaded(tmp_path / "late") == {"w": 1}

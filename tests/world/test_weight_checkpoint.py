@@ -526,3 +526,15 @@ def test_mapped_arrays_are_the_files_pages_until_they_are_written_to(tmp_path: P
                 array.reshape(-1).view(np.uint8)[:] = 0  # this process's alone
     assert count >= 3 * ranks  # what is one run of a file, for this rank alone
     assert all(Path(f).read_bytes() == data for f, data in held.items())
+
+
+def test_a_file_that_was_cut_short_is_not_mapped(tmp_path: Path) -> None:
+    tilings = {"w": Tiling.whole((64, 64), "float32"), "v": Tiling.whole((8, 8), "float32")}
+    save_over(tmp_path / "c", values_of(tilings), tilings, 1)
+    catalog = Catalog.open(tmp_path / "c")
+    file = Path(catalog.files[0])
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match="cut short after it was opened"):
+        load(catalog, plan_load(catalog, tilings), verify=False, mapped=True)
+    with pytest.raises(CheckpointError, match="cut short after it was opened"):
+        load(catalog, plan_load(catalog, tilings), mapped=False)
