@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import ast
-import inspect
 import re
-from collections import defaultdict
-from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
 from support import mode
-from support.pages import ROOT, blocks, fits, pages, run, steps
+from support.pages import ROOT, fits, pages, run, steps
 from support.sources import tree_of
 
 
@@ -48,22 +45,6 @@ def test_what_the_page_shows_is_what_runs(page: Path, tmp_path: Path, full: bool
         assert fits(step.shown, printed), told
     if missing:  # and all else is as the page says
         pytest.skip(f"programs of {page} need {', '.join(sorted(missing))}, not installed here")
-
-
-def test_a_page_that_shows_something_else_is_found() -> None:
-    assert fits("a ... c\n...\nend\n", "a b c\nx\ny\nend\n")
-    assert fits("[0] x\n[1] y\n", "[1] y\n[0] x\n")
-    assert not fits("[0] x\n[1] y\n", "[1] x\n[0] y\n")
-    assert not fits("", "something\n")
-    assert not fits("a\n", "a\nb\n")
-    assert not fits("a. b\n", "ax b\n")
-
-
-def test_a_block_of_no_known_kind_is_refused() -> None:
-    for text in ("```\nx\n```", "```python\nimport os\n```", "```sh\nls\n```", "```text\nalone\n```"):
-        with pytest.raises(AssertionError):
-            list(steps(text))
-    assert [block.remark for block in blocks("<!-- slow -->\n```sh\nls\n```")] == ["slow"]
 
 
 def test_the_readme_is_short() -> None:
@@ -110,48 +91,6 @@ def test_headings_of_troubleshooting_are_words_of_messages() -> None:
     assert [heading for heading in headings if not any(heading in text for text in texts)] == []
 
 
-PACKAGES = ("", ".comm", ".kernels", ".reshard", ".weights", ".checkpoint", ".interop.torch", ".interop.jax")
-
-
-def parameters_by_name() -> dict[str, list[list[str]]]:
-    """Return, by the name of each public function, class and method, the parameters of those that have it."""
-    found = defaultdict(list)
-    for package in PACKAGES:
-        module = import_module(f"lowshard{package}")
-        for name in module.__all__:
-            value = getattr(module, name)
-            for called, method in vars(value).items() if inspect.isclass(value) else ():
-                if inspect.isfunction(method) and not called.startswith("_"):
-                    found[called].append([*inspect.signature(method).parameters][1:])
-            if inspect.isfunction(value) or (inspect.isclass(value) and not issubclass(value, Exception)):
-                found[name].append([*inspect.signature(value).parameters])
-    return found
-
-
-def swapped_calls(text: str, known: dict[str, list[list[str]]]) -> list[str]:
-    """Return the calls in a text such as `f(a, b)` that name a function's parameters, and not in their places."""
-    found = []
-    for call, name, inside in re.findall(r"`((?:\w+\.)*(\w+)\((\w+(?:, \w+)*)\))`", text):
-        given = inside.split(", ")
-        fits_one = any(
-            all(n not in parameters or parameters.index(n) == i for i, n in enumerate(given))
-            for parameters in known.get(name, [given])
-        )
-        if not fits_one:
-            found.append(call)
-    return found
-
-
-def test_calls_in_the_text_name_arguments_in_their_order() -> None:
-    known = parameters_by_name()
-    assert swapped_calls("`redistribute(local, src, dst, comm)` `x.f(b, a)`", known) == []
-    assert swapped_calls("`ls.redistribute(local, comm, src, dst)`", known) == [
-        "ls.redistribute(local, comm, src, dst)"
-    ]
-    wrong = {str(page): swapped_calls((ROOT / page).read_text(encoding="utf-8"), known) for page in pages()}
-    assert {page: calls for page, calls in wrong.items() if calls} == {}
-
-
 def test_pictures_are_what_their_script_draws(tmp_path: Path) -> None:
     folder = ROOT / "docs" / "pictures"
     spec = spec_from_file_location("draw", folder / "draw.py")
@@ -165,10 +104,3 @@ def test_pictures_are_what_their_script_draws(tmp_path: Path) -> None:
         assert path.read_text() == (folder / path.name).read_text(), (
             f"run docs/pictures/draw.py for {path.name}"
         )
-
-
-def test_what_a_slow_command_prints_of_its_progress_is_no_other_page() -> None:
-    for line in ("reshard: v0 to a new version", "reshard: v0 to tp=2,dp=2", "solve: solving 3 ops on dp=2"):
-        assert fits("ok\n", f"lowshard {line}\nok\n")
-        assert not fits("ok\n", f"lowshard {line}\nother bits\n")
-    assert not fits("ok\n", "lowshard solve: refused\nok\n")

@@ -15,7 +15,7 @@ from support.starting import start_ranks
 
 HERE = Path(__file__).parent
 FUNCTIONS = ("in_collectives", "seen_where_they_lie", "redistributed", "computed_with",
-             "refitted_and_published", "saved_loaded_and_filled", "refused", "of_bare_protocols")  # fmt: skip
+             "refitted_and_published", "saved_loaded_and_filled", "refused")  # fmt: skip
 CASES = [f"{function} {library}" for function in FUNCTIONS for library in ("torch", "jax")]
 
 

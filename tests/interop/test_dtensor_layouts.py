@@ -227,12 +227,6 @@ def test_an_order_that_torch_keeps_beside_the_placements_is_read() -> None:
         assert list(range(*layout.box_at(coord)[0])) == part.tolist()
 
 
-def test_a_mesh_without_names_gets_some() -> None:
-    mesh = TorchMesh("cpu", torch.arange(4).reshape(2, 2), _init_backend=False)
-    layout = lt.layout(made((5,), mesh, [dt.Shard(0), dt.Replicate()]))
-    assert layout.mesh == DeviceMesh((2, 2), ("dim0", "dim1"))
-
-
 DTYPES = """float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2 float8_e8m0fnu bool
     int8 int16 int32 int64 uint8 uint16 uint32 uint64"""
 
@@ -285,11 +279,3 @@ def test_what_cannot_be_said_is_named() -> None:
 
 def meta_of(extent: int) -> Any:
     return TensorMeta(torch.Size((extent,)), (1,), torch.float32)
-
-
-def test_a_mask_is_no_partial() -> None:
-    from torch.distributed.tensor.placement_types import _MaskPartial
-
-    spec = DTensorSpec(torch_mesh((8,)), (_MaskPartial("sum"),), meta_of(4))
-    with pytest.raises(ShardingError, match="MaskPartial"):
-        lt.layout(dt.DTensor(torch.zeros(4), spec, requires_grad=False))

@@ -56,12 +56,9 @@ def test_every_collective_is_right_in_every_form_and_mpis_own_call_stands_beside
         asked = report.settings
         assert (report.wrong, report.facts["ranks"], report.facts["transport"]) == (0, 2, "mpi")
         operation = OPERATIONS[report.bench]
-        placements = (operation.out_of_place or asked["shared"]) + (
-            operation.in_place and not asked["shared"]
-        )
-        assert len(report.rows) == placements * len(asked["sizes"]) * len(asked["dtypes"]) * max(
-            len(asked["redops"]), 1
-        )
+        placements = (operation.out_of_place or asked["shared"]) + (operation.in_place > asked["shared"])
+        cases = len(asked["sizes"]) * len(asked["dtypes"]) * max(len(asked["redops"]), 1)
+        assert len(report.rows) == placements * cases
         for row in report.rows:
             assert len(row.timing.shares) == len(row.timing.seconds) >= 2
             redop, dtype = row.facts["redop"], row.facts["dtype"]
@@ -96,20 +93,8 @@ def test_inside_a_job_all_ranks_end_with_the_code_of_the_run(argv: list[str], co
 
 @pytest.mark.time_limit(60)
 def test_an_interrupted_run_ends_its_ranks_and_leaves_nothing_behind(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-u",
-        "-m",
-        "lowshard",
-        "bench",
-        "all_gather",
-        "-b",
-        "64",
-        "-e",
-        "64",
-        "-N",
-        "1000000",
-    ]
+    bench = ["bench", "all_gather", "-b", "64", "-e", "64", "-N", "1000000"]
+    command = [sys.executable, "-u", "-m", "lowshard", *bench]
     env = {**os.environ, "TMPDIR": str(tmp_path), "LOWSHARD_TEST_MARK": str(tmp_path)}
     with subprocess.Popen(
         command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -171,11 +156,8 @@ def test_refit_moves_a_model_between_layouts(tmp_path: Path) -> None:
     assert len(report.rows) == 12
     sent = {row.name: row.facts["sent_bytes"] for row in report.rows}
     assert sent["TP1 to TP2 dim 0, 16, shown"] == 0  # each rank has its half
-    whole = sent["TP2 to TP1 dim 0, 16, shown"]
-    assert (
-        whole
-        == next(row.moved_bytes for row in report.rows if row.name == "TP2 to TP1 dim 0, 16, shown") // 2
-    )
+    moved = {row.name: row.moved_bytes for row in report.rows}
+    assert sent["TP2 to TP1 dim 0, 16, shown"] == moved["TP2 to TP1 dim 0, 16, shown"] // 2
 
 
 @pytest.mark.full_only
@@ -201,9 +183,8 @@ def test_a_model_goes_in_every_way(grid: str, tmp_path: Path) -> None:
     up, down, norm = 258 * 64 * 2, 258 * 64 * 4, 64 * 2
     # Serving ranks 0 to 3 hold what training ranks 0 and 1 hold, twice over: ranks 2 and 3 need it.
     needed = up + down + 2 * norm
-    if (
-        grid == "fsdp=2"
-    ):  # down_proj is cut by rows, and serves by columns; of the norm each rank needs the other half
+    # Down_proj is cut by rows, and serves by columns; of the norm each rank needs the other half.
+    if grid == "fsdp=2":
         needed = up + 3 * down // 2 + 3 * norm
     assert sent["dense"] == least["dense"] == needed
     assert sent["tensor by tensor"] == needed

@@ -18,81 +18,34 @@ FOLDERS = {
 
 # Module or package -> floor. A package's own line covers its modules. 0k and 0c stand beside the floors
 # above 0 and below 4: they use 0 alone.
-FLOORS: dict[str, str] = {
-    "lowshard._version": "0",
-    "lowshard.errors": "0",
-    "lowshard.argument": "0",
-    "lowshard.document": "0",
-    "lowshard.dtypes": "0",
-    "lowshard.block_format": "0",
-    "lowshard.bounded": "0",
-    "lowshard.box": "0",
-    "lowshard.reading": "0",
-    "lowshard.content_hash": "0",
-    "lowshard.nearest": "0",
-    "lowshard.plain_console": "0",
-    "lowshard.command_line": "0",
-    "lowshard.settings": "0",
-    "lowshard.gpu_stream": "0",
-    "lowshard.foreign_array": "0",
-    "lowshard.compiled": "0",
-    "lowshard.mesh": "1",
-    "lowshard.placement": "1",
-    "lowshard.layout": "1",
-    "lowshard.tiling": "1",
-    "lowshard.kernels": "0k",
-    "lowshard.comm": "0c",
-    "lowshard.cost": "2",
-    "lowshard.step_cost": "2",
-    "lowshard.exchange": "3",
-    "lowshard.step_search": "3",
-    "lowshard.rules": "2",
-    "lowshard.rules.rules_command": "7",
-    "lowshard.redistribute_plan": "3",
-    "lowshard.solver": "3",
-    "lowshard.solver.solve_command": "7",
-    "lowshard.pool": "4",
-    "lowshard.transfer": "4",
-    "lowshard.reshard": "5",
-    "lowshard.reshard.dim_sharding": "3",
-    "lowshard.reshard.rank_grid": "3",
-    "lowshard.reshard.partition": "3",
-    "lowshard.reshard.tensor_layout": "3",
-    "lowshard.reshard.parameter_record": "3",
-    "lowshard.reshard.replica_shares": "3",
-    "lowshard.reshard.reshard_move": "3",
-    "lowshard.reshard.move_schedule": "3",
-    "lowshard.reshard.reshard_plan": "3",
-    "lowshard.reshard.plan_builder": "3",
-    "lowshard.reshard.model_tables": "3",
-    "lowshard.reshard.scale_slice": "3",
-    "lowshard.reshard.cache_layouts": "3",
-    "lowshard.reshard.content_digest": "4",
-    "lowshard.reshard.published_tensors": "4",
-    "lowshard.reshard.rank_side": "4",
-    "lowshard.reshard.reshard_run": "4",
-    "lowshard.reshard.mxfp8_transform": "4",
-    "lowshard.reshard.version_changes": "4",
-    "lowshard.reshard.atomic_word": "4",
-    "lowshard.reshard.refit": "5",
-    "lowshard.execute": "4",
-    "lowshard.op": "4",
-    "lowshard": "4",
-    "lowshard.checkpoint": "5",
-    "lowshard.checkpoint.inspect_command": "7",
-    "lowshard.weights": "5",
-    "lowshard.weights.reshard_command": "7",
-    "lowshard.fsdp": "5",
-    "lowshard.launch": "6",
-    "lowshard.launch.__main__": "7",
-    "lowshard.interop": "7",
-    "lowshard.bench": "7",
-    "lowshard.demo": "7",
-    "lowshard.selftest": "7",
-    "lowshard.warmup": "7",
-    "lowshard.cli": "7",
-    "lowshard.__main__": "7",
+_ON_FLOOR = {
+    "0": """
+        _version errors argument document dtypes block_format bounded box reading content_hash nearest
+        plain_console command_line settings gpu_stream foreign_array compiled
+    """,
+    "0k": "kernels",
+    "0c": "comm",
+    "1": "mesh placement layout tiling",
+    "2": "cost step_cost rules",
+    "3": """
+        exchange step_search redistribute_plan solver reshard.dim_sharding reshard.rank_grid
+        reshard.partition reshard.tensor_layout reshard.parameter_record reshard.replica_shares
+        reshard.reshard_move reshard.move_schedule reshard.reshard_plan reshard.plan_builder
+        reshard.model_tables reshard.scale_slice reshard.cache_layouts
+    """,
+    "4": """
+        pool transfer reshard.content_digest reshard.published_tensors reshard.rank_side reshard.reshard_run
+        reshard.mxfp8_transform reshard.version_changes reshard.atomic_word execute op
+    """,
+    "5": "reshard reshard.refit checkpoint weights fsdp",
+    "6": "launch",
+    "7": """
+        rules.rules_command solver.solve_command checkpoint.inspect_command weights.reshard_command
+        launch.__main__ interop bench demo selftest warmup cli __main__
+    """,
 }
+FLOORS = {f"lowshard.{name}": floor for floor, names in _ON_FLOOR.items() for name in names.split()}
+FLOORS["lowshard"] = "4"
 BELOW: dict[str, set[str]] = {
     "0": {"0"},
     "0k": {"0", "0k"},
@@ -116,22 +69,9 @@ MADE_FOR = {
     "lowshard.reshard.atomic_word": {"llvmlite"},
 }
 HEAVY = (
-    "cupy",
-    "numba",
-    "llvmlite",
-    "mpi4py",
-    "yaml",
-    "safetensors",
-    "isal",
-    "msgspec",
-    "rich",
-    "matplotlib",
-    "tokenizers",
-    "ml_dtypes",
-    "scipy",
-    "torch",
-    "jax",
-)
+    "cupy", "numba", "llvmlite", "mpi4py", "yaml", "safetensors", "isal", "msgspec", "rich",
+    "matplotlib", "tokenizers", "ml_dtypes", "scipy", "torch", "jax",
+)  # fmt: skip
 
 
 def modules() -> dict[str, Path]:

@@ -77,18 +77,9 @@ def test_extras_carry_one_mpi_wheel_at_most() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"][
         "optional-dependencies"
     ]
-    assert {
-        "cuda12",
-        "cuda13",
-        "openmpi",
-        "mpich",
-        "plot",
-        "solve",
-        "demo",
-        "test",
-        "dev",
-        "docs",
-    } == set(extras)
+    assert {"cuda12", "cuda13", "openmpi", "mpich", "plot", "solve", "demo", "test", "dev", "docs"} == set(
+        extras
+    )
     for name in ("demo", "test", "dev"):
         assert "mpich" not in " ".join(extras[name])
 

@@ -73,10 +73,7 @@ FAULTS = [
         ("world/test_redistribute.py",),
     ),
     Fault(  # another tree of sums
-        "comm",
-        "half = (len(terms) + 1) // 2",
-        "half = len(terms) // 2",
-        ("world/test_comm_loopback.py",),
+        "comm", "half = (len(terms) + 1) // 2", "half = len(terms) // 2", ("world/test_comm_loopback.py",)
     ),
     Fault(  # a silent rank is noticed a hundred times later
         "liveness",

@@ -266,9 +266,8 @@ def check(action: Action, rng: Rng, arrays: Sequence[np.ndarray], args: dict[str
         least = float(ml_dtypes.finfo(row.numpy).smallest_subnormal)
         partial = [x for x in action.sources if any(x.partials) and dtypes.get(x.dtype).kind == "float"]
         half = max(float(ml_dtypes.finfo(x).eps) / 2 for x in (row.numpy, *(p.numpy_dtype for p in partial)))
-        compute = 64 * float(
-            np.finfo(row.accumulator.numpy).eps
-        )  # a few hundred roundings of what is summed inside
+        # A few hundred roundings of what is summed inside.
+        compute = 64 * float(np.finfo(row.accumulator.numpy).eps)
         rounded = sum(np.abs(x.astype(np.float64)) for x in terms) + np.abs(wide)
         if "prod" in layout.partials:  # each factor's rounding is one of the product
             rounded = rounded + len(terms) * np.abs(wide)
@@ -286,6 +285,3 @@ def check(action: Action, rng: Rng, arrays: Sequence[np.ndarray], args: dict[str
         assert near.all(), (
             f"{action}\n{action.sources}\n{ours[~near]}\n{wide[~near]}\nallowed {allowed[~near]}"
         )
-
-
-__all__ = ["Partial", "Replicated", "Sharded", "assembled", "check", "random_action", "run", "shards"]

@@ -47,15 +47,11 @@ _MESH = DeviceMesh((2, 2), ("dp", "tp"), {0: 1e9, 3: 2e9}, ranks=(0, 1, 3, 2))
 def import_everything() -> None:
     """Import every module that has a reader, so that it is registered."""
     root = Path(__file__).resolve().parents[2]
-    for folder, package in (
-        ("lowshard", "lowshard"),
-        ("launch", "lowshard.launch"),
-        ("bench", "lowshard.bench"),
-    ):
+    for folder in ("lowshard", "launch", "bench"):
+        package = folder if folder == "lowshard" else f"lowshard.{folder}"
         for path in sorted((root / folder).rglob("*.py")):
-            if "reader(" in path.read_text(encoding="utf-8") and "reading" in path.read_text(
-                encoding="utf-8"
-            ):
+            text = path.read_text(encoding="utf-8")
+            if "reader(" in text and "reading" in text:
                 parts = path.relative_to(root / folder).with_suffix("").parts
                 importlib.import_module(".".join((package, *parts)))
 
@@ -88,19 +84,12 @@ def reshard() -> Any:
 
 def index() -> Index:
     """Return the index of two parts in two files."""
-    parts = (
-        Part("a.safetensors", "w", ((0, 2), (0, 3)), 7),
-        Part("b.safetensors", "w", ((2, 4), (0, 3)), None),
-    )
-    files = {"a.safetensors": IndexedFile(100, 1), "b.safetensors": IndexedFile(200, 2)}
+    a, b = "a.safetensors", "b.safetensors"
+    parts = Part(a, "w", ((0, 2), (0, 3)), 7), Part(b, "w", ((2, 4), (0, 3)), None)
+    files = {a: IndexedFile(100, 1), b: IndexedFile(200, 2)}
     tiling = Tiling.from_pieces((4, 3), "float32", [[((0, 2), (0, 3))], [((2, 4), (0, 3))]])
-    return Index(
-        2,
-        "t0",
-        files,
-        {"w": IndexedTensor("float32", (4, 3), "rowwise(2)", parts, tiling, "00ff" * 8)},
-        {"step": "3"},
-    )
+    tensor = IndexedTensor("float32", (4, 3), "rowwise(2)", parts, tiling, "00ff" * 8)
+    return Index(2, "t0", files, {"w": tensor}, {"step": "3"})
 
 
 def plain(data: Any) -> Any:
@@ -112,25 +101,12 @@ def plain(data: Any) -> Any:
 def samples() -> Mapping[str, Any]:
     """Return by reader what `to_json`, or a user, writes for it. A new reader is not in it: put one there."""
     flat = FlatPlan.plan([Param("w", (3, 5)), Param("b", (4,)), Param("s", ())], 2)
-    block = {
-        "repeat": 2,
-        "name": "l",
-        "carry": {"x": "y"},
-        "weights": {"w": [4, 4]},
-        "ops": [{"op": "matmul", "in": ["x", "w"], "out": "y"}],
-    }
-    graph = {
-        "name": "g",
-        "sizes": {"n": 4},
-        "inputs": {"x": {"shape": ["n", 4], "place": "tp=S0"}},
-        "ops": [block],
-        "outputs": ["x"],
-    }
+    op = {"op": "matmul", "in": ["x", "w"], "out": "y"}
+    block = {"repeat": 2, "name": "l", "carry": {"x": "y"}, "weights": {"w": [4, 4]}, "ops": [op]}
+    inputs = {"x": {"shape": ["n", 4], "place": "tp=S0"}}
+    graph = {"name": "g", "sizes": {"n": 4}, "inputs": inputs, "ops": [block], "outputs": ["x"]}
     rule = {"pattern": "**.{q,k}_proj.weight", "strategy": {"axiswise": {"axis": 0}}}
-    redistributed, moves = (
-        plain(redistribution().to_json()),
-        plain(reshard().to_json()),
-    )
+    redistributed, moves = plain(redistribution().to_json()), plain(reshard().to_json())
     indexed = json.loads(index().encode())
     indexed.pop("digest")
     tensor = {"dtype": "bfloat16", "shape": [4, 3]}
@@ -149,7 +125,7 @@ def samples() -> Mapping[str, Any]:
         "redistribution plan": redistributed,
         "flat plan": json.loads(flat.to_json()),
         "graph file": graph,
-        "op of a graph": block["ops"][0],
+        "op of a graph": op,
         "block of a graph": block,
         "model's config": {"num_attention_heads": 8, "num_key_value_heads": 2},
         "rule of a file of name patterns": rule,
@@ -243,9 +219,8 @@ def _indexed(path: Path) -> None:
     """Put an index among the files of a checkpoint, with the digest that it should have, and use the checkpoint."""
     folder = Path(_sharded().name) / "c"
     text = path.read_bytes()
-    with suppress(
-        ValueError, TypeError, RecursionError, AttributeError
-    ):  # where there is none, the text goes as it is
+    # Where there is none, the text goes as it is.
+    with suppress(ValueError, TypeError, RecursionError, AttributeError):
         body = json.loads(text)
         body.pop("digest", None)
         text = json.dumps({**body, "digest": index_digest(body)}).encode()
@@ -290,16 +265,14 @@ def use_checkpoint(path: Path) -> None:
 def texts() -> Mapping[str, tuple[Callable[[], bytes], Callable[[Path], Any]]]:
     """Return, by format, what makes a sound file, and what reads one."""
     named = {"mesh": {"axis_names": ["x"], "shape": {"x": 2}}, "partition_spec": ["x", None], "shape": [4, 2]}
+    in_files = {name: "2.safetensors" if name == "b" else "1.safetensors" for name in _VALUES}
     flowing = {"f/v: bf16[4,2]": {"logic_axes": "('a', None)", "PartitionSpec": "P('x', None)"}}
     dumps: dict[str, Any] = {
         "logical": {"params.w": {"partition_spec": ["embed", None], "shape": [4, 5]}},
         "named": {"w": named, "v": named}, "activations": {"Activation Sharding Dump": [flowing]},
     }  # fmt: skip
     return {
-        "graph.yaml": (
-            (EXAMPLES / "mlp.yaml").read_bytes,
-            _bound,
-        ),
+        "graph.yaml": ((EXAMPLES / "mlp.yaml").read_bytes, _bound),
         "names.yaml": (
             (Path(lowshard.__file__).parent / "weights/names/llama.yaml").read_bytes,
             lambda path: NamePatterns.load(path).match(["model.layers.0.self_attn.q_proj.weight"]),
@@ -318,12 +291,7 @@ def texts() -> Mapping[str, tuple[Callable[[], bytes], Callable[[Path], Any]]]:
         ),
         "config.json": (lambda: json.dumps(SYNTHETIC_CONFIG.to_json()).encode(), _user_model),
         "index.json": (_index_text, _indexed),
-        "hugging_face.json": (
-            lambda: json.dumps(
-                {"weight_map": {n: "2.safetensors" if n == "b" else "1.safetensors" for n in _VALUES}}
-            ).encode(),
-            _hugging_face,
-        ),
+        "hugging_face.json": (lambda: json.dumps({"weight_map": in_files}).encode(), _hugging_face),
         **{
             name: ((DATA / "torch" / kind / name).read_bytes, _torch)
             for kind, name in (("dcp", ".metadata"), ("dcp", "__0_0.distcp"), ("shards", SHARD))

@@ -25,7 +25,7 @@ from support.op_samples import SAMPLES
 from support.thread_cases import check_threads
 
 from lowshard import redistribute
-from lowshard.comm import Communicator, large_count, share_text
+from lowshard.comm import Communicator, messages, mpi, share_text
 from lowshard.comm.node import fold_views
 from lowshard.cost import ClusterProfile
 from lowshard.errors import CommError
@@ -235,8 +235,8 @@ def a_rank_that_can_share_no_more_memory_is_named_on_all(comm: Communicator, rng
 @case(processes, table=PROGRAMS)
 def messages_of_more_elements_than_mpi_counts_arrive(comm: Communicator, rng: Rng) -> None:
     with pytest.MonkeyPatch.context() as patch:  # they are small ones here
-        patch.setattr(large_count, "MOST_ELEMS", 100)
-        patch.setattr(large_count, "BLOCK_BYTES", 64)
+        patch.setattr(mpi, "_MOST_ELEMS", 100)
+        patch.setattr(messages, "PIECE_BYTES", 64)
         for name in (
             "every_collective_may_be_started",
             "a_group_exchanges_with_all_at_once_and_keeps_the_order_of_each_pair",

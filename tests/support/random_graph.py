@@ -6,7 +6,6 @@ from math import inf
 
 import numpy as np
 
-from lowshard import DeviceMesh
 from lowshard.cost import OPS, ClusterProfile, Curve, Piece
 from lowshard.solver import Graph, Rates
 from lowshard.solver.graph.space import Assignment, Choice, Space, schedule
@@ -181,6 +180,3 @@ def exhaustive(
 
     ops(0, 0.0)
     return None if looked > nodes_most else (best, looked)
-
-
-__all__ = ["DeviceMesh", "exhaustive", "random_graph", "random_profile", "random_rates"]

@@ -74,9 +74,8 @@ def _read(name: str, sample: Any, case: int, rng: random.Random) -> Any:
 
 
 def _damaged(name: str, text: bytes, rng: random.Random) -> bytes:
-    if (
-        name.endswith(".json") and rng.random() < 0.7
-    ):  # few of the texts are JSON when bytes of them have changed
+    # Few of the texts are JSON when bytes of them have changed.
+    if name.endswith(".json") and rng.random() < 0.7:
         return as_text(mutated(json.loads(text), rng))
     if name in (".metadata", "__0_0.distcp") and rng.random() < 0.1:
         return planted(text, rng)

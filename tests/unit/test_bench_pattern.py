@@ -159,13 +159,6 @@ def test_a_size_is_that_of_the_larger_buffer(op: str, sizes: tuple[int, ...]) ->
     assert (found.send, found.recv, found.count, found.size_bytes) == sizes
 
 
-def test_sizes_are_rounded_down_to_whole_parts_and_never_to_nothing() -> None:
-    assert OPERATIONS["all_gather"].sizes(1000, 8, 3).size_bytes == 41 * 24
-    assert OPERATIONS["all_reduce"].sizes(1001, 4, 3).size_bytes == 1000
-    assert OPERATIONS["all_to_all"].sizes(1, 4, 3).size_bytes == 12
-    assert OPERATIONS["all_reduce"].sizes(1, 4, 3).size_bytes == 4
-
-
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5])
 def test_an_uneven_exchange_fits_together_and_moves_as_much_as_the_even_one(ranks: int) -> None:
     each = 100

@@ -78,9 +78,8 @@ def test_where_an_array_begins_does_not_matter(rng: np.random.Generator) -> None
 def test_long_runs_are_read_in_several_places_at_a_time(rng: np.random.Generator, dtype: str) -> None:
     """Runs as long as the blocks of all places, a unit less and more; as far apart as places are, and farther."""
     itemsize, block = np.dtype(dtype).itemsize, unit_weights.BLOCK_UNITS
-    width = unit_weights.unit_bytes(
-        itemsize
-    )  # at other places than its multiples an array is summed the plain way
+    # At other places than its multiples an array is summed the plain way.
+    width = unit_weights.unit_bytes(itemsize)
     elem_units = itemsize // width
     several, farthest = bit_digest.STREAMS * block, bit_digest.STREAMS * block * bit_digest.MOST_APART
     for units in (several, 2 * several + 3 * block, farthest, farthest + several + block // 2):

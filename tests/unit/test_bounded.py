@@ -8,12 +8,11 @@ import sys
 import tracemalloc
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 from support.sources import tree_of
 
-from lowshard.bounded import MOST_BYTES, BoundedCache, bounded_cache, keeps_hash, kept_in_self, size_of
+from lowshard.bounded import MOST_BYTES, BoundedCache, bounded_cache, kept_in_self, size_of
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("lowshard", "kernels", "launch", "bench")
@@ -214,22 +213,3 @@ def test_what_is_kept_in_an_object_is_worked_out_once_for_each_argument_and_goes
     gone = weakref.ref(one)
     del one
     assert gone() is None
-
-
-def test_the_hash_of_an_object_is_worked_out_once_and_is_that_of_its_equals() -> None:
-    asked: list[int] = []
-
-    class Part(int):
-        def __hash__(self) -> int:
-            asked.append(int(self))
-            return super().__hash__()
-
-    @keeps_hash
-    @dataclass(frozen=True)
-    class Whole:
-        part: Part
-
-    one = Whole(Part(4))
-    assert hash(one) == hash(one) == hash(Whole(Part(4)))
-    assert asked == [4, 4]
-    assert hash(replace(one, part=Part(5))) != hash(one)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
-
 import numpy as np
 import pytest
 from hypothesis import given
 from support import engines
 from support.boxes import shapes_and_boxes, slow_overlap
 
-from lowshard.kernels import BoxTable, pack
+from lowshard.kernels import BoxTable
 
 
 @engines.many
@@ -42,37 +39,6 @@ def test_a_table_is_a_value():
     assert a != BoxTable((4, 6), a.boxes)
     assert (a.elems, a.offsets_elems, a.total_elems) == ((4,), (0,), 4)
     assert BoxTable((4, 5), []).total_elems == 0
-
-
-def test_the_runs_of_an_array_are_built_once_and_again_for_other_strides():
-    table = BoxTable((4, 6), [((0, 2), (1, 3)), ((2, 4), (0, 6))])
-    first = table.runs((24, 4), 4, 4, 4, False)
-    assert table.runs((24, 4), 4, 4, 4, False) is first
-    others = [
-        table.runs((48, 4), 4, 4, 4, False),
-        table.runs((12, 2), 2, 4, 4, False),
-        table.runs((24, 4), 4, 8, 4, False),
-        table.runs((24, 4), 4, 1, 1, False),
-        table.runs((24, 4), 4, 4, 4, True),
-    ]
-    assert len({id(runs) for runs in (first, *others)}) == 6
-    assert [(runs.src_itemsize, runs.dst_itemsize) for runs in others] == [
-        (4, 4),
-        (2, 4),
-        (4, 4),
-        (4, 1),
-        (4, 4),
-    ]
-    assert not first.columns.flags.writeable
-
-
-def test_a_table_survives_a_copy_and_a_pickle():
-    table = BoxTable((4, 6), [((0, 2), (1, 3)), ((0, 4), (3, 6))])
-    src = np.arange(24, dtype=np.int16).reshape(4, 6)
-    packed = pack(src, table)
-    for again in (copy.deepcopy(table), pickle.loads(pickle.dumps(table))):
-        assert again == table
-        np.testing.assert_array_equal(pack(src, again), packed)
 
 
 @pytest.mark.parametrize(

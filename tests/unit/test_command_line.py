@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import time
 from argparse import ArgumentTypeError
@@ -10,13 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from rich.console import Console
-from rich.table import Table
 
 from lowshard import cli, plain_console
 from lowshard.bench.bench_argument import file, list_of, natural, positive, size
 from lowshard.command_line import count_of, folder_of, made_target_of, seconds_of, write_whole
-from lowshard.plain_console import busy, print_table, transfer
+from lowshard.plain_console import busy
 
 NO_NUMBERS = ("", " ", "x", "nan", "inf", "-inf", "1e400", "-1", "é")
 
@@ -103,18 +100,6 @@ def test_what_cannot_be_is_wrong_usage(line: str, capsys: pytest.CaptureFixture[
     assert ": error: argument " in capsys.readouterr().err
 
 
-def test_no_figure_of_a_table_is_cut_on_a_narrow_terminal() -> None:
-    out = io.StringIO()
-    console, table = (
-        Console(file=out, width=20, force_terminal=True, no_color=True),
-        Table("what", "seconds [s]"),
-    )
-    table.add_row("a name of some length", "123456.789")
-    print_table(console, table)
-    assert "a name of some length" in out.getvalue()
-    assert "123456.789" in out.getvalue()
-
-
 def test_what_takes_long_is_told_of_in_a_pipe_too(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -124,22 +109,3 @@ def test_what_takes_long_is_told_of_in_a_pipe_too(
     with busy("solve", "solving 4 ops"):
         time.sleep(0.2)
     assert capsys.readouterr().err == "lowshard solve: solving 4 ops\n"
-
-
-def test_a_terminal_gets_a_bar_and_a_pipe_a_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with transfer("inspect", "comparing checksums", 100) as update:
-        update(50)
-    assert capsys.readouterr().err == ""
-    monkeypatch.setattr(plain_console, "_QUIET_S", 0.01)
-    with transfer("inspect", "comparing checksums", 100):
-        time.sleep(0.2)
-    assert capsys.readouterr().err == "lowshard inspect: comparing checksums\n"
-    terminal = io.StringIO()
-    monkeypatch.setattr(terminal, "isatty", lambda: True)
-    monkeypatch.setattr("sys.stderr", terminal)
-    with transfer("demo", "fetch a[b]", 100) as update:  # no markup
-        update(50)
-    assert "fetch a[b]" in terminal.getvalue()
-    assert "50/100 bytes" in terminal.getvalue()

@@ -19,7 +19,6 @@ pytest.importorskip("numba", reason="Numba is not installed")
 
 from lowshard.compiled import digest_of, level, store
 from lowshard.compiled.level import LEVELS, host_levels, levels_of
-from lowshard.warmup import compile_all
 
 ROOT = Path(__file__).resolve().parents[2]
 OTHER = 65534
@@ -104,22 +103,6 @@ def test_another_name_or_another_setting_is_compiled(
 ) -> None:
     """A name has a digest of the source in it: code of other source has another."""
     assert ran(tmp_path / "cache", package, **other)[0] == "42 compiled True"
-
-
-@pytest.mark.full_only
-def test_where_numba_was_used_before_for_this_very_processor_nothing_is_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first = "from numba import njit\nnjit(lambda x: x)(1)\n"
-    monkeypatch.setattr(sys.modules[__name__], "PROGRAM", first + PROGRAM)
-    assert ran(tmp_path)[0] == "42 memory True"
-    assert not list(tmp_path.rglob("*.o"))
-
-
-@pytest.mark.full_only
-def test_the_number_of_threads_makes_no_code_of_its_own(cache: Path) -> None:
-    for threads in ("1", "7"):
-        assert ran(cache, NUMBA_NUM_THREADS=threads, NUMBA_FULL_TRACEBACKS="1")[0] == "42 disk False"
 
 
 def replaced(path: Path, make: Callable[[Path], object]) -> None:
@@ -235,12 +218,6 @@ def test_every_level_is_compiled_for_on_any_machine_of_its_kind(chosen: str, tmp
     assert path.parent.name == next(one for one in LEVELS if one.name == chosen).key
 
 
-def test_a_build_without_code_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOWSHARD_BUILD_CODE", "off")
-    assert "LOWSHARD_BUILD_CODE=off" in compile_all.build(tmp_path / "objects")
-    assert not (tmp_path / "objects").exists()
-
-
 def test_names_tell_of_what_is_in_the_sources_and_not_where_they_lie(tmp_path: Path) -> None:
     for place, text in (("a/z.py", "1"), ("a/b.py", "2"), ("z/a.py", "1")):
         (tmp_path / place).parent.mkdir(exist_ok=True)
@@ -255,22 +232,3 @@ def test_the_key_of_a_level_tells_of_what_makes_its_code(monkeypatch: pytest.Mon
     assert len(keys) == len(LEVELS)
     monkeypatch.setattr(level, "_sources", lambda: b"another compiler")
     assert not keys & {one.key for one in LEVELS}
-
-
-SLOW = """
-from lowshard.compiled import INT, Signature, load_compiled
-def plus_one(x):
-    return x + 1
-for name in ("first_x", "second_x"):
-    load_compiled(name, lambda: plus_one, Signature((INT,)))
-"""
-
-
-@pytest.mark.parametrize("rank", mode.sample(["0", "1"], 1, "ranks that compile"))
-def test_compiling_is_told_once_and_on_rank_0(rank: str, tmp_path: Path) -> None:
-    more = {"NUMBA_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT), "OMPI_COMM_WORLD_RANK": rank}
-    done = subprocess.run(
-        [sys.executable, "-c", SLOW], env={**os.environ, **more}, capture_output=True, text=True, timeout=60, check=True
-    )  # fmt: skip
-    assert done.stderr.count("\n") == (1 if rank == "0" else 0)
-    assert ("lowshard: compiling for this processor, once (first first; " in done.stderr) == (rank == "0")

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import re
 import shutil
 import subprocess
 import sys
@@ -129,28 +128,6 @@ def facts(result, *names):
 
 def files(cache):
     return sorted(Path(cache).rglob("*.o"))
-
-
-@pytest.mark.full_only  # quantising compiles for as long as all else in this file
-def test_the_registers_of_the_machine_are_used(tmp_path):
-    """The widest there are, in the quantisation of bf16 above all."""
-    done(tmp_path, ["quantize bfloat16 e4m3"])
-    assert uses_zmm(tmp_path, "quantize_bfloat16_e4m3") == (vector_bits() == 512)
-
-
-@pytest.mark.full_only
-@pytest.mark.skipif(
-    vector_bits() != 512, reason="without registers of 512 bits none of them is kept on the stack"
-)
-def test_vectors_without_a_register_lie_at_whole_lines_of_the_stack(tmp_path):
-    # Elsewhere they may lie across two pages: one process of ten then takes several times as long.
-    done(tmp_path, ["quantize bfloat16 e4m3"])
-    text = disassembly(tmp_path, "quantize_bfloat16_e4m3")
-    (pieces,) = [part for part in text.split("\n\n") if "rows_in_pieces" in part.partition("\n")[0]]
-    assert re.search(r"vmovdqa\S*\s+%zmm\d+,\S*\(%rsp\)", pieces), (
-        "nothing is spilled: this test shows nothing"
-    )
-    assert not re.search(r"vmovdqu\S*\s+%zmm\d+,\S*\(%rsp\)", pieces)
 
 
 def uses_zmm(cache, name):
@@ -275,14 +252,3 @@ def test_a_change_in_any_source_that_code_is_made_from_gives_kernels_a_new_name(
     assert found["same"]  # the public calls, the CUDA side
     assert not [name for name in found["same"] if name.startswith("cpu/")]
     assert not {"reference.py", "runs.py"} & {*found["same"]}
-
-
-def test_functions_made_for_each_kind_have_names_of_their_own() -> None:
-    # Kernels compiled in several processes meet in one: equal names there would make one kernel run another's rows.
-    from lowshard.kernels.cpu import quantize
-    from lowshard.kernels.cpu.drive import _run_rows
-
-    kinds = [(source, elem) for source in ("bfloat16", "float16", "float32") for elem in ("e4m3", "e5m2")]
-    for make in (quantize._rows_in_place, quantize._rows_fetched):
-        assert len({make(*kind).py_func.__qualname__ for kind in kinds}) == len(kinds)
-    assert callable(_run_rows)

@@ -24,7 +24,6 @@ from lowshard.kernels import (
     cast,
     dequantize_mxfp8,
     pack,
-    pack_quantize,
     quantize_mxfp8,
     sum_into,
     unpack,
@@ -385,22 +384,6 @@ def test_a_rare_block_is_right_at_every_place_of_a_group_or_piece(dtype, rows, b
                 x[row, 32 * at : 32 * at + 32] = values
                 codes[row, 32 * at : 32 * at + 32], scale[row, at] = one.data, one.scale[0]
                 check_quantised(x, codes, scale, 32 * (place % 2), index, elem, least=least)
-
-
-@pytest.mark.parametrize("dtype", FLOATS)
-def test_boxes_are_quantised_to_codes_one_after_the_other(dtype, streaming):
-    for blocks in range(1, 12):
-        shape = (60, 32 * blocks + 320)
-        x = floats(60, blocks + 10, dtype, rare=0.05)
-        boxes = [((r, r + 1 + r % 5), (32, 32 + 32 * blocks)) for r in range(0, 50, 3)][::-1]
-        table = BoxTable(shape, boxes)
-        with through(PlainEngine()):
-            q = pack_quantize(x, table)
-        for past in (0, 16, 32, 48):
-            with guarded(len(q.data), past) as data, guarded(len(q.scale)) as scale:
-                pack_quantize(x, table, out=MXFP8Tensor(data, scale))
-                assert np.array_equal(data, q.data)
-                assert np.array_equal(scale, q.scale)
 
 
 # ------------------------------------------------------------------------------------------- dequantise

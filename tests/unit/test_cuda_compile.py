@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from support import mode
 
-from lowshard.kernels.cuda.cuda_module import COMPILER_OPTIONS, SOURCES, program_of, source
+from lowshard.kernels.cuda.cuda_module import COMPILER_OPTIONS, SOURCES, source
 
 ARCHES = (80, 86, 89, 90, 100, 103, 120)
 
@@ -113,18 +113,6 @@ def compiled(arch: int, name: str) -> tuple[str, bytes]:
 def test_each_row_of_a_table_is_about_a_kernel() -> None:
     for which, *_ in (*REGISTERS, *INSTRUCTIONS):
         assert any(re.fullmatch(which, kernel) for kernel in set().union(*KERNELS.values())), which
-
-
-@pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not on PATH")
-@pytest.mark.parametrize("name", SOURCES)
-def test_a_kernel_of_a_long_file_is_compiled_alone(name: str) -> None:
-    for kernel in mode.sample(sorted(KERNELS[name]), 2, f"alone {name}"):
-        file, options = program_of(kernel)
-        assert file == name
-        command = ["g++", "-E", "-P", "-x", "c++", *options, "-"]
-        text = subprocess.run(command, input=source(name), capture_output=True, text=True, check=True).stdout
-        found = re.findall(r'extern "C".*?(\w+)\(u64', text, re.DOTALL)
-        assert found == [kernel] or (kernel in found and len(found) <= 15 and len(KERNELS[name]) <= 15)
 
 
 @needs_nvrtc

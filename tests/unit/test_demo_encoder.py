@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -102,43 +101,6 @@ def test_two_all_reduces_a_layer_are_all_the_traffic(twelve: tuple[dict[str, Arr
     assert lc.run_loopback(2, run) == [4, 4]
 
 
-PARTS = [
-    "attention.self.query.weight", "attention.self.value.bias", "attention.output.dense.weight",
-    "intermediate.dense.weight", "intermediate.dense.bias", "output.dense.weight", "output.dense.bias",
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("name", mode.sample(PARTS, 3, "parts in wrong places"))
-def test_a_part_in_the_wrong_place_changes_the_embeddings(
-    twelve: tuple[dict[str, Array], Source], name: str
-) -> None:
-    """Guards the comparisons above: they would notice one swapped half of one tensor of one layer."""
-    weights, source = twelve
-    assert source.config is not None
-    ids, mask = tokenize(source, SENTENCES)
-    full = f"encoder.layer.1.{name}"
-    swapped = np.roll(weights[full], weights[full].shape[-1] // 2, axis=-1)
-    expected = encoder.embed(weights, source.config, ids, mask)
-    got = encoder.embed({**weights, full: swapped}, source.config, ids, mask)
-    assert np.abs(got - expected).max() > 1e-3
-
-
-def test_every_tensor_is_cut_as_megatron_cuts_it() -> None:
-    shapes = encoder.expected_shapes(TWELVE_HEADS) | {"pooler.dense.weight": (96, 96)}
-    specs = {n: encoder.tensor_parallel_spec(n, len(s), TWELVE_HEADS) for n, s in shapes.items()}
-    at = "encoder.layer.1."
-    assert specs[f"{at}attention.self.query.weight"] == ("tp", None)
-    assert specs[f"{at}attention.self.key.bias"] == ("tp",)
-    assert specs[f"{at}attention.output.dense.weight"] == (None, "tp")
-    assert specs[f"{at}attention.output.dense.bias"] == (None,)
-    assert specs[f"{at}intermediate.dense.weight"] == ("tp", None)
-    assert specs[f"{at}intermediate.dense.bias"] == ("tp",)
-    assert specs[f"{at}output.dense.weight"] == (None, "tp")
-    assert specs[f"{at}output.dense.bias"] == (None,)
-    cut_names = [name for name, spec in specs.items() if "tp" in spec]
-    assert not any(name.startswith(("embeddings", "pooler")) or "LayerNorm" in name for name in cut_names)
-
-
 def test_a_serving_copy_has_whole_heads() -> None:
     assert [grid(n, None, TWELVE_HEADS) for n in (1, 3, 4, 5)] == [(1, 1), (1, 3), (2, 2), (5, 1)]
     assert grid(10, 5, None) == (2, 5)
@@ -198,31 +160,3 @@ def test_minilm_embeds_as_the_original_does(minilm: Source) -> None:
     assert similar > 0.5 > 0.2 > unrelated
     assert similar == pytest.approx(0.6178235, abs=2e-6)
     assert unrelated == pytest.approx(0.0157017, abs=2e-6)
-
-
-@pytest.mark.weights
-@pytest.mark.parametrize("size", mode.sample([2, 4], 1, "MiniLM ranks"))
-def test_minilm_in_tensor_parallel_gives_the_unsharded_embeddings(minilm: Source, size: int) -> None:
-    weights = load(minilm)
-    assert minilm.config is not None
-    ids, mask = tokenize(minilm, SENTENCES[:6])
-    config = minilm.config
-    expected = encoder.embed(weights, config, ids, mask)
-
-    def run(comm: lc.Communicator) -> tuple[encoder.F32, encoder.F32]:
-        local = cut(weights, config, comm.rank, size)
-        return (
-            encoder.embed(local, config, ids, mask, comm),
-            encoder.embed(local, config, ids, mask, comm, "bfloat16"),
-        )
-
-    exact, rounded = lc.run_loopback(size, run)[0]
-    assert np.abs(exact - expected).max() <= 1e-5
-    assert (rounded * expected).sum(axis=1).min() >= 0.999
-
-
-def test_synthetic_weights_are_deterministic(tmp_path: Path) -> None:
-    one = synthetic(tmp_path / "a", 7, TWELVE_HEADS)
-    two = synthetic(tmp_path / "b", 7, TWELVE_HEADS)
-    other = synthetic(tmp_path / "c", 8, TWELVE_HEADS)
-    assert one.checkpoint.read_bytes() == two.checkpoint.read_bytes() != other.checkpoint.read_bytes()

@@ -69,16 +69,6 @@ def test_the_table_shows_every_figure_and_the_verdict(whole: dict[str, Any], wid
     assert bad.count("FAILED") == 2
 
 
-def test_accuracy_is_told_with_its_bound() -> None:
-    told = {
-        "max difference 1.4e-07, at most 1e-05": figure("", "max_difference", 1.4e-7, 1e-5),
-        "lowest cosine 0.99720, at least 0.99": figure("", "cosine", 0.9972, 0.99),
-        "no number": figure("", "cosine", None, 0.99),
-    }
-    for text, made in told.items():
-        assert demo_report.accuracy_text(made) == text
-
-
 def test_the_picture_can_be_drawn_of_little_and_of_odd_reports(whole: dict[str, Any], tmp_path: Path) -> None:
     bad = [figure("a", "cosine", None, 0.99, False), figure("b", "max_difference", 0.0, 1e-5)]
     for report in (

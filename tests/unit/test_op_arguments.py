@@ -14,8 +14,7 @@ from lowshard import DeviceMesh, Layout, Replicated
 from lowshard.errors import LayoutError
 from lowshard.op import unsharded
 from lowshard.op.op_part import KERNELS, Part, run_kernel
-from lowshard.solver import Graph, action_set, pick
-from lowshard.solver.graph.graph_file import load_graph
+from lowshard.solver import action_set, pick
 from lowshard.solver.table import RULES, Call, check_names, offer
 
 ONE = DeviceMesh((1,), ("one",))
@@ -81,21 +80,6 @@ def test_an_op_is_not_run_with_an_argument_it_does_not_have() -> None:
     unsharded("conv2d_transpose", x, w, groups=1)
     with pytest.raises(LayoutError, match="conv2d_transpose: groups is 1, got 2"):
         unsharded("conv2d_transpose", x, w, groups=2)
-
-
-def test_a_graph_has_no_op_with_an_argument_it_does_not_have() -> None:
-    graph = Graph()
-    x = graph.input("x", (2, 3))
-    with pytest.raises(LayoutError, match="relu has no argument 'foo'"):
-        graph.op("relu", x, foo=3)
-    ops = [{"op": "matmul", "in": ["x", "w"], "out": "y", "foo": 3}]
-    with pytest.raises(LayoutError, match="matmul has no argument 'foo'"):
-        load_graph({"inputs": {"x": [2, 3]}, "weights": {"w": [3, 4]}, "ops": ops, "outputs": ["y"]})
-
-
-def test_an_op_that_runs_in_the_callers_code_takes_any_argument() -> None:
-    assert {op for op, rule in RULES.items() if rule.args is None} == set(RULES) - set(KERNELS)
-    assert dict(pick("nms", [X], most=7).args) == {"most": 7}
 
 
 @pytest.mark.parametrize("op", sorted(KERNELS))

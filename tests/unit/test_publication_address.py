@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,15 +12,7 @@ from typing import Any
 import pytest
 
 from lowshard.errors import CommError
-from lowshard.reshard.publication_address import (
-    Address,
-    FolderLock,
-    folder_listener,
-    new_token,
-    read_token,
-    remove_token,
-    write_token,
-)
+from lowshard.reshard.publication_address import Address, FolderLock
 
 
 @pytest.mark.parametrize(
@@ -112,21 +103,6 @@ def test_a_folder_where_something_else_has_such_a_name_is_refused_and_left_as_it
     assert _tree(folder) == before
 
 
-def test_what_has_another_name_is_left_alone(folder: Path) -> None:
-    (folder / "notes.txt").write_text("mine")
-    (folder / "rank-a").mkdir()
-    before = _tree(folder)
-    FolderLock(folder).release()
-    assert _tree(folder) == before
-
-
-def test_a_lock_that_is_a_folder_is_refused(folder: Path) -> None:
-    (folder / "lock").mkdir()
-    with pytest.raises(CommError, match="no publisher can be at"):
-        FolderLock(folder)
-    assert os.listdir(folder) == ["lock"]
-
-
 @pytest.mark.parametrize("token", [None, "", "abc", "ab" * 32])
 def test_what_a_killed_publisher_has_left_is_taken_over(folder: Path, token: str | None) -> None:
     _socket_at(folder / "listener")
@@ -142,50 +118,3 @@ def test_what_a_killed_publisher_has_left_is_taken_over(folder: Path, token: str
     lock.release()
     assert not folder.exists()
     lock.release()
-
-
-def test_what_came_meanwhile_stays(folder: Path) -> None:
-    lock = FolderLock(folder)
-    (folder / "rank-0").mkdir()
-    (folder / "rank-0" / "mine").write_text("mine")
-    (folder / "token").write_text("mine")
-    _socket_at(folder / "listener")
-    lock.release()
-    assert sorted(_tree(folder)) == ["rank-0", "rank-0/mine", "token"]
-
-
-def test_a_file_in_the_place_of_the_folder_stays(folder: Path) -> None:
-    lock, listener = FolderLock(folder), folder_listener(folder, b"x" * 32)
-    shutil.rmtree(folder)
-    folder.write_text("mine")
-    listener.close()
-    lock.release()
-    assert folder.read_text() == "mine"
-
-
-def test_a_token_is_removed_by_who_wrote_it(tmp_path: Path) -> None:
-    path, own, others = tmp_path / "deeper" / "token", new_token(), new_token()
-    write_token(path, own)
-    remove_token(path, others)
-    assert read_token(path) == own
-    remove_token(path, own)
-    assert not path.exists()
-    remove_token(path, own)
-    path.mkdir()
-    remove_token(path, own)
-    assert path.is_dir()
-
-
-def test_a_token_that_cannot_be_written_leaves_no_part(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from lowshard.reshard import publication_address as module
-
-    def full(fd: int, mode: str) -> Any:
-        os.close(fd)
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(module, "open", full, raising=False)
-    with pytest.raises(CommError, match="cannot be kept in"):
-        write_token(tmp_path / "token", new_token())
-    assert os.listdir(tmp_path) == []

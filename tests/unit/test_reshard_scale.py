@@ -30,28 +30,6 @@ def test_the_last_entry_is_divided(data: tuple, scale: tuple) -> None:
     assert scale_slice_from_data_slice(data) == scale
 
 
-def test_none_stays_none() -> None:
-    assert scale_slice_from_data_slice(None) is None
-    assert scale_slice_from_data_slice((slice(16, 48),), 16) == (slice(1, 3),)
-
-
-@pytest.mark.parametrize(
-    ("data", "text"),
-    [
-        ((slice(0, 40),), "multiples of the block of 32"),
-        ((slice(16, 48),), "multiples of the block of 32"),
-        ((slice(0, 128, 4),), "no step"),
-        ((), "got none"),
-        ((slice(0, 4), ...), "Ellipsis"),
-        ((slice(0, 4), None), "got None"),
-        ((slice(0, 4), "x"), "a slice or an integer"),
-    ],
-)
-def test_what_has_no_scales_of_its_own_is_refused(data: tuple, text: str) -> None:
-    with pytest.raises(ValueError, match=text):
-        scale_slice_from_data_slice(data)
-
-
 def test_oracle() -> None:
     def made(entry: dict) -> object:
         return slice(*entry["slice"]) if "slice" in entry else entry["int"]

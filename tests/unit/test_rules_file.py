@@ -9,8 +9,8 @@ import pytest
 import yaml
 from support.recorded import MAXTEXT
 
-from lowshard.rules import READY_MADE, Rule, RulesError, load_rules, make_rules, parse_rules
-from lowshard.rules.loading import read_rules_file, ready_made_text
+from lowshard.rules import READY_MADE, RulesError, load_rules, make_rules, parse_rules
+from lowshard.rules.loading import ready_made_text
 from lowshard.rules.rules_check import SPLIT_OFF
 
 HEAD = "mesh_axes: [x, y]\ndata_sharding: [[x]]\n"
@@ -139,21 +139,6 @@ def test_a_broken_target_fails_where_it_wins_and_nowhere_else() -> None:
     assert rules.layout(mesh, ("c",), (8,)).spec == ("x",)
 
 
-def test_several_errors_are_counted_and_all_are_in_the_report(tmp_path: Path) -> None:
-    path = tmp_path / "r.yml"
-    path.write_text(AXES + "logical_axis_rules:\n- [a]\n- [b, [x, x]]\n- [c, 7]\nmesh_axis: 3\n")
-    rules, report = read_rules_file(path, mode="strict")
-    assert rules is not None
-    assert sorted({f.code for f in report.errors}) == [
-        "key-misspelt",
-        "rules-form",
-        "target-form",
-        "target-repeats-axis",
-    ]
-    with pytest.raises(RulesError, match=r"and 3 more errors"):
-        load_rules(path, mode="strict")
-
-
 def test_an_error_survives_pickling_with_its_facts() -> None:
     with pytest.raises(RulesError) as found:
         parse_rules("mesh_axes: x", "f.yml")
@@ -172,13 +157,6 @@ def test_a_file_that_is_no_text_names_the_line(tmp_path: Path) -> None:
     path.write_bytes(b"mesh_axes: [x]\n\xff\xfe\n")
     with pytest.raises(RulesError, match=r"r\.yml:2: a rule file is UTF-8"):
         load_rules(path)
-
-
-def test_mode_and_merge_are_checked() -> None:
-    with pytest.raises(RulesError, match="mode is one of maxtext, strict"):
-        load_rules("default", mode="lenient")  # type: ignore[arg-type]
-    with pytest.raises(RulesError, match="merge is one of file, names"):
-        load_rules("default", merge="deep")  # type: ignore[arg-type]
 
 
 # ---- merging
@@ -290,11 +268,6 @@ def test_context_sharding_follows_from_the_rules_and_not_from_its_key(text: str,
     assert parse_rules(f"mesh_axes: [x, expert, context]\n{text}").context_sharding == expected
 
 
-def test_context_sharding_of_the_ready_made_files() -> None:
-    found = {n: load_rules(n).context_sharding for n in READY_MADE}
-    assert found == dict.fromkeys(READY_MADE, "context") | {"ep-as-cp": "expert"}
-
-
 def test_a_batch_is_laid_out_by_data_sharding() -> None:
     rules = load_rules("ep-as-cp")
     mesh = rules.mesh(8, ici={"fsdp": -1, "expert": 2})
@@ -352,39 +325,6 @@ def test_names_that_were_split_off_are_sharded_as_before(name: str) -> None:
             assert rules.resolve(names) == rules.resolve([SPLIT_OFF.get(n, n) for n in names])  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("name", "axes"), [("", "expert"), ("-cp-as-ep-for-moe", ("context", "expert"))])
-def test_attention_router_and_shared_experts_of_fsdp_as_dp_for_attn(name: str, axes: object) -> None:
-    # The shardings MaxText's tests expect at its commit 2b68d4e, of weights of deepseek2-16b.
-    rules = load_rules(f"fsdp-as-dp-for-attn{name}")
-    assert rules.resolve(("heads", "layers", "kv", "embed_attn"))[3] == axes
-    assert rules.resolve(("kv_lora", "kv_heads"))[0] == rules.resolve(("embed_router", None))[0] == axes
-    assert rules.resolve(("embed_shared", None, "mlp_shared")) == (axes, None, None)
-    assert rules.resolve(("exp", "embed_moe", "mlp_moe")) == (axes, "fsdp", "fsdp_transpose")
-    assert rules.resolve(("mlp", "embed")) == ("fsdp_transpose", "fsdp")
-
-
-def test_evaluation_rules_leave_the_weights_where_they_are() -> None:
-    trained, evaluated = (load_rules(f"fsdp-as-dp-for-attn-cp-as-ep-for-moe{e}") for e in ("", "-eval"))
-    weights = lambda rules: [r for r in rules.logical_axis_rules if "activation" not in r.name]  # noqa: E731
-    assert [(r.name, r.axes) for r in weights(trained)] == [(r.name, r.axes) for r in weights(evaluated)]
-    rules, mesh = trained.for_eval(evaluated), trained.mesh(8, ici={"context": 2, "expert": 2})
-    names = ("activation_batch", "activation_length", "activation_embed")
-    assert trained.resolve_activation(names, mesh) == (("fsdp", "expert"), "context", None)
-    assert rules.resolve_activation(names, mesh) == ("fsdp", ("context", "expert"), None)
-
-
-def test_ready_made_files_by_hand() -> None:
-    assert load_rules("pure-fsdp").resolve(("embed", "mlp")) == ("fsdp", None)
-    assert load_rules("ep-as-cp").resolve(("exp", "embed_moe", "mlp_moe")) == ("expert", "fsdp", None)
-    assert load_rules("cp-as-ep").resolve(("exp", "embed_moe")) == (("context", "expert"), "fsdp")
-    assert load_rules("default").resolve(("mlp", "embed")) == (
-        ("fsdp_transpose", "tensor", "tensor_sequence", "autoregressive"),
-        ("fsdp", "context", "context_usp_ulysses", "expert"),
-    )
-    with pytest.raises(RulesError, match="the ready-made rule files are"):
-        ready_made_text("no-such")
-
-
 # ---- from code
 
 
@@ -401,17 +341,6 @@ def test_rules_made_in_code() -> None:
     for data in ([[3]], [[None]], [["x", ""]]):
         with pytest.raises(RulesError, match="data_sharding is a sequence"):
             make_rules(["x"], [], data_sharding=data)  # type: ignore[arg-type]
-
-
-def test_names_are_sequences_and_not_the_letters_of_one_or_sets() -> None:
-    assert make_rules(["x"], [Rule("a", ["x"])]).resolve(("a",)) == ("x",)  # type: ignore[arg-type]
-    for axes in ("fsdp", None, (3,), {"fsdp"}):
-        with pytest.raises(RulesError, match="a sequence of axis names"):
-            Rule("a", axes)  # type: ignore[arg-type]
-    with pytest.raises(RulesError, match="mesh_axes is a sequence"):
-        make_rules({"x", "y"}, [])  # type: ignore[arg-type]
-    with pytest.raises(RulesError, match="logical names are a sequence"):
-        make_rules(["x"], []).resolve({"a", "b"})  # type: ignore[arg-type]
 
 
 # ---- our extensions

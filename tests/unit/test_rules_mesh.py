@@ -111,19 +111,6 @@ def test_slices_that_do_not_divide_the_devices() -> None:
         load_rules("default").mesh(16, slices=3)
 
 
-def test_counts_of_numpy_are_counts() -> None:
-    rules, four, two = load_rules("ep-as-cp"), np.int64(4), np.int64(2)
-    mesh = rules.mesh(devices=four * 2, ici={"expert": two, "fsdp": np.int64(-1)}, slices=np.int32(1))  # type: ignore[arg-type]
-    assert mesh == rules.mesh(devices=8, ici={"expert": 2})
-    assert all(type(size) is int for size in mesh.shape)
-    for wrong in (True, 2.0, "2", 0, None, np.array([2, 2])):
-        with pytest.raises(RulesError, match=r"a size >= 1, or -1 .*, got 'expert'"):
-            rules.mesh(devices=8, ici={"expert": wrong})  # type: ignore[dict-item]
-    for wrong in (True, 2.0, "2", 0, None, np.array([2, 2])):
-        with pytest.raises(RulesError, match="devices is a whole number >= 1"):
-            rules.mesh(devices=wrong)  # type: ignore[arg-type]
-
-
 def test_axes_of_one_s_own_need_a_size_that_is_said() -> None:
     rules = parse_rules("mesh_axes: [dp, tp]\nlogical_axis_rules: []", "own.yml")
     assert sizes(rules.mesh(8, ici={"dp": -1, "tp": 4})) == {"dp": 2, "tp": 4}
@@ -150,18 +137,6 @@ def test_two_sizes_that_would_take_what_is_left_are_told() -> None:
 
 
 # ---- device order
-
-
-def test_slices_are_the_outer_blocks_of_every_axis() -> None:
-    rules = make_rules(["data", "fsdp"], [])
-    mesh = rules.mesh(16, slices=4, ici={"data": 2, "fsdp": 2}, dcn={"data": 2, "fsdp": 2})
-    rows = [[mesh.rank((i, j)) for j in range(4)] for i in range(4)]
-    assert rows == [[0, 1, 4, 5], [2, 3, 6, 7], [8, 9, 12, 13], [10, 11, 14, 15]]
-
-
-def test_one_slice_is_row_major() -> None:
-    mesh = load_rules("ep-as-cp").mesh(8, ici={"expert": 2})
-    assert mesh == DeviceMesh((1, 1, 4, 2), ("data", "stage", "fsdp", "expert"))
 
 
 def test_device_order_agrees_with_blocks_put_together(rng: np.random.Generator) -> None:

@@ -151,11 +151,6 @@ def test_any_dtype_travels_bit_for_bit(dtype):
     assert out.tobytes() == src.tobytes()
 
 
-def test_nan_payloads_are_moved_as_bits():
-    bits = np.array([0x7F800001, 0xFFC12345, 0x80000000, 1], np.uint32)
-    assert pack(bits.view(np.float32), [((0, 4),)]).view(np.uint32).tolist() == bits.tolist()
-
-
 def test_a_zero_dim_array_is_one_element():
     src = np.array(5, np.int16)
     table = BoxTable((), [(), ()])
@@ -167,38 +162,6 @@ def test_a_zero_dim_array_is_one_element():
         unpack(pack(src, table), table, out)
 
 
-def test_strided_misaligned_and_reversed_arrays_pack_and_unpack():
-    base = np.arange(6 * 8 * 4, dtype=np.float32).reshape(6, 8, 4)
-    raw = np.zeros(base.nbytes + 1, np.uint8)[1:]
-    misaligned = raw.view(np.float32).reshape(base.shape)
-    misaligned[...] = base
-    assert not misaligned.flags.aligned
-    for src in (base.T, base[::-1, ::2], base.transpose(1, 0, 2)[1:], misaligned):
-        boxes = [tuple((0, n // 2) for n in src.shape), tuple((n // 2, n) for n in src.shape)]
-        packed = pack(src, boxes)
-        np.testing.assert_array_equal(packed, pack(np.ascontiguousarray(src), boxes))
-        out = np.zeros(tuple(2 * n for n in src.shape), np.float32)[
-            tuple(slice(None, None, 2) for _ in src.shape)
-        ]
-        unpack(packed, boxes, out)
-        np.testing.assert_array_equal(pack(out, boxes), packed)
-
-
-def test_pack_writes_into_out_where_it_is_also_a_strided_one():
-    src = np.arange(20, dtype=np.uint8).reshape(4, 5)
-    table = BoxTable(src.shape, [((1, 3), (2, 5)), ((0, 0), (0, 5)), ((3, 4), (0, 2))])
-    arena = np.zeros(2 * table.total_elems, np.uint8)
-    out = arena[1::2]
-    address = out.ctypes.data
-    assert pack(src, table, out) is out
-    assert out.ctypes.data == address
-    assert out.tolist() == slow_pack(src, table.boxes)
-    assert not arena[::2].any()
-    back = np.zeros_like(src)
-    unpack(out, table, back)
-    assert pack(back, table).tolist() == out.tolist()
-
-
 def test_ten_thousand_disjoint_boxes_unpack_and_one_shared_element_is_found():
     boxes = [((i * 3, i * 3 + 3), (j * 2, j * 2 + 2)) for i in range(100) for j in range(100)]
     src = np.arange(300 * 200, dtype=np.uint16).reshape(300, 200)
@@ -208,12 +171,3 @@ def test_ten_thousand_disjoint_boxes_unpack_and_one_shared_element_is_found():
     np.testing.assert_array_equal(out, src)
     boxes.append(((299, 300), (199, 200)))
     assert BoxTable(src.shape, boxes).overlap == (9999, 10000)
-
-
-def test_an_object_that_is_a_list_is_moved_as_one_element():
-    src = np.empty((), object)
-    src[()] = [1, 2]
-    assert pack(src, [()])[0] is src[()]
-    out = np.empty((), object)
-    unpack(pack(src, [()]), [()], out)
-    assert out[()] is src[()]

@@ -28,7 +28,6 @@ from lowshard.solver import (
     clear_picks,
     current_solver,
     force_replicated,
-    force_replicated_action_set,
     pick,
     solver,
 )
@@ -81,9 +80,8 @@ def exhaustive(found: ActionSet, budget: float | None, allows_shards: bool, allo
             best = combination
     rows = tuple(x.row for x in best)
     moves = [m.collective for each in found.action(rows).reshards for m in each]
-    return (
-        PolicyError if "all_to_all" in moves and ("S", "S") not in allowed else rows
-    )  # nested or split anew
+    # Nested or split anew.
+    return PolicyError if "all_to_all" in moves and ("S", "S") not in allowed else rows
 
 
 @pytest.mark.parametrize("rules", ["documented", "extended"])
@@ -143,36 +141,6 @@ def test_extended_is_never_priced_above_documented(rng: Rng, full: bool) -> None
                 assert ours.cost_bytes <= theirs.cost_bytes + 1e-9, f"{ours.explain()}\n{theirs.explain()}"
 
 
-def test_a_row_listed_last_wins_when_it_moves_nothing() -> None:
-    given = lay((16,), Sharded(0))
-    rows = [AxisAssignment((R,), R), AxisAssignment((Sharded(0),), Sharded(0))]
-    assert GreedyReshard()(build_action_set(rows, layouts=[given]), [given]).inputs == (given,)
-
-
-def test_the_fallback_is_put_at_the_end_once() -> None:
-    given = lay((16,), R)
-    everywhere = AxisAssignment((R,), R)
-    cut = AxisAssignment((Sharded(0),), Sharded(0))
-    assert build_action_set([cut], layouts=[given]).axis_assignments == (cut, everywhere)
-    assert build_action_set([cut, everywhere], layouts=[given]).axis_assignments == (cut, everywhere)
-    assert build_action_set([], layouts=[given]).axis_assignments == (everywhere,)
-    assert force_replicated_action_set(given, given).axis_assignments == (AxisAssignment((R, R), R),)
-    listed = AxisAssignment([Sharded(0)], [Sharded(0)])  # type: ignore[arg-type]
-    assert build_action_set([listed], layouts=[given]).axis_assignments[0].needed_inputs == (Sharded(0),)
-    # A row that no mesh axis can take is left out.
-    deep = AxisAssignment((Sharded(3),), Sharded(3))
-    assert build_action_set([deep, cut], layouts=[given]).axis_assignments == (cut, everywhere)
-
-
-def test_rows_of_an_op_on_two_axes_are_every_pair() -> None:
-    mesh = DeviceMesh((2, 2), ("dp", "tp"))
-    found = build_action_set(
-        [AxisAssignment((Sharded(0),), Sharded(0))], layouts=[lay((8,), R, R, mesh=mesh)]
-    )
-    pairs = [tuple(map(str, action.inputs[0].placements)) for action in found.actions()]
-    assert pairs == [("S0", "S0"), ("S0", "R"), ("R", "S0"), ("R", "R")]
-
-
 def test_rows_whose_reductions_do_not_commute_are_not_combined() -> None:
     """A masked lookup leaves a sum to do, a table that is a max leaves a max: not both of one tensor."""
     mesh = DeviceMesh((2, 2), ("dp", "tp"))
@@ -206,18 +174,6 @@ def test_a_budget_is_inclusive_and_the_smallest_that_would_do_does() -> None:
         pick("matmul", given(least - 1))
     assert isinstance(caught.value, RuntimeError)
     assert isinstance(caught.value, LowshardError)
-
-
-def test_the_tightest_tensor_is_the_one_that_takes_most() -> None:
-    mesh = DeviceMesh((2,), ("tp",), 10)
-    with pytest.raises(BudgetError, match=r"tightest tensor is operand 1, float32\[256,64\]"):
-        pick("matmul", [lay((2, 256), R, mesh=mesh), lay((256, 64), R, mesh=mesh)])
-
-
-def test_each_device_counts_its_own_budget() -> None:
-    mesh = DeviceMesh((4,), ("tp",), {0: 40000, 2: 32767})
-    given = [lay((64, 64), R, mesh=mesh)] * 2
-    assert str(pick("matmul", given).inputs[0].placements[0]) == "S0"
 
 
 def test_a_policy_error_says_what_to_pass() -> None:
@@ -369,31 +325,16 @@ def test_operands_nested_in_another_order_are_no_match() -> None:
     assert mixed.cost_bytes > 0
 
 
-def test_the_ceiling_split_is_kept() -> None:
-    given = lay((5, 4), Sharded(0, "ceil"))
-    action = pick("relu", [given])
-    assert action.moves_nothing
-    assert action.outputs[0] == given
-
-
 @pytest.mark.parametrize(
     ("op", "shapes", "args", "text"),
     [
         ("mutmul", [(2, 2), (2, 2)], {}, "no rule for op 'mutmul'; did you mean matmul"),
         ("matmul", [(2, 3), (2, 3)], {}, "share K"),
-        ("matmul", [(2, 3)], {}, "takes 2 tensor operands"),
-        ("reshape", [(2, 3)], {}, "takes the argument 'shape'"),
         ("reshape", [(2, 3)], {"shape": [-1, -1]}, "one extent may be -1"),
-        ("reshape", [(2, 3)], {"shape": [4]}, "has 6 elements"),
         ("sum", [(2, 3)], {"axis": 2}, "axis is a dim from -2 to 1"),
-        ("sum", [(2, 3)], {"axis": (0, -2)}, "names each dim once"),
         ("add", [(2, 3), (4, 3)], {}, "extents are equal or 1"),
         ("concat", [(2, 3), (2, 4)], {"axis": 0}, "shapes agree but for dim 0"),
-        ("split", [(5, 3)], {"sizes": [2, 2], "axis": 0}, "sum to the extent 5"),
-        ("squeeze", [(2, 3)], {"axis": 0}, "has extent 2, not 1"),
         ("rms_norm", [(2, 3), (4,)], {}, "trailing dims of x"),
-        ("einsum", [(2, 3)], {"subscripts": "ii"}, "takes subscripts"),
-        ("top_k", [(2, 3)], {"k": 4}, "k is 1 to the extent 3"),
         ("attention", [(1, 3, 4, 2), (1, 2, 4, 2), (1, 2, 4, 2)], {}, "multiple of the 2 KV heads"),
     ],
 )
@@ -454,16 +395,3 @@ def digest_of(op: str, layouts: Sequence[Layout], args: dict[str, Any], rules: s
         return pick(op, layouts, rules=rules, **args).digest()  # type: ignore[arg-type]
     except (LayoutError, SolverError):
         return None
-
-
-def test_vectors_of_gates_and_arguments_that_compare_equal_are_told_apart() -> None:
-    clear_picks()
-    for length in (48, 24, 12):
-        assert pick("fused_silu", [lay((length,), R)]).outputs[0].shape == (length // 2,)
-    scaled = [
-        pick("mul_scalar", [lay((8,), R, dtype="int32")], value=v).digest() for v in (2, 2.0, np.int64(2))
-    ]
-    assert scaled[0] != scaled[1]
-    assert scaled[0] == scaled[2]
-    padded = {pick("pad", [lay((8,), R)], pads=[[1, 1]], value=v).digest() for v in (0, False, 0.0, -0.0)}
-    assert len(padded) == 4

@@ -45,19 +45,11 @@ def codes(lay: Layout) -> list[str]:
 
 
 def moves(action: Any) -> list[list[dict[str, Any]]]:
-    return [
-        [
-            {
-                "mesh_axis": m.mesh_axis,
-                "from": str(m.source),
-                "to": str(m.target),
-                "collective": m.collective,
-                "cost_bytes": m.cost_bytes,
-            }
-            for m in operand
-        ]
-        for operand in action.reshards
-    ]
+    def told(m: Any) -> dict[str, Any]:
+        ends = {"from": str(m.source), "to": str(m.target)}
+        return {"mesh_axis": m.mesh_axis, **ends, "collective": m.collective, "cost_bytes": m.cost_bytes}
+
+    return [[told(m) for m in operand] for operand in action.reshards]
 
 
 def expected_moves(expected: dict[str, Any]) -> list[list[dict[str, Any]]]:

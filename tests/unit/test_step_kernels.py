@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import math
-from array import array
 
 import numpy as np
 import pytest
 from support import engines
 
-from lowshard.errors import BufferMismatchError
 from lowshard.kernels import adamw_step, sgd_step
-from lowshard.kernels import optimizer_step as step_module
 from lowshard.kernels.plain import PlainEngine
 from lowshard.selftest.kernel_cases import through
 
@@ -99,21 +96,3 @@ def same(found: np.ndarray, wanted: np.ndarray) -> bool:
     """Bit for bit; a NaN is a NaN."""
     nan = np.isnan(wanted)
     return bool((np.isnan(found) == nan).all()) and found[~nan].tobytes() == wanted[~nan].tobytes()
-
-
-def test_bare_buffers_are_arrays() -> None:
-    param, grad = array("f", [1.0] * 4), array("f", [0.5] * 4)
-    sgd_step(param, grad, None, lr=0.5, momentum=0, weight_decay=0, first=True)
-    assert param.tolist() == [0.75] * 4
-    first, second = array("f", [0.0] * 4), array("f", [0.0] * 4)
-    adamw_step(param, grad, first, second, lr=0.5, beta1=0, beta2=0, eps=0, weight_decay=0, step=1)
-    assert (param.tolist(), first.tolist()) == ([0.25] * 4, [0.5] * 4)
-
-
-def test_a_gpu_takes_no_floats_off_their_boundary(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_module, "is_gpu", lambda array: True)
-    arrays = [np.zeros(4 * 8 + 1, np.uint8)[1:].view(f), *(np.zeros(8, f) for _ in range(3))]
-    with pytest.raises(
-        BufferMismatchError, match="param of an optimizer step begins at a multiple of 4 bytes"
-    ):
-        adamw_step(*arrays, lr=0.1, beta1=0.9, beta2=0.9, eps=1e-8, weight_decay=0.0, step=1)

@@ -109,28 +109,4 @@ def test_without_accumulate_what_out_held_counts_for_nothing():
     ]  # minus zero too: nothing was added to it
 
 
-def test_accumulate_is_the_default_and_one_array_is_one_source():
-    out = np.array([[1.0, 2.0]], np.float16)
-    assert sum_into(out, np.array([[0.5, 0.25]], DTYPES["bfloat16"])) is out
-    assert out.tolist() == [[1.5, 2.25]]
-    assert sum_into(out, (out.copy(), out.copy())).tolist() == [[4.5, 6.75]]
-
-
-def test_0d_and_empty_arrays_work():
-    out = np.array(1.0, np.float32)
-    assert sum_into(out, [np.array(2.0, np.float16)]) is out
-    assert out == 3
-    empty = np.zeros((0, 3), np.float16)
-    assert sum_into(empty, [empty.copy()]) is empty
-
-
-def test_overflow_gives_infinity_and_opposite_infinities_give_nan():
-    out = np.array([60000.0, np.inf, -60000.0], np.float16)
-    sum_into(out, np.array([60000.0, -np.inf, -60000.0], np.float16))
-    assert bits_of(out)[[0, 2]].tolist() == [0x7C00, 0xFC00]
-    assert np.isnan(out[1])
-    top = np.array([3e38], np.float32)
-    assert bits_of(sum_into(top, top.copy())).tolist() == [0x7F800000]
-
-
 # ------------------------------------------------------------------------------------------------ errors

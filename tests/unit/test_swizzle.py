@@ -65,12 +65,3 @@ def test_padding_is_written_as_zero_and_dropped_unread():
     assert np.count_nonzero(swizzled) == 33 * 5
     swizzled[swizzled == 0] = 77
     assert (unswizzle_scales(swizzled, 33, 5) == 9).all()
-
-
-def test_swizzled_bytes_of_any_shape_and_strides_are_read_row_major():
-    scale = random_scale((200, 7))
-    swizzled = swizzle_scales(scale)
-    wide = np.zeros((len(swizzled), 2), np.uint8)
-    wide[:, 1] = swizzled
-    for same in (swizzled.reshape(4, 2, 256), np.asfortranarray(swizzled.reshape(8, 256)), wide[:, 1]):
-        np.testing.assert_array_equal(unswizzle_scales(same, np.int64(200), 7), scale)

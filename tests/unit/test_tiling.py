@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -128,69 +127,3 @@ def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(DTypeError):
         Tiling.whole((4,), "f31")
     assert not Tiling.from_pieces((4,), "f32", [[((0, 2),)]]).is_cover
-
-
-# ---- what a tiling is given
-
-
-LAYOUT = Layout(DeviceMesh((2,), ("dp",)), (4,), "f32", (Sharded(0),))
-TILING = Tiling.from_layout(LAYOUT)
-
-
-def test_integers_of_numpy_are_integers() -> None:
-    plain = Tiling.from_pieces((4,), "f32", [[((0, 2),)], [((2, 4),)]])
-    zero, two, four = np.int64(0), np.int64(2), np.int64(4)
-    for other in (
-        Tiling.from_pieces((four,), "f32", [[((zero, two),)], [((two, four),)]], zero),
-        Tiling.from_pieces((4,), "f32", np.array([[[[0, 2]]], [[[2, 4]]]])),  # type: ignore[arg-type]
-        Tiling(
-            (4,),
-            "f32",
-            ((Tile(((zero, two),), ((zero, two),)),), (Tile(((2, 4),), ((0, 2),)),)),
-            ((2,), (two,)),
-        ),
-    ):
-        assert other == plain
-        assert other.digest() == plain.digest()
-        assert Tiling.from_json(json.loads(json.dumps(other.to_json()))) == plain
-    wide = Tiling.from_layout(LAYOUT, np.int64(3))
-    assert wide == TILING.widened(np.int64(3)) == TILING.on_mesh(LAYOUT.mesh, "dp", np.int64(3))
-    assert list(TILING.places(np.int64(1), ((zero, four),))) == list(TILING.places(1, ((0, 4),)))
-
-
-def test_ranks_in_a_tiling() -> None:
-    for rank in (0, 1, np.int64(1), np.array(1)):
-        assert rank in TILING
-    for rank in (-1, 2, np.int64(2), True, 1.0, "1", None, np.array([0, 1])):
-        assert rank not in TILING
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda: Tiling.from_layout(LAYOUT, "a"),
-        lambda: Tiling.from_layout(LAYOUT, 8.0),
-        lambda: Tiling.from_layout(LAYOUT, 2**40),
-        lambda: TILING.widened("a"),
-        lambda: TILING.widened(None),
-        lambda: TILING.on_mesh(None, "dp"),
-        lambda: TILING.on_mesh(LAYOUT.mesh, "dp", "x"),
-        lambda: Tiling.from_pieces((4,), "f32", None),
-        lambda: Tiling.from_pieces((4,), "f32", [None]),
-        lambda: Tiling.from_pieces((4,), "f32", [[None]]),
-        lambda: Tiling.from_pieces((4,), "f32", [[((0,),)]]),
-        lambda: Tiling.from_pieces((4,), "f32", [[((0, 2.0),)]]),
-        lambda: Tiling.from_pieces((4,), "f32", [[((4, 0),)]]),
-        lambda: Tiling.from_pieces((4, 4), "f32", [[((0, 4),)]], 1),
-        lambda: Tiling.from_pieces((4, 4), "f32", [[((0, 4), (0, 4)), ((0, 4),)]]),
-        lambda: TILING.stored("a", None),
-        lambda: list(TILING.places(0, None)),
-        lambda: list(TILING.places(0, ((0, 4), (0, 4)))),
-        lambda: list(TILING.places("a", ((0, 4),))),
-        lambda: Tiling((4,), "f32", ((None,),), ((4,),)),
-        lambda: Tiling((4,), "f32", ((Tile(None, None),),), ((4,),)),
-    ],
-)
-def test_what_a_tiling_is_not_made_of_is_a_layout_error(call: Callable[[], object]) -> None:
-    with pytest.raises(LayoutError, match=r", got |, the tiling has"):
-        call()

@@ -15,7 +15,6 @@ from support.recorded import DATA
 from lowshard import dtypes
 from lowshard.checkpoint import Catalog, CheckpointReader
 from lowshard.checkpoint.overview import look_at, verified
-from lowshard.checkpoint.torch_files import _DTYPES, _STORAGES, CLASSES
 from lowshard.cli import main
 from lowshard.errors import CheckpointError
 from lowshard.weights import ShardingStrategy, load_sharded
@@ -134,11 +133,3 @@ def test_tilings_that_contradict_the_files_are_refused(tmp_path: Path) -> None:
         Catalog.of_rank_files(files, {"w": rows})
     both = Catalog.of_rank_files(files[::-1], {"w": rows})
     assert both.tensors["w"].parts == Catalog.open(files).tensors["w"].parts
-
-
-def test_the_page_names_every_class_that_a_pickle_may_have() -> None:
-    page = (DATA.parents[1] / "docs/tasks/cutting-checkpoints.md").read_text(encoding="utf-8")
-    storages = {f"torch.{name}Storage" for name in _STORAGES.values()}
-    for module, _, name in (known.rpartition(".") for known in CLASSES - set(_DTYPES) - storages):
-        assert f"`{name}`" in page
-        assert f"`{module.replace('._local', '')}`" in page

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import tracemalloc
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.recorded import DATA
 
 from lowshard.errors import ShardingError
-from lowshard.solver.graph.graph_file import load_graph
 from lowshard.weights import NamePatterns, ShardingStrategy, Sizes, Weight, shard_module
 
 S = ShardingStrategy
+FAMILIES = json.loads((DATA / "families.json").read_text(encoding="utf-8"))
 
 
 # ---- shard_module
@@ -55,17 +56,6 @@ def test_what_shard_module_refuses() -> None:
     part = Weight("w", np.zeros((4, 4)), S.rowwise(2)).shard()[0]
     with pytest.raises(ValueError, match="w is one device's part already"):
         shard_module({"w": part}, {"w": S.rowwise(2)})
-
-
-def test_an_expert_s_number_takes_no_memory() -> None:
-    weights = {f"experts.{number}.w": np.zeros((2, 2)) for number in (0, 2_000_000)}
-    tracemalloc.start()
-    try:
-        with pytest.raises(ValueError, match="expert 1 of 2000001 is not there"):
-            shard_module(weights, {"": S.expert_parallel(2)})
-        assert tracemalloc.get_traced_memory()[1] < 1_000_000
-    finally:
-        tracemalloc.stop()
 
 
 @given(experts=st.integers(1, 11), k=st.integers(1, 6))
@@ -121,155 +111,19 @@ def test_tensor_parallel_of_a_gated_mlp_adds_up(k: int, hidden: int, inner: int)
     assert np.allclose(sums, np.einsum("eti,ehi->eth", inside, stacked["e.down_proj"]))
 
 
-# ---- name patterns, against the key lists that the models' files have
+# ---- name patterns: tests/unit/test_families.py cuts every model that they are for
 
 
-def llama(
-    layers: int = 3, hidden: int = 576, heads: int = 9, kv: int = 3, inner: int = 1536
-) -> dict[str, tuple[int, ...]]:
-    """Return the tensors of SmolLM2-135M, Llama 2 and 3 (with lm_head where it is not tied)."""
-    dim = hidden // heads
-    shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (512, hidden), "model.norm.weight": (hidden,), "lm_head.weight": (512, hidden)
-    }  # fmt: skip
-    for i in range(layers):
-        at = f"model.layers.{i}."
-        shapes |= {
-            f"{at}self_attn.q_proj.weight": (heads * dim, hidden), f"{at}self_attn.k_proj.weight": (kv * dim, hidden),
-            f"{at}self_attn.v_proj.weight": (kv * dim, hidden), f"{at}self_attn.o_proj.weight": (hidden, heads * dim),
-            f"{at}mlp.gate_proj.weight": (inner, hidden), f"{at}mlp.up_proj.weight": (inner, hidden),
-            f"{at}mlp.down_proj.weight": (hidden, inner), f"{at}input_layernorm.weight": (hidden,),
-            f"{at}post_attention_layernorm.weight": (hidden,),
-        }  # fmt: skip
-    return shapes
-
-
-def qwen2(**sizes: int) -> dict[str, tuple[int, ...]]:
-    shapes = llama(**sizes)
-    for name, shape in dict(shapes).items():
-        if any(f"{p}_proj.weight" in name for p in "qkv"):
-            shapes[name.replace("weight", "bias")] = shape[:1]
-    return shapes
-
-
-def qwen3_moe() -> dict[str, tuple[int, ...]]:
-    shapes = {n: s for n, s in llama().items() if ".mlp." not in n}
-    for i in range(3):
-        at = f"model.layers.{i}."
-        shapes |= {f"{at}self_attn.q_norm.weight": (64,), f"{at}self_attn.k_norm.weight": (64,)}
-        shapes[f"{at}mlp.gate.weight"] = (5, 576)
-        for e in range(5):
-            shapes |= {f"{at}mlp.experts.{e}.{p}_proj.weight": (16, 576) for p in ("gate", "up")}
-            shapes[f"{at}mlp.experts.{e}.down_proj.weight"] = (576, 16)
-    return shapes
-
-
-def mixtral() -> dict[str, tuple[int, ...]]:
-    shapes = {n: s for n, s in llama().items() if ".mlp." not in n}
-    for i in range(3):
-        at = f"model.layers.{i}.block_sparse_moe."
-        shapes[f"{at}gate.weight"] = (8, 576)
-        for e in range(8):
-            shapes |= {f"{at}experts.{e}.w1.weight": (32, 576), f"{at}experts.{e}.w2.weight": (576, 32),
-                       f"{at}experts.{e}.w3.weight": (32, 576)}  # fmt: skip
-    return shapes
-
-
-def deepseek_v3() -> dict[str, tuple[int, ...]]:
-    heads, hidden, q_rank, kv_rank, nope, rope, v_dim = 6, 64, 24, 16, 8, 4, 8
-    shapes = {
-        "model.embed_tokens.weight": (100, hidden),
-        "model.norm.weight": (hidden,),
-        "lm_head.weight": (100, hidden),
-    }
-    for i in range(3):
-        at = f"model.layers.{i}."
-        shapes |= {
-            f"{at}self_attn.q_a_proj.weight": (q_rank, hidden), f"{at}self_attn.q_a_layernorm.weight": (q_rank,),
-            f"{at}self_attn.q_b_proj.weight": (heads * (nope + rope), q_rank),
-            f"{at}self_attn.kv_a_proj_with_mqa.weight": (kv_rank + rope, hidden),
-            f"{at}self_attn.kv_a_layernorm.weight": (kv_rank,),
-            f"{at}self_attn.kv_b_proj.weight": (heads * (nope + v_dim), kv_rank),
-            f"{at}self_attn.o_proj.weight": (hidden, heads * v_dim),
-            f"{at}input_layernorm.weight": (hidden,), f"{at}post_attention_layernorm.weight": (hidden,),
-        }  # fmt: skip
-        if i == 0:  # the first layers are dense
-            shapes |= {f"{at}mlp.{p}_proj.weight": (48, hidden) for p in ("gate", "up")}
-            shapes[f"{at}mlp.down_proj.weight"] = (hidden, 48)
-            continue
-        shapes |= {f"{at}mlp.gate.weight": (4, hidden), f"{at}mlp.gate.e_score_correction_bias": (4,)}
-        for part in ("shared_experts", *(f"experts.{e}" for e in range(4))):
-            shapes |= {f"{at}mlp.{part}.{p}_proj.weight": (24, hidden) for p in ("gate", "up")}
-            shapes[f"{at}mlp.{part}.down_proj.weight"] = (hidden, 24)
-    return shapes
-
-
-def bert(prefix: str) -> dict[str, tuple[int, ...]]:
-    from lowshard.demo.encoder import EncoderConfig, expected_shapes
-
-    shapes = dict(expected_shapes(EncoderConfig(100, 48, 2, 6, 96, 32, prefix=prefix)))
-    return shapes | {
-        f"{prefix}embeddings.position_ids": (1, 32), f"{prefix}pooler.dense.weight": (48, 48),
-        f"{prefix}pooler.dense.bias": (48,),
-    }  # fmt: skip
-
-
-MODELS = {
-    "llama": ("llama", llama(), Sizes(9, 3)),
-    "mistral": ("llama.yaml", llama(hidden=64, heads=8, kv=2, inner=96), Sizes(8, 2)),
-    "qwen2": ("qwen", qwen2(), Sizes(9, 3)),
-    "qwen3-moe": ("qwen", qwen3_moe(), Sizes(9, 3)),
-    "mixtral": ("moe", mixtral(), Sizes(9, 3)),
-    "deepseek-v3": ("moe", deepseek_v3(), Sizes(6, 6)),
-    "minilm": ("bert", bert(""), Sizes(6)),
-    "bert": ("bert", bert("bert."), Sizes(6)),
-}
-
-
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("k", [1, 2, 3, 4])
-def test_the_shipped_patterns_match_each_name_of_their_models_once(model: str, k: int) -> None:
-    file, shapes, sizes = MODELS[model]
-    patterns = NamePatterns.load(file)
-    matching = patterns.match(shapes)
-    assert matching.unmatched == ()
-    assert matching.doubly == {}
-    made = patterns.strategies(shapes, k, sizes)
-    assert list(made) == list(shapes)
-    cut_bytes = 0
-    for name, strategy in made.items():
-        tiling = strategy.layout(shapes[name], "bf16")
-        assert tiling.num_ranks == k
-        cut_bytes += 0 if strategy.is_replicate else tiling.size_bytes
-    whole = sum(2 * int(np.prod(s)) for s in shapes.values())
-    assert cut_bytes > 0.5 * whole  # most of a model is cut
-
-
-def test_attention_of_each_model_stays_together() -> None:
-    """A device's key-value heads are those of its queries, its output columns those of its queries."""
-    for model in ("llama", "qwen2", "mixtral"):
-        file, shapes, sizes = MODELS[model]
-        assert sizes.num_heads is not None
-        assert sizes.num_kv_heads is not None
-        made = NamePatterns.load(file).strategies(shapes, 4, sizes)
-        at = "model.layers.1.self_attn."
-        for device in range(4):
-            spans = {
-                p: made[f"{at}{p}_proj.weight"].pieces(shapes[f"{at}{p}_proj.weight"], device)[0][p == "o"]
-                for p in "qkvo"
-            }
-            assert spans["q"] == spans["o"]
-            assert spans["k"] == spans["v"]
-            group = sizes.num_heads // sizes.num_kv_heads
-            first, last = spans["q"][0] // 64, (spans["q"][1] - 1) // 64
-            assert (spans["k"][0] // 64, (spans["k"][1] - 1) // 64) == (first // group, last // group)
+def shapes_of(model: str) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(shape) for name, shape in FAMILIES[model]["shapes"].items()}
 
 
 def test_a_number_of_key_value_heads_that_cuts_within_heads_is_refused() -> None:
-    file, shapes, sizes = MODELS["mistral"]
+    at = "model.layers.0.self_attn."
+    shapes = {f"{at}q_proj.weight": (64, 64), f"{at}k_proj.weight": (16, 64)}
     said = r"k_proj.weight \(16, 64\): 8 key-value heads would have 2 elements each, those of queries have 8: give"
     with pytest.raises(ShardingError, match=said):
-        NamePatterns.load(file).strategies(shapes, 2, Sizes(sizes.num_heads))
+        NamePatterns.load("llama").strategies(shapes, 2, Sizes(8))
 
 
 def test_names_without_a_rule_or_with_several_are_reported(tmp_path: Path) -> None:
@@ -289,21 +143,9 @@ def test_names_without_a_rule_or_with_several_are_reported(tmp_path: Path) -> No
 
 def test_names_of_another_family_are_told_with_the_shipped_file_that_has_them() -> None:
     with pytest.raises(ValueError, match=r"experts.*; all match in the shipped qwen and moe$"):
-        NamePatterns.load("llama").strategies(qwen3_moe(), 2, Sizes(9, 3))
+        NamePatterns.load("llama").strategies(shapes_of("qwen3_moe"), 2, Sizes(9, 3))
     with pytest.raises(ValueError, match=r"matches no pattern$"):
         NamePatterns.load("moe").strategies({"nowhere.w": (2, 2)}, 2, Sizes(9, 3))
-
-
-def test_a_shipped_name_is_taken_where_a_folder_has_it_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "llama").mkdir()  # the model that is to be cut
-    (tmp_path / "mlp").mkdir()  # as the example of a graph
-    assert NamePatterns.load("llama").rules
-    assert load_graph("mlp")[0].nodes
-    (tmp_path / "llama.yaml").write_text("rules: [{pattern: '**', strategy: replicate}]")
-    assert len(NamePatterns.load("llama.yaml").rules) == 1
 
 
 @pytest.mark.parametrize(
@@ -342,6 +184,6 @@ def test_missing_files_and_sizes() -> None:
     with pytest.raises(ValueError, match="shipped are llama"):
         NamePatterns.load("nonesuch.yaml")
     with pytest.raises(ValueError, match=r"config\.json beside"):
-        NamePatterns.load("llama").strategies(llama(), 2)
+        NamePatterns.load("llama").strategies(shapes_of("llama"), 2)
     with pytest.raises(ValueError, match="does not hold 7 heads"):
-        NamePatterns.load("llama").strategies(llama(), 2, Sizes(7, 7))
+        NamePatterns.load("llama").strategies(shapes_of("llama"), 2, Sizes(7, 7))

@@ -15,17 +15,10 @@ from support import mode
 from support.wrong_values import LAYOUT, MESH, MOVED, A, B, Prepare, call, floats, key, swept
 
 from lowshard import BufferPool, DeviceMesh, Layout, Partial, Replicated, Sharded, execute, plan_redistribute
-from lowshard.checkpoint import Catalog, CheckpointReader, read_header
-from lowshard.comm import collective_step, loopback, run_loopback, share_text
+from lowshard.checkpoint import Catalog, CheckpointReader
+from lowshard.comm import loopback, run_loopback
 from lowshard.cost import ClusterProfile
-from lowshard.errors import (
-    BufferMismatchError,
-    CheckpointError,
-    CommError,
-    LayoutError,
-    LowshardError,
-    SolverError,
-)
+from lowshard.errors import BufferMismatchError, CheckpointError, LowshardError
 from lowshard.fsdp import FSDP, SGD, AdamW, FlatPlan, Param, Precision
 from lowshard.fsdp import ShardingStrategy as Shard
 from lowshard.kernels import (
@@ -39,13 +32,12 @@ from lowshard.kernels import (
     pack_quantize,
     quantize_mxfp8,
     sum_into,
-    swizzle_scales,
     unpack,
     unpack_dequantize,
     unswizzle_scales,
 )
 from lowshard.launch import find_mpi, parse_hosts, python_command, read_hostfile
-from lowshard.op import prove, run_unsharded, unsharded
+from lowshard.op import prove, run_unsharded
 from lowshard.reshard import (
     MXFP8ReshardTransform,
     ParameterMetadata,
@@ -58,21 +50,11 @@ from lowshard.reshard import (
     ensure_sendable,
     execute_reshard_plan,
     kv_cache_layout,
-    model_digest,
     resolve_name,
     scale_slice_from_data_slice,
 )
 from lowshard.rules import checkpoint_layouts, load_rules, make_rules, parse_rules
-from lowshard.solver import (
-    Graph,
-    GraphSolver,
-    GreedyReshard,
-    action_set,
-    build_action_set,
-    pick,
-    solve_graph,
-    solver,
-)
+from lowshard.solver import Graph, GraphSolver, GreedyReshard, action_set, build_action_set, pick, solve_graph
 from lowshard.weights import (
     NamePatterns,
     Quantization,
@@ -86,7 +68,6 @@ from lowshard.weights import (
     shard_module,
 )
 
-PLAN = plan_redistribute(LAYOUT, MOVED)
 MOVES = build_reshard_plan({"w": LAYOUT}, {"w": MOVED}, node_size=2)
 PROFILE = ClusterProfile.default()
 ROWS = ShardingStrategy.rowwise(2)
@@ -141,22 +122,14 @@ CALLS: dict[str, Prepare] = {
     "DeviceMesh": lambda: call(
         DeviceMesh, shape=(2, 2), axis_names=("dp", "tp"), memory_budget_bytes_per_device=1e9, ranks=(3, 2, 1, 0)
     ),
-    "DeviceMesh.axis_size": lambda: call(MESH.axis_size, name="tp"),
-    "DeviceMesh.coord": lambda: call(MESH.coord, rank=3),
-    "DeviceMesh.rank": lambda: call(MESH.rank, coord=(1, 0)),
-    "DeviceMesh.groups": lambda: call(MESH.groups, name="tp"),
     "Sharded": lambda: call(Sharded, dim=0, split="ceil"),
-    "Partial": lambda: call(Partial, op="max"),
     "Layout": lambda: call(Layout, mesh=MESH, shape=(8, 6), dtype="bf16", placements=(Sharded(0), Partial())),
     "Layout.from_spec": lambda: call(
         Layout.from_spec, mesh=MESH, shape=(8, 6), dtype="bf16", spec=("dp", None), split="ceil", partial={"tp": "sum"}
     ),
     "Layout.parse": lambda: call(Layout.parse, mesh=MESH, text=str(LAYOUT)),
     "Layout.from_json": lambda: call(Layout.from_json, data=LAYOUT.to_json()),
-    "Layout.box": lambda: call(LAYOUT.box, rank=3),
     "plan_redistribute": lambda: call(plan_redistribute, src=LAYOUT, dst=MOVED, cost=None, node_size=2),
-    "RedistributePlan.sent_bytes": lambda: call(PLAN.sent_bytes, rank=0),
-    "RedistributePlan.from_json": lambda: call(type(PLAN).from_json, data=PLAN.to_json()),
     "ClusterProfile.load": lambda: (PROFILE.save("profile"), call(ClusterProfile.load, path="profile"))[1],
     # worlds
     "loopback": lambda: call(loopback, size=2, timeout_s=1.0),
@@ -178,9 +151,6 @@ CALLS: dict[str, Prepare] = {
     "MXFP8Tensor": lambda: call(
         MXFP8Tensor, data=np.zeros((2, 64), np.uint8), scale=np.zeros((2, 2), np.uint8), elem="e5m2"
     ),
-    "MXFP8Tensor.over": lambda: call(
-        MXFP8Tensor.over, buffer=np.zeros(132, np.uint8), shape=(2, 64), elem="e5m2"
-    ),
     "BoxTable": lambda: call(BoxTable, shape=(8, 6), boxes=BOXES),
     "pack": lambda: call(pack, src=floats(8, 6), table=BOXES, out=floats(12)),
     "unpack": lambda: call(unpack, packed=floats(12), table=BOXES, out=floats(8, 6)),
@@ -193,9 +163,6 @@ CALLS: dict[str, Prepare] = {
     ),
     "cast": lambda: call(cast, x=floats(4), dtype="bf16", out=None),
     "sum_into": lambda: call(sum_into, out=floats(4), sources=[floats(4), floats(4)], accumulate=False),
-    "swizzle_scales": lambda: call(
-        swizzle_scales, scale=np.zeros((128, 4), np.uint8), out=np.zeros(512, np.uint8)
-    ),
     "unswizzle_scales": lambda: call(
         unswizzle_scales, swizzled=np.zeros(512, np.uint8), rows=128, cols=4, out=np.zeros((128, 4), np.uint8)
     ),
@@ -206,25 +173,18 @@ CALLS: dict[str, Prepare] = {
     # solver and graphs
     "pick": lambda: call(pick, op="matmul", layouts=[A, B], solver=GreedyReshard(), rules="documented"),
     "pick with an axis": lambda: call(pick, op="softmax", layouts=[A], axis=1),
-    "pick with a shape": lambda: call(pick, op="reshape", layouts=[A], shape=(4, 8)),
-    "pick with sizes": lambda: call(pick, op="split", layouts=[A], sizes=(2, 2), axis=1),
     "GreedyReshard": lambda: call(
         GreedyReshard, on_reshard="warn", allow_partial_to_sharded=True, allowed_transitions=[("P", "R")]
-    ),
-    "GreedyReshard()": lambda: call(
-        lambda offer, layouts: GreedyReshard()(offer, layouts), offer=OFFERED, layouts=[A, B]
     ),
     "build_action_set": lambda: call(
         build_action_set, rows=list(OFFERED.axis_assignments), layouts=[A, B], op="mine", result_shape=(8, 8)
     ),
     "Graph.input": lambda: added("input", name="y", shape=(8, "b"), dtype="bf16", place="dp=S0 tp=R"),
-    "Graph.output": lambda: added("output", 0, place=None),
     "Graph.op": lambda: call(
         lambda op, name: (lambda g: g.op(op, g.input("x", (8,)), name=name))(Graph()), op="relu", name="y"
     ),
     "Graph.softmax": lambda: added("softmax", 0, axis=1, name="y"),
     "Graph.reshape": lambda: added("reshape", 0, shape=[4, 8], name="y"),
-    "Graph.permute": lambda: added("permute", 0, dims=(1, 0), name="y"),
     "GraphSolver": lambda: call(
         GraphSolver, profile=PROFILE, objective="volume", budget_bytes=1e9, allow_partial_to_sharded=True,
         keep_activations=True, node_size=2, time_limit_s=1.0,
@@ -232,14 +192,11 @@ CALLS: dict[str, Prepare] = {
     "solve_graph": lambda: call(
         solve_graph, graph=graph(), mesh=MESH, solver=GreedyReshard(), sizes={}, rules="documented"
     ),
-    "unsharded": lambda: call(lambda op, x, axis: unsharded(op, x, axis=axis), op="softmax", x=floats(2, 3), axis=1),
     "run_unsharded": lambda: call(run_unsharded, graph=graph().bind(), inputs={"x": floats(8, 4), "w": floats(4, 8)}),
     "prove": lambda: call(prove, plan=solve_graph(graph(), MESH), seed=1, tolerance=0.1, timeout_s=5.0),
     # weights
     "ShardingStrategy": lambda: call(ShardingStrategy, num_devices=2, shard=lambda w, i, n: w),
     "rowwise": lambda: cut("rowwise", 8, 6, num_devices=2),
-    "axiswise": lambda: cut("axiswise", 8, 6, axis=1, num_devices=2),
-    "gate_up": lambda: cut("gate_up", 8, 6, num_devices=2, axis=1),
     "head_aware_columnwise": lambda: cut("head_aware_columnwise", 8, 32, num_devices=2, num_heads=4, head_dim=8),
     "stacked_qkv": lambda: cut("stacked_qkv", 96, 6, num_devices=2, num_heads=4, head_dim=8),
     "segmented": lambda: cut("segmented", 8, 6, num_devices=2, axis=0, segments=[{"size": 4}, Segment(4, 2)]),
@@ -247,9 +204,7 @@ CALLS: dict[str, Prepare] = {
         "grouped_qkv", 32, 6, num_devices=2, num_heads=4, num_kv_heads=2, head_dim=8, few_kv="empty", section="q",
         axis=0,
     ),
-    "Segment": lambda: call(Segment, size=4, num_heads=2),
     "pieces": lambda: call(ROWS.pieces, shape=(8, 6), index=1),
-    "layout": lambda: call(ROWS.layout, shape=(8, 6), dtype="bf16"),
     "a strategy of a weight": lambda: call(ROWS, weight=floats(8, 6), index=1),
     "Weight": lambda: call(
         Weight, name="w", array=floats(8, 6), sharding_strategy=ROWS, quantization=None, scale=None,
@@ -276,11 +231,9 @@ CALLS: dict[str, Prepare] = {
         name="w", layout=WHOLE, array=floats(8, 6),
     ),
     "Catalog.open": lambda: call(Catalog.open, files=saved()),
-    "Catalog.tensor": lambda: call(Catalog.open(saved()).tensor, name="w"),
     "CheckpointReader.read_box": lambda: call(
         read_box, name="w", box=((0, 6), (0, 8)), out=floats(6, 8), shape=(6, 8)
     ),
-    "read_header": lambda: call(read_header, path=next(saved().glob("*.safetensors"))),
     "plan_load": lambda: call(
         plan_load, files=saved(), tilings={"w": WHOLE}, num_ranks=1, strategy="own-slice", nodes=[0]
     ),
@@ -305,7 +258,6 @@ CALLS: dict[str, Prepare] = {
         RULES.layout, mesh=MESH_OF_RULES, names=("embed", None), shape=(8, 8), dtype="bf16", parameter="w",
         activation=False, uneven=True, split="ceil",
     ),
-    "RuleSet.data_layout": lambda: call(RULES.data_layout, mesh=MESH_OF_RULES, shape=(8, 8), dtype="int32"),
     "RuleSet.check": lambda: call(
         RULES.check, tensors={"w": (("embed", None), (8, 8))}, activations=None, mesh=None, dtype="bf16", **SIZES
     ),
@@ -358,7 +310,6 @@ CALLS: dict[str, Prepare] = {
         layer_prefixes={"layers.0": "layers.2"},
     ),
     "ReshardPlan.from_json": lambda: call(ReshardPlan.from_json, data=MOVES.to_json()),
-    "ReshardPlan.sent_bytes": lambda: call(MOVES.sent_bytes, rank=1),
     "MXFP8ReshardTransform": lambda: call(
         MXFP8ReshardTransform, convertible_params=["w"], persistent_buffers={"w": quantize_mxfp8(floats(4, 64))},
         buffer_key_prefix="", convert_on_send=True, elem="e4m3", mode="even", misaligned="refuse",
@@ -397,32 +348,6 @@ def test_paths_that_only_a_shell_expands_and_empty_ones_are_refused(
             with pytest.raises(CheckpointError, match=r"expanduser|got ''"):
                 refused()
     assert not any(tmp_path.iterdir())
-
-
-def test_each_refusal_is_of_its_class() -> None:
-    known = digest({"w": (WHOLE, floats(8, 6))})
-    assert len(model_digest(known)) == 32
-    with pytest.raises(LayoutError, match="'abc'"):
-        model_digest({"w": "abc"})
-    with pytest.raises(SolverError, match="GreedyReshard"), solver(GreedyReshard):  # type: ignore[arg-type]
-        pass
-    (comm,) = loopback(1)
-    for refused in (
-        lambda: collective_step(comm, b"call"),  # type: ignore[arg-type]
-        lambda: collective_step("comm", "call"),  # type: ignore[arg-type]
-        lambda: share_text(comm, b"text"),  # type: ignore[arg-type]
-        lambda: comm.send(floats(4), 1),
-        lambda: comm.recv(floats(4), 0),
-    ):
-        with pytest.raises(CommError):
-            refused()
-
-
-def test_a_load_of_another_form_says_what_to_give(tmp_path: Path) -> None:
-    save(tmp_path / "c", {"w": (WHOLE, floats(8, 6))})
-    for shape, dtype, advice in (((5,), "float32", "give the shape"), ((8, 6), "float16", "then convert")):
-        with pytest.raises(CheckpointError, match=advice):
-            plan_load(tmp_path / "c", {"w": Layout(WHOLE.mesh, shape, dtype, (Replicated(),))})
 
 
 @pytest.mark.parametrize("kind", ["byte order", "mask"])

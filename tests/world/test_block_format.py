@@ -9,10 +9,9 @@ import pytest
 
 from lowshard import DeviceMesh, Layout, Replicated, Sharded, ShardingError
 from lowshard import comm as lc
-from lowshard.block_format import MXFP8, BlockFormat
+from lowshard.block_format import BlockFormat
 from lowshard.checkpoint import Catalog
 from lowshard.comm import Communicator
-from lowshard.kernels import pack, quantize_mxfp8, unpack
 from lowshard.reshard import build_reshard_plan, execute_reshard_plan
 from lowshard.tiling import Tiling
 from lowshard.weights import load, plan_load, save
@@ -76,16 +75,6 @@ def test_codes_of_any_width_are_packed_and_unpacked(rng: np.random.Generator) ->
     assert high.pack(pair).tolist() == [[0x1F]]
 
 
-def test_boxes_of_values_are_boxes_of_codes_and_scales() -> None:
-    assert NIBBLES.stored("w", SHAPE) == {"w": ("uint8", (12, 96)), "w.s": ("float32", (6, 12))}
-    box = ((2, 6), (32, 80))
-    assert NIBBLES.boxes("w", box, SHAPE) == {"w": ((2, 6), (16, 40)), "w.s": ((1, 3), (2, 5))}
-    assert NIBBLES.values(((1, 3), (2, 5)), SHAPE) == box
-    assert NIBBLES.code_values(((2, 6), (16, 40))) == box
-    ragged = NIBBLES.boxes("w", ((0, 5), (0, 20)), (5, 20))
-    assert ragged == {"w": ((0, 5), (0, 10)), "w.s": ((0, 3), (0, 2))}
-
-
 @pytest.mark.parametrize(
     ("box", "told"),
     [
@@ -121,25 +110,6 @@ def test_formats_that_cannot_be_are_refused(wrong: dict[str, object], told: str)
     }
     with pytest.raises(ShardingError, match=told):
         BlockFormat(**(given | wrong))  # type: ignore[arg-type]
-
-
-def test_mxfp8_is_such_a_format(rng: np.random.Generator) -> None:
-    q = quantize_mxfp8(values_of(rng))
-    stored = MXFP8["e4m3"].stored("w", SHAPE)
-    assert [stored["w"].shape, stored["w_scale"].shape] == [q.data.shape, q.scale.shape]
-
-
-def test_boxes_are_packed_and_unpacked(rng: np.random.Generator) -> None:
-    stored = quantize(values_of(rng))
-    boxes = [((0, 2), (0, 16)), ((2, 6), (32, 80)), ((10, 12), (176, 192))]
-    for part, array in stored.items():
-        there = [NIBBLES.boxes("w", box, SHAPE)[part] for box in boxes]
-        packed = pack(array, there)
-        out = np.zeros_like(array)
-        unpack(packed, there, out)
-        for box in there:
-            at = tuple(slice(*i) for i in box)
-            assert np.array_equal(out[at], array[at])
 
 
 @pytest.mark.parametrize("dst", SPECS)

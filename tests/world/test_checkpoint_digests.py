@@ -7,18 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import mode
-from support.checkpoints import Values, attention_and_more, on_ranks, save_over, state_of, values_of
+from support.checkpoints import Values, attention_and_more, on_ranks, save_over, values_of
 
 from lowshard.checkpoint import Catalog, checkpoint_index
 from lowshard.checkpoint.catalog import crc32
-from lowshard.checkpoint.checkpoint_index import INDEX_NAME, read_index
+from lowshard.checkpoint.checkpoint_index import INDEX_NAME
 from lowshard.checkpoint.overview import look_at
 from lowshard.cli import main
 from lowshard.errors import LayoutError
 from lowshard.reshard import digest, model_digest
 from lowshard.tiling import Tiling
-from lowshard.weights import load_sharded, save
+from lowshard.weights import load_sharded
 
 VALUES = values_of(attention_and_more(3))
 
@@ -48,17 +47,6 @@ def test_they_are_what_digest_says_however_it_is_cut(tmp_path: Path, ranks: int)
     assert Catalog.open(tmp_path / "c").digests == by_hand(VALUES)
 
 
-def test_large_arrays_are_summed_up_piece_by_piece(tmp_path: Path) -> None:
-    """Of more than a piece of the writer's, with rows that are none of its multiples."""
-    rng = mode.rng("pieces")
-    tilings = {"w": Tiling.whole((3, 1025, 1023), "float32", 2)}
-    values = {"w": rng.standard_normal((3, 1025, 1023)).astype("float32")}
-    save_over(tmp_path / "c", values, tilings, 2)
-    assert Catalog.open(tmp_path / "c").digests == digest(
-        {"w": (Tiling.whole((3, 1025, 1023), "float32"), values["w"])}
-    )
-
-
 def test_a_checkpoint_that_is_cut_anew_has_the_same(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -79,18 +67,6 @@ def test_a_checkpoint_that_is_cut_anew_has_the_same(
     for name in ("a", "b", "m.safetensors"):  # two jobs compare a model by one line
         assert run("inspect", tmp_path / name, "--verify") == 0
         assert f"\ndigest: {right}\n" in capsys.readouterr().out
-
-
-def test_inspect_shows_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    save_over(tmp_path / "a", VALUES, attention_and_more(3), 3)
-    assert run("inspect", tmp_path / "a") == 0
-    assert f"\ndigest: {model_digest(by_hand(VALUES))}\n" in capsys.readouterr().out
-    assert run("inspect", tmp_path / "a", "gqa") == 0
-    assert f"\ndigest: {by_hand(VALUES)['gqa']} (of this tensor)\n" in capsys.readouterr().out
-    assert run("inspect", tmp_path / "a", "--json") == 0
-    data = json.loads(capsys.readouterr().out)
-    assert data["digest"] == model_digest(by_hand(VALUES))
-    assert {t["name"]: t["digest"] for t in data["tensors"]} == by_hand(VALUES)
 
 
 def test_what_was_loaded_is_compared_in_one_line(tmp_path: Path) -> None:
@@ -141,11 +117,3 @@ def test_a_changed_tensor_changes_the_models_digest_alone(tmp_path: Path) -> Non
     for wrong in (None, 3, {"w": 3}, {3: "w"}):
         with pytest.raises(LayoutError, match="digests are a mapping"):
             model_digest(wrong)  # type: ignore[arg-type]
-
-
-def test_an_index_says_each_digest_once(tmp_path: Path) -> None:
-    tilings = attention_and_more(2)
-    on_ranks(2, lambda comm: save(tmp_path / "a", state_of(VALUES, tilings, comm.rank), comm))
-    assert {n: t.digest for n, t in read_index(tmp_path / "a" / INDEX_NAME).tensors.items()} == by_hand(
-        VALUES
-    )

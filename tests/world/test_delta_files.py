@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import random
 import shutil
 from collections.abc import Callable, Iterator
@@ -22,14 +21,12 @@ from support.save_steps import Steps, counted, watched
 from lowshard import dtypes
 from lowshard.checkpoint import Catalog, Delta, read_header, write_delta
 from lowshard.checkpoint.delta_file import check_deltas
-from lowshard.checkpoint.hf_index import HF_INDEX
 from lowshard.cli import main
 from lowshard.comm.loopback import LoopbackTransport
 from lowshard.errors import CheckpointError, LowshardError, NotDurable
 from lowshard.reshard import digest, model_digest
 from lowshard.tiling import Tiling
 from lowshard.weights import apply_deltas, load, plan_load
-from lowshard.weights.convert_plan import Settings
 
 TILINGS = {n: t for n, t in attention_and_more(3).items() if n not in ("large", "wide")}
 
@@ -177,9 +174,8 @@ def test_a_chain_is_applied_as_one(tmp_path: Path, versions: list[Values]) -> No
     # what the base has already is left out, and its own place may be taken
     apply_deltas(tmp_path / "v1", [folder], tmp_path / "v1")
     assert holds(tmp_path / "v1", versions[3])
-    assert (
-        apply_deltas(tmp_path / "v1", [folder], tmp_path / "v1").applied == 0
-    )  # nor is a second time an error
+    # Nor is a second time an error.
+    assert apply_deltas(tmp_path / "v1", [folder], tmp_path / "v1").applied == 0
     assert holds(tmp_path / "v1", versions[3])
 
 
@@ -219,24 +215,6 @@ def test_several_ranks_share_the_work(tmp_path: Path, versions: list[Values]) ->
     reports = on_ranks(3, lambda comm: apply_deltas(tmp_path / "v0", [path], tmp_path / "out", comm))
     assert len({r.digest for r in reports}) == 1
     assert holds(tmp_path / "out", versions[1])
-
-
-def test_a_folder_of_whole_tensors_stays_one(tmp_path: Path, versions: list[Values]) -> None:
-    """What `lowshard reshard --merged` wrote: several files with an index of Hugging Face's, in its own place."""
-    words = ["reshard", tmp_path / "v0", tmp_path / "hf", "--merged", "--file-size", "3KB"]
-    assert main(list(map(str, words))) == 0
-    path = delta(tmp_path / "v0", tmp_path / "v1", tmp_path / "d", 1)
-    words = ["reshard", tmp_path / "hf", "--apply", path, "-o", tmp_path / "hf", "--file-size", "3KB"]
-    assert main(list(map(str, words))) == 0
-    assert holds(tmp_path / "hf", versions[1])
-    named = set(json.loads((tmp_path / "hf" / HF_INDEX).read_text())["weight_map"].values())
-    assert named == {p.name for p in (tmp_path / "hf").glob("*.safetensors")}
-    assert len(named) > 2
-
-
-def test_ranks_are_told_which_deltas() -> None:
-    settings = Settings("a", "b", None, "", deltas=("c", "d"))
-    assert Settings.from_json(settings.to_json()) == settings
 
 
 def test_mxfp8_checkpoints_are_bytes_too(tmp_path: Path) -> None:
@@ -485,8 +463,7 @@ def test_a_delta_that_fails_at_any_step_is_whole_or_not_there(tmp_path: Path) ->
             assert error is not None, (at, fault)
             assert not isinstance(error, NotDurable)
             write_delta(tmp_path / "a", tmp_path / "b", path)
-        if (
-            "unlink" not in counting.names[at - 1]
-        ):  # what a failed removal has left goes with the next save there
+        # What a failed removal has left goes with the next save there.
+        if "unlink" not in counting.names[at - 1]:
             assert [p.name for p in top.iterdir()] == [path.name], (at, fault)
     assert committed

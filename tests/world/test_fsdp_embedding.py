@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -46,19 +45,6 @@ def test_jax_takes_a_copy_when_a_unit_is_opened() -> None:
         w = jax.numpy.array(view, copy=True)
         assert not np.shares_memory(np.asarray(w), view)
         return np.asarray(jax.grad(lambda w: jax.numpy.tanh(X @ w).sum())(w))
-
-    trained(step)
-
-
-def test_tinygrad_takes_the_bytes_of_a_view(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DEV", "PYTHON")  # its other devices need a compiler or a GPU
-    tinygrad = pytest.importorskip("tinygrad", reason="tinygrad is not installed: pip install tinygrad")
-    one_at_a_time = threading.Lock()
-
-    def step(view: np.ndarray) -> np.ndarray:
-        with one_at_a_time:
-            w = tinygrad.Tensor(view)
-            return np.asarray(tinygrad.Tensor(X).matmul(w).tanh().sum().gradient(w)[0].numpy())
 
     trained(step)
 

@@ -278,9 +278,7 @@ def closed(unit: str) -> Callable[[FSDP], Any]:
 
 WRONG: dict[str, tuple[Callable[..., Any], str, type[Exception]]] = {
     "open what is stale": (lambda e, c: (updated(e, c), e.open("l0")), "sgo", errors.StaleParams),
-    "update twice": (lambda e, c: (updated(e, c), e.update(kit.optimizer())), "full", errors.StaleParams),
     "update what is stale": (lambda e, c: (updated(e, c), updated(e, c)), "sgo", errors.StaleParams),
-    "grads of a closed unit": (within(lambda e: e.grads("l0")), "none", errors.NotOpen),
     "reduce of a closed unit": (
         within(opened("emb"), lambda e: e.close("emb"), lambda e: e.reduce("emb")), "hybrid2", errors.NotOpen),
     "clip before join": (
@@ -290,19 +288,13 @@ WRONG: dict[str, tuple[Callable[..., Any], str, type[Exception]]] = {
         within(opened("emb"), lambda e: e.add_grad("emb", "e", np.zeros((5, 7), "f4"))), "full", errors.BadGrad),
     "a dtype": (
         within(opened("emb"), lambda e: e.add_grad("emb", "e", np.zeros((7, 5)))), "none", errors.BadGrad),
-    "no parameter": (within(opened("emb"), lambda e: e.add_grad("emb", "q", [[1.0]])), "full", errors.BadGrad),
     "a step in a step": (within(stepped), "hybrid2", errors.StepError),
     "a failure of one's own": (within(opened("emb"), fail), "hybrid2", ZeroDivisionError),
     "a rule that fails": (joined(lambda e: e.update(fail)), "full", ZeroDivisionError),
-    "no rule": (joined(lambda e: e.update("adam")), "none", errors.StepError),
     "clip to nothing": (joined(lambda e: e.clip(None)), "hybrid2", errors.StepError),
-    "clip below 0": (joined(lambda e: e.clip(-1.0)), "full", errors.StepError),
-    "clip beyond floats": (joined(lambda e: e.clip(10**9000)), "full", errors.StepError),
     "a norm of NaN": (joined(lambda e: e.norm(math.nan)), "full", errors.StepError),
-    "a norm beyond floats": (joined(lambda e: e.norm(10**400)), "none", errors.StepError),
     "a step that is no bool": (lambda e, c: stepped(e, None), "full", errors.StepError),
     "no such parameter": (lambda e, c: e.full("l9.w"), "full", errors.LayoutError),
-    "no text": (lambda e, c: e.full(None), "sgo", errors.LayoutError),
     **{f"{what} of no unit": (lambda e, c, what=what: getattr(e, what)("l9"), "full", errors.NotOpen)
        for what in ("open", "close", "grads", "reduce")},
 }  # fmt: skip
@@ -311,16 +303,9 @@ APART: dict[str, tuple[Callable[..., Any], str, type[Exception]]] = {
     "another unit": (within(opened("l1")), "full", errors.MismatchError),
     "another number": (lambda e, c: normal(e, c, 2.0), "none", errors.MismatchError),
     "another count of micro-batches": (
-        within(opened("emb"), lambda e: e.grads("emb"), closed("emb")),
-        "full",
-        errors.MismatchError,
-    ),
-    "another parameter": (
-        lambda e, c: e.full("l1.b" if c.rank == 1 else "l1.f"),
-        "hybrid2",
-        errors.MismatchError,
-    ),
-}
+        within(opened("emb"), lambda e: e.grads("emb"), closed("emb")), "full", errors.MismatchError),
+    "another parameter": (lambda e, c: e.full("l1.b" if c.rank == 1 else "l1.f"), "hybrid2", errors.MismatchError),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -424,40 +409,6 @@ def test_what_one_rank_does_alone_is_told_at_once(
     assert lc.run_loopback(2, train, 3) == [-1.0] * 2
 
 
-@pytest.mark.parametrize("communicators", [1, 2])
-@FULL_AND_NONE
-def test_a_reset_after_a_failure_outside_of_a_step_ends_the_step_of_the_others(
-    strategy: ShardingStrategy, communicators: int
-) -> None:
-    """They waited for the rank until the deadline, and that rank for them."""
-
-    def train(comm: lc.Communicator) -> float:
-        with FSDP(ONE, comm, strategy, communicators=communicators) as engine:
-            engine.fill(lambda name, box: 0.0)
-            if comm.rank:
-                with pytest.raises(LowshardError, match="rank 0"):
-                    step_of(engine)
-            for _ in range(2):  # the second time nothing has failed
-                engine.reset()
-            step_of(engine)
-            return float(engine.full("u.w")[0])
-
-    assert lc.run_loopback(2, train, 3) == [-1.0] * 2
-
-
-def test_a_model_that_was_shut_says_so_also_on_one_rank() -> None:
-    def use(comm: lc.Communicator) -> None:
-        with FSDP(UNITS, comm) as engine:
-            engine.fill(filler)
-        engine.shut()
-        for call in (lambda: engine.open("emb"), lambda: engine.full("l0.w"), engine.join, engine.reset):
-            with pytest.raises(errors.StepError, match="was shut"):
-                call()
-
-    for world in (1, 2):
-        lc.run_loopback(world, use, 10)
-
-
 def test_replicas_that_start_apart_are_noticed() -> None:
     def fill(comm: lc.Communicator) -> None:
         for strategy in (ShardingStrategy.NoShard, ShardingStrategy.HybridShard(intra_node_size=2)):
@@ -538,9 +489,8 @@ def test_a_gradient_counts_in_its_own_micro_batch_alone(accumulate: Any, strateg
             engine.update(SGD(lr=1.0))
             return [float(engine.full(f"{unit}.w")[0]) for unit in units]
 
-    assert (
-        lc.run_loopback(2, train, 10) == [[-8.0, -3.0]] * 2
-    )  # of 4 x 2 micro-batches 8 and 3 have a gradient
+    # Of 4 x 2 micro-batches 8 and 3 have a gradient.
+    assert lc.run_loopback(2, train, 10) == [[-8.0, -3.0]] * 2
 
 
 @pytest.mark.parametrize("accumulate", ["local", "reduce"])
@@ -568,37 +518,21 @@ def test_a_forward_pass_alone_is_no_micro_batch(accumulate: Any) -> None:
     assert lc.run_loopback(2, train, 20)[0] == list(steps.values())
 
 
-# ---- models that there is no room for
+def test_units_of_one_size_in_another_order_are_noticed_before_the_update() -> None:
+    units = {f"u{i}": [Param("w", (40,))] for i in range(3)}
 
+    def train(comm: lc.Communicator) -> None:
+        with FSDP(units, comm, prefetch=0) as engine:
+            engine.fill(lambda name, box: float(name[1]))
+            with engine.step():
+                for unit in ("u0", "u1") if comm.rank else ("u1", "u0"):
+                    engine.open(unit)
+                    engine.close(unit)
+            with pytest.raises(errors.Disagree, match="open u"):
+                engine.join()
+            engine.reset()
 
-def test_a_tied_unit_that_could_never_be_opened_is_refused_at_once() -> None:
-    units = {
-        "a": [Param("w", (3,))],
-        "b": [Param("w", (3,))],
-        "h": [Param("x", (3,), tie="a.w"), Param("y", (3,), tie="b.w")],
-    }
-
-    def make(comm: lc.Communicator) -> None:
-        for options in ({"open_limit": 2}, {"open_limit": 1, "prefetch": 0}):
-            with pytest.raises(
-                errors.ShardingError, match=r"'h' is open together with a, b, .* takes open_limit=3"
-            ):
-                FSDP(units, comm, **options)  # type: ignore[arg-type]
-            FSDP(units, comm, ShardingStrategy.NoShard, **options).shut()  # type: ignore[arg-type]
-        with FSDP(units, comm, open_limit=3) as engine:
-            engine.fill(lambda name, box: 1.0)
-            assert set(engine.open("h")) == {"x", "y"}
-            engine.close("h")
-        mixed = [Param("v", (3,)), Param("w", (3,), tie="a.w")]  # tied itself; the next is tied to it
-        with FSDP(
-            {**units, "h": mixed, "t": [Param("z", (3,), tie="h.v"), Param("own", (2,))]}, comm
-        ) as engine:
-            engine.fill(lambda name, box: 1.0)
-            assert set(engine.open("t", "backward")) == set(engine.grads("t")) == {"z", "own"}
-            engine.close("t")
-            assert engine.full("t.z").tolist() == [1.0] * 3
-
-    lc.run_loopback(2, make, 10)
+    lc.run_loopback(2, train, 10)
 
 
 @pytest.mark.parametrize(("who", "error"), [("all", MemoryError), ("one", OSError)])
@@ -622,19 +556,3 @@ def test_no_memory_for_a_model_is_an_error_on_every_rank(
     with monkeypatch.context() as patch:
         patch.setattr(Pool, "__init__", none)
         lc.run_loopback(3, make, 10)
-
-
-def test_units_of_one_size_in_another_order_are_noticed_before_the_update() -> None:
-    units = {f"u{i}": [Param("w", (40,))] for i in range(3)}
-
-    def train(comm: lc.Communicator) -> None:
-        with FSDP(units, comm, prefetch=0) as engine:
-            engine.fill(lambda name, box: float(name[1]))
-            with (
-                pytest.raises(errors.MismatchError, match="the gather of unit"),
-                engine.step(),
-            ):
-                engine.open("u0" if comm.rank else "u1")
-            engine.reset()
-
-    lc.run_loopback(2, train, 10)

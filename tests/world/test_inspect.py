@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +12,6 @@ from safetensors.numpy import save_file
 from support.checkpoints import Values, save_over, values_of
 
 from lowshard.checkpoint.checkpoint_index import INDEX_NAME
-from lowshard.checkpoint.inspect_command import EPILOG
 from lowshard.checkpoint.overview import look_at
 from lowshard.cli import main
 from lowshard.tiling import Tiling
@@ -66,17 +64,6 @@ def test_a_sharded_checkpoint_is_shown(saved: Path, run: Callable[..., str]) -> 
     assert run(saved / INDEX_NAME).splitlines()[1:] == shown.splitlines()[1:]
     total = look_at(saved).checksummed_bytes
     assert f"checksums: {total / 1e6:,.3f} MB compared, all equal" in run(saved, "--verify")
-
-
-def test_one_tensor_is_shown_with_its_boxes_and_ranks(saved: Path, run: Callable[..., str]) -> None:
-    shown = run(saved, "columns", "--verify")
-    assert "bfloat16 [9, 35]" in shown
-    assert "strategy" not in shown
-    assert "  rank 3\n    [0:9, 27:35]\n" in shown
-    assert "(written by rank 0)\n  [0:9, 0:9]  crc32 " in shown
-    assert "0.001 MB compared, all equal" in shown
-    assert "  rank 1\n    [4:8, 0:8]\n    [20:24, 0:8]\n    [36:40, 0:8]\n" in run(saved, "qkv")
-    assert "did you mean columns?" in run(saved, "colums", code=2)
 
 
 def test_json_has_everything(saved: Path, run: Callable[..., str]) -> None:
@@ -170,15 +157,6 @@ def test_no_checkpoint_and_damaged_indexes(saved: Path, tmp_path: Path, run: Cal
     run(tmp_path / "empty", code=1)
 
 
-def test_many_files_are_shortened_and_broken_ones_are_not(tmp_path: Path, run: Callable[..., str]) -> None:
-    tilings: dict[str, Any] = {"w": S.rowwise(20).layout((40, 3))}
-    save_over(tmp_path / "c", values_of(tilings), tilings, 20)
-    shown = run(tmp_path / "c")
-    assert shown.count("shard-") == 12
-    sorted((tmp_path / "c").glob("shard-*"))[9].unlink()
-    assert "-00009-of-00020.safetensors  BROKEN" in run(tmp_path / "c", code=1)
-
-
 def test_names_of_others_forge_no_line_and_reach_no_terminal(tmp_path: Path, run: Callable[..., str]) -> None:
     names = ["esc\x1b[31m\nBROKEN: no", "\u200e\x07" * 30 + "\n", "umlaut \xe4"]
     save_file(
@@ -197,13 +175,3 @@ def test_names_of_others_forge_no_line_and_reach_no_terminal(tmp_path: Path, run
         said = run(tmp_path, code=1)
         assert told in said
         assert all(c.isprintable() for c in said.removesuffix("\n"))
-
-
-def test_exit_codes_are_those_of_the_help(tmp_path: Path, run: Callable[..., str]) -> None:
-    (tmp_path / "empty").mkdir()
-    run(tmp_path / "empty", code=1)
-    run(tmp_path / "gone", code=2)
-    assert (
-        "1 a file is missing or damaged, or the folder has no checkpoint, 2 wrong usage, or nothing at"
-        in EPILOG
-    )

@@ -18,10 +18,10 @@ from lowshard.checkpoint import Catalog
 from lowshard.checkpoint.checkpoint_index import INDEX_NAME
 from lowshard.checkpoint.checkpoint_index import _digest as digest_of
 from lowshard.cli import main
-from lowshard.errors import CheckpointError, CommError, LowshardError, MismatchError
+from lowshard.errors import CheckpointError, LowshardError, MismatchError
 from lowshard.kernels import quantize_mxfp8
 from lowshard.tiling import Tiling
-from lowshard.weights import ShardingStrategy, load_sharded, save, saved_tilings
+from lowshard.weights import ShardingStrategy, load_sharded, save
 from lowshard.weights.shard_rules import Owned
 
 S = ShardingStrategy
@@ -212,25 +212,3 @@ def test_ranks_that_load_other_checkpoints_are_told(tmp_path: Path) -> None:
         save_over(tmp_path / name, values_of(tilings, seed), tilings, 2)
     with pytest.raises(MismatchError):
         on_ranks(2, lambda c: load_sharded(tmp_path / "ab"[c.rank], c))
-
-
-def test_the_rule_needs_no_ranks(tmp_path: Path) -> None:
-    tilings = tilings_of(4)
-    save_over(tmp_path / "c", values_of(tilings), tilings, 4)
-    catalog = Catalog.open(tmp_path / "c")
-    assert saved_tilings(catalog, 4) == tilings
-    assert saved_tilings(catalog, 2)["half"].ranks is not None
-    assert list(saved_tilings(catalog, 2)["half"].ranks) == [0]
-
-
-def test_wrong_arguments_are_told(tmp_path: Path) -> None:
-    tilings = tilings_of(2)
-    save_over(tmp_path / "c", values_of(tilings), tilings, 2)
-    catalog = Catalog.open(tmp_path / "c")
-    with pytest.raises(CheckpointError, match="catalog is a Catalog"):
-        saved_tilings(5, 2)  # type: ignore[arg-type]
-    for wrong in (None, 0, 1.0, "2"):
-        with pytest.raises(CheckpointError, match="num_ranks is a number of ranks"):
-            saved_tilings(catalog, wrong)  # type: ignore[arg-type]
-    with pytest.raises(CommError, match="comm is a communicator"):
-        load_sharded(catalog, 5)  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ from support.op_samples import SAMPLES
 
 from lowshard import DeviceMesh, Layout, Replicated, Sharded
 from lowshard.op import KERNELS
-from lowshard.solver import NoReshard, action_set, pick
+from lowshard.solver import action_set
 from lowshard.solver.table import RULES
 
 # Each op by itself under either set of rules; random draws of some of them.
@@ -80,13 +80,3 @@ def test_an_average_is_even_over_all_axes_that_cut_the_dim(rng: np.random.Genera
             found = action_set("mean", [Layout(mesh, x.shape, x.dtype, held)], rules=rules, axis=0)  # type: ignore[arg-type]
             for action in found.actions():
                 check(action, rng, [x], {"axis": 0})
-
-
-def test_query_heads_cut_by_an_axis_that_leaves_the_kv_heads_whole(rng: np.random.Generator) -> None:
-    mesh = DeviceMesh((2, 2), ("dp", "tp"))
-    arrays = [rng.standard_normal(s).astype(np.float32) for s in ((1, 8, 3, 4), (1, 4, 3, 4), (1, 4, 3, 4))]
-    for kv in ((Replicated(), Sharded(1)), (Sharded(1), Replicated()), (Sharded(1), Sharded(1))):
-        placed = ((Sharded(1), Sharded(1)), kv, kv)
-        layouts = [Layout(mesh, x.shape, x.dtype, p) for x, p in zip(arrays, placed, strict=True)]
-        action = pick("attention", layouts, solver=NoReshard())
-        check(action, rng, arrays, {})

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lowshard import DeviceMesh, Layout, Partial, Replicated, Sharded, redistribute
+from lowshard import DeviceMesh, Layout, Partial, Replicated, Sharded
 from lowshard import comm as lc
 from lowshard.errors import (
     BufferMismatchError,
@@ -115,30 +115,6 @@ def test_ranks_beside_the_mesh_pass_none_and_get_none() -> None:
     found = lc.run_loopback(5, work, 10)
     assert [value for _, value in found] == [pytest.approx(1 / 600) if r in mesh else None for r in range(5)]
     assert {groups for groups, _ in found} == {1}
-
-
-def test_megatron_mlp_moves_nothing_until_the_sum_is_asked_for() -> None:
-    mesh = DeviceMesh((2,), ("tp",))
-    x = Layout(mesh, (4, 6), "float32", (Replicated(),))
-    up = Layout(mesh, (6, 8), "float32", (Sharded(1),))
-    down = Layout(mesh, (8, 6), "float32", (Sharded(0),))
-    first = pick("matmul", [x, up])
-    second = pick("matmul", [first.outputs[0], down])
-    joined = pick("add", [second.outputs[0], x])
-    assert joined.outputs[0].placements == (Partial("sum"),)
-    assert first.cost_bytes + second.cost_bytes + joined.cost_bytes == 0
-
-    def work(comm: lc.Communicator) -> int:
-        (h,) = run_action(first, [part(comm, x), part(comm, up)], comm)
-        (y,) = run_action(second, [h, part(comm, down)], comm)
-        (z,) = run_action(joined, [y, part(comm, x)], comm)
-        sent = comm.traffic.sent_bytes
-        whole = redistribute(z, joined.outputs[0], x, comm)
-        assert whole is not None
-        assert (whole == 6 * 8 + 1).all()
-        return sent
-
-    assert lc.run_loopback(2, work, 10) == [0, 0]
 
 
 @pytest.mark.parametrize(

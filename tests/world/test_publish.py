@@ -10,7 +10,6 @@ import socket
 import textwrap
 import threading
 import time
-import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -34,9 +33,7 @@ from lowshard.errors import (
     PlanError,
     TimedOut,
 )
-from lowshard.reshard import Publisher, Subscriber, version_store
-from lowshard.reshard.tensor_layout import as_tensor_layout
-from lowshard.reshard.version_store import Memory, VersionStore
+from lowshard.reshard import Publisher, Subscriber
 from lowshard.reshard.version_wire import (
     CONTROL,
     DATA,
@@ -46,7 +43,6 @@ from lowshard.reshard.version_wire import (
     read_answer,
     read_table,
 )
-from lowshard.transfer.device_copies import DeviceCopies
 
 DTYPES = ("float32", "bfloat16", "float8_e4m3fn", "int64", "float16")
 
@@ -131,8 +127,7 @@ def _check_case(rng: np.random.Generator, address: str) -> None:
                 done.wait()
 
     _in_threads(
-        lambda: lc.run_loopback(have, publish),
-        lambda: ready.wait(30) and lc.run_loopback(want, subscribe),
+        lambda: lc.run_loopback(have, publish), lambda: ready.wait(30) and lc.run_loopback(want, subscribe)
     )
 
 
@@ -528,29 +523,6 @@ def test_wrong_arguments_are_errors_of_lowshard_on_both_sides(tmp_path: Path, ch
         Subscriber({"w": _one((10,))}, {"w": array}, address=f"unix:{tmp_path}/p")
 
 
-def test_wrong_versions_and_times(tmp_path: Path) -> None:
-    address, array = f"unix:{tmp_path}/p", np.zeros(10, np.float32)
-    with _publisher(address, array) as publisher, _subscriber(address, array) as subscriber:
-        for version in ("x", -1, True, 1 << 63):
-            with pytest.raises(PlanError, match="version"):
-                publisher.publish(version)  # type: ignore[arg-type]
-        for timeout_s in ("x", -1):
-            with pytest.raises(CommError, match="timeout_s"):
-                subscriber.pull(timeout_s)  # type: ignore[arg-type]
-        publisher.publish(1)
-        with pytest.raises(PlanError, match="version 1 is out"):
-            publisher.publish(1)
-        assert subscriber.pull(10) == 1
-        for layout in (_one((11,)), _one((10,), "int32")):  # what there is not
-            out = {"w": np.zeros(layout.shape, layout.numpy_dtype)}
-            with Subscriber({"w": layout}, out, address=address) as other, pytest.raises(PlanError):
-                other.pull(5)
-    with pytest.raises(CommError, match="closed"):
-        publisher.publish(2)
-    with pytest.raises(CommError, match="closed"):
-        subscriber.pull(1)
-
-
 def test_ranks_that_disagree_hear_of_it(tmp_path: Path) -> None:
     layout = ls.Layout(ls.DeviceMesh((2,), ("x",)), (10,), "float32", (ls.Replicated(),))
 
@@ -566,44 +538,3 @@ def test_ranks_that_disagree_hear_of_it(tmp_path: Path) -> None:
             publisher.publish(3)
 
     lc.run_loopback(2, apart)
-
-
-def test_a_snapshot_is_known_by_its_mark(tmp_path: Path) -> None:
-    store = VersionStore({}, 0, b"a" * 16, DeviceCopies((), 1.0))
-    store.fill({}, 1, ())
-    found = store.find(1)
-    assert found is not None
-    assert not found.is_at(os.getpid(), 1 << 20)
-    assert Memory.of_process(os.getpid(), found.fd, found.size_bytes, b"a" * 16).number == 1
-    for size_bytes, mark in ((found.size_bytes, b"b" * 16), (found.size_bytes + 1, b"a" * 16)):
-        with pytest.raises(OSError, match=r"belongs to another|another size"):
-            Memory.of_process(os.getpid(), found.fd, size_bytes, mark)
-
-
-@pytest.mark.parametrize("sums", [False, True])
-def test_the_runs_of_a_box_are_its_bytes_and_their_sum_is_that_of_all_of_them(
-    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, sums: bool
-) -> None:
-    """Boxes that begin and end anywhere between the places where sums are kept, and boxes that are no single run."""
-    monkeypatch.setattr(version_store, "PART_BYTES", 64)
-    monkeypatch.setattr(version_store, "PIECE_BYTES", 100)
-    for case in range(500 if mode.full() else 50):
-        shape = tuple(rng.integers(0, 14, int(rng.integers(0, 4))).tolist())
-        dtype = str(rng.choice(DTYPES))
-        layout = as_tensor_layout(_one(shape, dtype))
-        source = np.asarray(rng.integers(0, 120, shape)).reshape(shape).astype(dtypes.get(dtype).numpy)
-        source = np.asfortranarray(source) if case % 3 == 0 else source
-        store = VersionStore({"v": layout, "w": layout}, 0, b"a" * 16, DeviceCopies((), 1.0), sums)
-        store.fill({"v": source, "w": source}, 1, ())
-        found = store.find(1)
-        assert found is not None
-        assert bool(found.sums) == (sums and source.size > 0)
-        for _ in range(5):
-            box = tuple(
-                (int(a), int(a + rng.integers(0, n - a + 1))) for n in shape for a in [rng.integers(0, n + 1)]
-            )
-            sent, crc = b"", zlib.crc32(b"before")
-            for data, so_far in found.runs(store.places["w"], box, crc):
-                sent, crc = sent + bytes(data), so_far
-            assert sent == source[(*(slice(a, b) for a, b in box), ...)].tobytes()
-            assert crc == zlib.crc32(b"before" + sent)

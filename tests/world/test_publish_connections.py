@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -23,7 +22,6 @@ from lowshard import comm as lc
 from lowshard.errors import LowshardError, PeerFailed, TimedOut
 from lowshard.reshard import Publisher, Subscriber, version_server, version_store, version_wire
 from lowshard.reshard.version_server import VersionServer
-from lowshard.reshard.version_wire import WAKE_BYTES, Answer, Connection, read_answer
 
 pytestmark = pytest.mark.time_limit(60)
 ROOT = Path(__file__).resolve().parents[2]
@@ -335,34 +333,3 @@ def test_a_publisher_that_is_killed_amid_a_version(tmp_path: Path) -> None:
             subscriber.close()
         finally:
             process.kill()
-
-
-def _ends(kind: str) -> tuple[socket.socket, socket.socket]:
-    if kind == "unix":
-        return socket.socketpair()
-    with socket.create_server(("127.0.0.1", 0)) as listens:
-        return socket.create_connection(listens.getsockname(), 10), listens.accept()[0]
-
-
-@pytest.mark.parametrize(("over", "kind"), [(-1, "tcp"), (0, "unix"), (1, "tcp"), (WAKE_BYTES + 7, "unix")])
-def test_what_comes_last_is_not_waited_for_however_it_comes(over: int, kind: str) -> None:
-    """A thread is woken for much at a time; so the last bytes come alone here, and a short message after them."""
-    data = np.random.default_rng(5).integers(0, 256, 2 * WAKE_BYTES + over, np.uint8)
-    with contextlib.ExitStack() as stack:
-        giver, taker = (stack.enter_context(contextlib.closing(Connection(end))) for end in _ends(kind))
-
-        def give() -> None:
-            for part in (data[:1], data[1:-WAKE_BYTES], data[-WAKE_BYTES:-1], data[-1:]):
-                time.sleep(0.02)
-                giver.send(part.data)
-            giver.send_message(Answer("here"))
-
-        for _ in range(2):
-            came, begin_s = np.zeros_like(data), time.monotonic()
-            thread = threading.Thread(target=give)
-            thread.start()
-            taker.receive(came.data)
-            assert taker.receive_message(read_answer).state == "here"
-            assert time.monotonic() - begin_s < ENDS_WITHIN_S
-            thread.join()
-            np.testing.assert_array_equal(came, data)

@@ -201,21 +201,6 @@ def test_ctrl_c_amid_close_lets_go_of_everything(tmp_path: Path, monkeypatch: py
     _publisher(publisher.address, array).close()  # the address is free
 
 
-def test_a_block_that_is_left_while_a_version_is_copied_gives_the_memory_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    publisher = _publisher(f"unix:{tmp_path}/p", np.zeros(1000, np.float32))
-    begun, left, fill = threading.Event(), threading.Event(), publisher._store.fill
-    monkeypatch.setattr(publisher._store, "fill", lambda *given: (begun.set(), left.wait(10), fill(*given)))
-    work = publisher.publish(1, wait=False)
-    assert begun.wait(10)
-    publisher.__exit__(RuntimeError, RuntimeError("mine"), None)
-    left.set()
-    with pytest.raises(CommError, match="closed while it published"):
-        work.wait()  # type: ignore[union-attr]
-    assert publisher._store.kept == 0
-
-
 # ---- memory
 
 
@@ -247,9 +232,6 @@ def test_memory_is_given_back_though_the_publisher_is_kept(
         assert (subscriber.weights["w"] == 0).all()
 
 
-# ---- forked children, successors
-
-
 # ---- wrong calls of one rank
 
 
@@ -271,24 +253,6 @@ def test_wrong_arguments_of_one_rank_are_raised_on_all(tmp_path: Path) -> None:
             comm.barrier()
 
     lc.run_loopback(2, job, timeout_s=10)
-
-
-@pytest.mark.parametrize(
-    ("out", "error"),
-    [
-        (lambda memory: {"x": memory[:4], "y": memory[2:6]}, "x and y"),
-        (lambda memory: {"x": np.lib.stride_tricks.as_strided(memory, (4,), (0,))}, "elements of x"),
-    ],
-)
-def test_results_that_share_memory_are_refused(
-    tmp_path: Path, out: Callable[[Any], dict[str, Any]], error: str
-) -> None:
-    layout, given = (
-        ls.Layout(ls.DeviceMesh((1,), ("d",)), (4,), "float32", (ls.Replicated(),)),
-        out(np.zeros(8, np.float32)),
-    )
-    with pytest.raises(BufferMismatchError, match=error):
-        Subscriber(dict.fromkeys(given, layout), given, address=f"unix:{tmp_path}/p")
 
 
 def test_one_memory_behind_two_names_is_for_what_one_source_feeds(tmp_path: Path) -> None:

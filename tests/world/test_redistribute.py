@@ -174,24 +174,6 @@ def test_means_of_integers_are_rounded_once(grid: tuple[int, ...]) -> None:
         check_value(src, src.with_placements(end), number, (None, PROFILE)[number // len(dtypes) % 2])
 
 
-def test_an_avg_axis_is_not_folded_beside_one_that_stays() -> None:
-    mesh = DeviceMesh((2, 2), ("dp", "tp"))
-    src = Layout(mesh, (1,), "int32", (Partial("avg"), Partial("avg")))
-    half = src.with_placements((Replicated(), Partial("avg")))
-    whole = src.with_placements((Replicated(), Replicated()))
-
-    def run(comm: lc.Communicator) -> list[int]:
-        term = np.array([[1, 0], [0, 3]][comm.rank // 2][comm.rank % 2 : comm.rank % 2 + 1], np.int32)
-        once = redistribute(term, src, whole, comm)
-        between = redistribute(term, src, half, comm)
-        twice = redistribute(between, half, whole, comm)
-        assert once is not None
-        assert twice is not None
-        return [int(once[0]), int(twice[0])]
-
-    assert lc.run_loopback(4, run) == [[1, 1]] * 4
-
-
 # ---- plans are values
 
 
@@ -219,36 +201,6 @@ def test_a_reduction_to_replicas_moves_what_reduce_scatter_and_all_gather_move()
     assert [plan.received_bytes(r) for r in range(4)] == [2 * 3 * 64 * 4 // 4] * 4
 
 
-def test_a_slice_of_replicas_and_a_kept_copy_move_nothing() -> None:
-    mesh = DeviceMesh((2, 2), ("dp", "tp"))
-    whole = Layout(mesh, (6, 6), "float32", (Replicated(), Replicated()))
-    for placements in [(Sharded(0), Sharded(1)), (Partial(), Replicated()), (Partial("max"), Sharded(0))]:
-        plan = plan_redistribute(whole, whole.with_placements(placements))
-        assert sum(plan.sent_bytes(r) for r in range(4)) == 0
-
-
-def sources_of(src: Layout, dst: Layout, rank: int, node_size: int | None = None) -> set[int]:
-    (step,) = plan_redistribute(src, dst, node_size=node_size).steps[0].exchanges
-    return {p.src_rank for p in step.incoming(rank)}
-
-
-def test_what_is_partial_stays_so_on_the_same_grid_by_other_names() -> None:
-    src = Layout(DeviceMesh((2, 2), ("dp", "tp")), (4, 6), "int32", (Partial("sum"), Sharded(1)))
-    dst = Layout(DeviceMesh((2, 2), ("x", "y")), (4, 6), "int32", (Partial("sum"), Sharded(1)))
-    assert plan_redistribute(src, dst).steps == ()
-    lc.run_loopback(4, lambda comm: check_move(comm, src, dst, 1), 30)
-
-
-def test_every_pair_of_ranks_shares_one_box_at_most() -> None:
-    rng = random.Random(3)
-    for _ in range(200):
-        src, dst = random_pair(rng, 8)
-        for step in (e for s in plan_redistribute(src, dst).steps for e in s.exchanges):
-            for rank in range(8):
-                pairs = [p.src_rank for p in step.incoming(rank)]
-                assert len(pairs) == len(set(pairs))
-
-
 def test_copies_are_read_evenly() -> None:
     src = Layout(DeviceMesh((4, 2), ("dp", "tp")), (8, 8), "float32", (Replicated(), Sharded(0)))
     dst = src.with_placements((Replicated(), Sharded(1)))
@@ -259,6 +211,11 @@ def test_copies_are_read_evenly() -> None:
     assert [plan_redistribute(copies, readers).sent_bytes(r) for r in (0, 1)] == [16, 16]
 
 
+def sources_of(src: Layout, dst: Layout, rank: int, node_size: int | None = None) -> set[int]:
+    (step,) = plan_redistribute(src, dst, node_size=node_size).steps[0].exchanges
+    return {p.src_rank for p in step.incoming(rank)}
+
+
 def test_a_copy_on_the_own_node_is_read_first() -> None:
     # Nodes of four ranks: 0 to 3 and 4 to 7. Either has a copy of the array on its lower two ranks.
     src = Layout(
@@ -267,14 +224,6 @@ def test_a_copy_on_the_own_node_is_read_first() -> None:
     dst = Layout(DeviceMesh((4,), ("x",), ranks=(2, 3, 6, 7)), (8,), "float32", (Replicated(),))
     assert [sources_of(src, dst, r, node_size=4) for r in (2, 3, 6, 7)] == [{0, 1}, {0, 1}, {4, 5}, {4, 5}]
     assert sources_of(src, dst, 3) == {4, 5}, "without node sizes this reader is sent elsewhere"
-
-
-def test_a_rank_reads_its_own_copy_before_any_of_its_node() -> None:
-    # An order of ranks in which no other rule ends at the reader itself.
-    src = Layout(DeviceMesh((8,), ("x",), ranks=(1, 0, 3, 2, 5, 4, 7, 6)), (16,), "float32", (Replicated(),))
-    dst = src.with_placements((Sharded(0),))
-    for node_size in (None, 2, 4, 8):
-        assert [sources_of(src, dst, r, node_size) for r in range(8)] == [{r} for r in range(8)]
 
 
 @pytest.mark.usefixtures("way")
@@ -459,10 +408,7 @@ def test_many_arrays_move_after_one_agreement() -> None:
         assert together["w3"] is place["w3"]
         for name in plans:
             assert np.array_equal(together[name], apart[name])  # type: ignore[arg-type]
-        for change, text in (
-            ({"w5": np.zeros(3)}, "rank 2: 'w5': local"),
-            ({"x": np.zeros(3)}, r"no plan"),
-        ):
+        for change, text in (({"w5": np.zeros(3)}, "rank 2: 'w5': local"), ({"x": np.zeros(3)}, r"no plan")):
             asked = {**local, **change} if comm.rank == 2 else local
             with pytest.raises(BufferMismatchError, match=text):
                 execute_all(plans, asked, comm)
@@ -482,20 +428,3 @@ def test_a_plan_that_cannot_be_made_on_one_rank_raises_on_all() -> None:
             redistribute(np.zeros(3, np.float32), SRC, dst, comm)
 
     lc.run_loopback(2, run)
-
-
-@pytest.mark.filterwarnings("ignore:the matrix subclass")
-def test_subclasses_of_arrays_move_as_plain_ones() -> None:
-    mesh = DeviceMesh((2,), ("x",))
-    src, dst = (Layout(mesh, (4, 2), "float64", (placed,)) for placed in (Sharded(0), Replicated()))
-    whole = np.arange(8.0).reshape(4, 2)
-
-    def job(comm: lc.Communicator) -> None:
-        part = np.asmatrix(whole[src.box(comm.rank)[0][0] :][:2])
-        for out in (np.asmatrix(np.zeros((4, 2))), None):
-            found = redistribute(part, src, dst, comm, out)
-            assert found is not None
-            assert (np.asarray(found) == whole).all()
-            assert out is None or found is out
-
-    lc.run_loopback(2, job, timeout_s=30.0)

@@ -7,11 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.reshard_cases import (
-    LIMIT_S,
-    WAYS,
-    arrays_of,
-)
+from support.reshard_cases import LIMIT_S, WAYS, arrays_of
 
 from lowshard import dtypes
 from lowshard.comm import run_loopback, share_text

@@ -15,21 +15,14 @@ from lowshard.solver import REFUSED, AxisAssignment, Result, action_set, build_a
 from lowshard.solver.table import elementwise_rules, index_rules, product_rules, reduction_rules, shape_rules
 
 R, P, AVG = Replicated(), Partial("sum"), Partial("avg")
-S0, S1, S2 = Sharded(0), Sharded(1), Sharded(2)
+S0, S1, S2, S3 = (Sharded(dim) for dim in range(4))
 
 CASES: list[tuple[Any, str, list[tuple[int, ...]], dict[str, Any], tuple[Any, ...], Any]] = [
     (elementwise_rules.ONE_SIDED, "add", [(4, 8), (4, 8)], {}, (S0, R), S0),
     (elementwise_rules.ONE_SIDED, "mul", [(4, 8), (4, 8)], {}, (R, S1), S1),
     (elementwise_rules.ONE_SIDED, "where", [(4, 8)] * 3, {}, (S0, R, R), S0),
     (index_rules.CROSS, "gather", [(8, 4), (8,)], {"axis": 0}, (S1, S0), S0),
-    (
-        product_rules.GROUPED_CHANNELS,
-        "conv2d",
-        [(2, 4, 4, 4), (1, 1, 2, 4)],
-        {"groups": 2},
-        (R, Sharded(3)),
-        Sharded(3),
-    ),
+    (product_rules.GROUPED_CHANNELS, "conv2d", [(2, 4, 4, 4), (1, 1, 2, 4)], {"groups": 2}, (R, S3), S3),
     (reduction_rules.CUMSUM, "cumsum", [(4, 8)], {"axis": 0}, (S0,), P),
     (reduction_rules.UNEVEN_MEAN, "mean", [(5, 8)], {"axis": 0}, (S0,), AVG),
     (shape_rules.CONCAT, "concat", [(4, 2), (4, 2)], {"axis": 0}, (S0, S0), S0),

@@ -24,7 +24,7 @@ from support.reshard_cases import (
     run_case,
 )
 
-from lowshard import DeviceMesh, Layout, Replicated, Sharded, dtypes, execute_all, plan_redistribute
+from lowshard import DeviceMesh, Layout, Sharded, dtypes, execute_all, plan_redistribute
 from lowshard.comm import Communicator, run_loopback
 from lowshard.errors import (
     BufferMismatchError,
@@ -110,22 +110,6 @@ def test_staging_is_bounded_and_pools_and_idle_ranks_take_part(rng: np.random.Ge
     assert all(r.staging_bytes <= 4096 for r in reports)
     assert reports[4].sent_bytes == reports[4].received_bytes == 0  # idle
     assert sum(r.sent_bytes for r in reports) == 2 * 40 * 64 * 4
-
-
-def test_replicated_meshes_of_layouts_reshard(rng: np.random.Generator) -> None:
-    mesh = DeviceMesh((2, 2), ("dp", "tp"))
-    src = Layout(mesh, (6, 10), "int32", (Replicated(), Sharded(0)))
-    dst = Layout(mesh, (6, 10), "int32", (Sharded(1), Sharded(0)))
-    plan = build_reshard_plan({"w": src}, {"w": dst})
-    whole = rng.integers(0, 99, (6, 10)).astype(np.int32)
-
-    def work(comm: Any) -> None:
-        (a, b), (p, q) = src.box(comm.rank), dst.box(comm.rank)
-        out = np.zeros(dst.local_shape(comm.rank), np.int32)
-        execute_reshard_plan(plan, {"w": whole[slice(*a), slice(*b)].copy()}, {"w": out}, comm)
-        assert np.array_equal(out, whole[slice(*p), slice(*q)])
-
-    run_loopback(4, work, LIMIT_S)
 
 
 # ---- errors: the same on all ranks, before anything is written
@@ -224,10 +208,8 @@ def carved(
     maps = {n: map_of(a) for n, a in held.items()}
     sources = {} if call == "Subscriber" else {n: map_of([a]) for n, a in src.items()}
     wrong = [(a, b) for a, b in combinations(FED, 2) if (maps[a] & maps[b]).any()]
-    if (
-        EMBEDDING,
-        OUTPUT,
-    ) in wrong and not is_plain:  # one source feeds both, and what they share is one array
+    # One source feeds both, and what they share is one array.
+    if (EMBEDDING, OUTPUT) in wrong and not is_plain:
         pairs = [
             (a, b) for a, b in product(held[EMBEDDING], held[OUTPUT]) if (map_of([a]) & map_of([b])).any()
         ]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
 import threading
 import time
 from pathlib import Path
@@ -12,12 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import mode
 from support.checkpoints import attention_and_more, state_of, values_of
 
 from lowshard.checkpoint import Catalog, CheckpointReader
-from lowshard.comm import loopback, run_loopback
-from lowshard.errors import CheckpointError, MismatchError
+from lowshard.comm import run_loopback
+from lowshard.errors import CheckpointError
 from lowshard.fsdp import FSDP, AdamW, Param
 from lowshard.tiling import Tiling
 from lowshard.weights import load, plan_load, save
@@ -151,21 +148,6 @@ def test_a_failure_is_raised_by_wait_and_by_the_next_save_on_every_rank_unless_a
     assert not [p for p in place.iterdir() if p.name.endswith(".tmp")]
 
 
-def test_wrong_calls_are_refused_at_once_and_alike(tmp_path: Path) -> None:
-    def work(comm: Any) -> None:
-        with pytest.raises(CheckpointError, match="wait is True or False"):
-            save(tmp_path / "c", states(1, comm.rank), comm, wait="no" if comm.rank == 1 else False)  # type: ignore[call-overload]
-        with pytest.raises(MismatchError):
-            save(tmp_path / "c", states(1, comm.rank), comm, wait=comm.rank != 1)  # type: ignore[call-overload]
-        with pytest.raises(CheckpointError, match="there is no folder"):
-            save(tmp_path / "no" / "m", states(1, comm.rank), comm, merged=True, wait=False)
-        with pytest.raises(CheckpointError, match=r"w has ndarray float32\[3, 4\]$"):
-            save(tmp_path / "c", {"w": np.zeros((3, 4), np.float32)}, comm, wait=False)  # type: ignore[dict-item]
-        assert not (tmp_path / "c").exists()
-
-    run_loopback(RANKS, work, LIMIT_S)
-
-
 def test_one_process_without_a_communicator(tmp_path: Path) -> None:
     array = np.arange(1000, dtype=np.float32)
     state = {"w": (Tiling.whole((1000,), "float32"), array)}
@@ -184,55 +166,6 @@ def test_one_process_without_a_communicator(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="No space left"):
         save(tmp_path / "c", state)
     save(tmp_path / "c", state)
-
-
-@pytest.mark.parametrize("merged", [False, True])
-def test_the_place_is_that_of_the_call_wherever_the_program_goes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, merged: bool
-) -> None:
-    (tmp_path / "here").mkdir()
-    (tmp_path / "there").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-    has_gone, system_open = threading.Event(), os.open
-
-    def later(*args: Any, **options: Any) -> int:
-        if threading.current_thread() is not threading.main_thread():
-            assert has_gone.wait(LIMIT_S)
-        return system_open(*args, **options)
-
-    monkeypatch.setattr(os, "open", later)
-    state = {"w": (Tiling.whole((8,), "float32"), np.ones(8, np.float32))}
-    begun = save("c", state, merged=merged, wait=False)
-    os.chdir(tmp_path / "there")
-    has_gone.set()
-    begun.wait(LIMIT_S)
-    assert list(Catalog.open(tmp_path / "here" / "c").tensors) == ["w"]
-    assert not list((tmp_path / "there").iterdir())
-
-
-def test_a_fork_saves_while_its_parent_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    state = {"w": (Tiling.whole((8,), "float32"), np.ones(8, np.float32))}
-    may_end, sync, parent = threading.Event(), os.fsync, os.getpid()
-
-    def held(fd: int) -> None:
-        if os.getpid() == parent:
-            may_end.wait(LIMIT_S)
-        sync(fd)
-
-    monkeypatch.setattr(os, "fsync", held)
-    begun = save(tmp_path / "parent", state, wait=False)
-    child = os.fork()
-    if not child:
-        signal.alarm(10)  # which ends it
-        with contextlib.suppress(BaseException):
-            save(tmp_path / "child", state)
-            os._exit(0)
-        os._exit(1)
-    assert os.waitpid(child, 0)[1] == 0
-    assert not begun.done()
-    may_end.set()
-    begun.wait(LIMIT_S)
-    assert Catalog.open(tmp_path / "child").digests == Catalog.open(tmp_path / "parent").digests
 
 
 def test_no_call_waits_for_a_thread_that_could_not_start(
@@ -282,31 +215,3 @@ def test_training_goes_on_while_its_state_is_saved(tmp_path: Path) -> None:
         assert (tmp_path / f"beside{number}").read_bytes() == (tmp_path / f"sync{number}").read_bytes()
     with CheckpointReader(tmp_path / "sync3") as reader:
         assert "l0.w" in reader.header.tensors
-
-
-@pytest.mark.full_only
-def test_it_returns_in_the_time_of_a_copy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The communicator's memory is warm after the first; CPU time of this thread, so that others do not count."""
-    n = (268_000_000 if mode.full() else 134_000_000) // 4
-    array, copy = np.ones(n, np.float32), np.ones(n, np.float32)
-    state = {"w": (Tiling.whole((n,), "float32"), array)}
-    ratios, first = [], 0.0
-    with loopback(1)[0] as comm:
-        for number in range(6):
-            begin_s = time.thread_time()
-            copy[...] = array
-            copied_s = time.thread_time() - begin_s
-            begin_s = time.thread_time()
-            begun = save(tmp_path / "m", state, comm, merged=True, wait=False)
-            saved_s = time.thread_time() - begin_s
-            begun.wait(120)
-            if number:
-                ratios.append(saved_s / copied_s)
-            else:
-                first = saved_s / copied_s
-    with capsys.disabled():
-        print(
-            f"\nsave(wait=False) of {array.nbytes / 1e6:.0f} MB returns in {min(ratios):.2f} to {max(ratios):.2f} "
-            f"times a copy into warm memory; the first one, which gets its memory, in {first:.2f} times"
-        )
-    assert min(ratios) <= 1.3

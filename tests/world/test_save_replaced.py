@@ -8,8 +8,6 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +19,10 @@ from support.checkpoints import on_ranks
 from lowshard.checkpoint import Catalog
 from lowshard.checkpoint import hf_index as hf
 from lowshard.checkpoint.checkpoint_index import INDEX_NAME
-from lowshard.checkpoint.checkpoint_index import _digest as digest_of
 from lowshard.comm import Communicator
 from lowshard.errors import CheckpointError, LowshardError
 from lowshard.tiling import Tiling
-from lowshard.weights import load, plan_load, remove_leftovers, save
+from lowshard.weights import load, plan_load, save
 
 WHOLE = Tiling.whole((8,), "float32")
 HALVES = Tiling.from_pieces((8,), "float32", [[((0, 4),)], [((4, 8),)]])
@@ -92,18 +89,6 @@ def test_a_plain_file_that_is_written_anew_in_place_is_not_read(tmp_path: Path) 
         load(catalog, plan)
 
 
-def test_a_plan_is_good_for_a_copy_of_its_file(tmp_path: Path) -> None:
-    path, catalog = of_one_file(tmp_path)
-    plan = plan_load(catalog, {"a": HALVES})
-    copies = [tmp_path / "of0", tmp_path / "of1"]
-    for number, copy in enumerate(copies):
-        shutil.copyfile(path, copy)
-        os.utime(copy, ns=(number, number))
-    found = on_ranks(2, lambda c: load(copies[c.rank], plan, c)["a"])  # as on hosts with a copy each
-    assert [a.tolist() for a in found] == [[1.0] * 4] * 2
-    assert Catalog.open(copies[0]).digest == catalog.digest
-
-
 def test_ranks_between_whose_opens_a_file_was_replaced_load_no_mix(tmp_path: Path) -> None:
     path = tmp_path / "m.safetensors"
     save(path, state(w=1), merged=True)
@@ -162,20 +147,6 @@ def test_a_save_that_comes_before_the_rename_of_the_index_of_another_leaves_no_i
     assert len(list((tmp_path / "c").iterdir())) == 3
 
 
-def test_an_index_in_the_making_is_no_leftover(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, removed = os.replace, []
-
-    def late(source: Any, target: Any) -> None:
-        if Path(target).name == hf.HF_INDEX:
-            removed.extend(remove_leftovers(tmp_path / "c"))
-        real(source, target)
-
-    monkeypatch.setattr(os, "replace", late)
-    save(tmp_path / "c", state(w=1))
-    assert removed == []
-    assert seen_by_others(tmp_path / "c") == {"w": 1}
-
-
 def test_where_the_index_cannot_be_written_others_find_none_and_nothing_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -193,42 +164,6 @@ def test_where_the_index_cannot_be_written_others_find_none_and_nothing_is_left(
     assert loaded(tmp_path / "c") == {"w": 2}
     assert seen_by_others(tmp_path / "c") is None
     assert sorted(p.name.split("-")[0] for p in (tmp_path / "c").iterdir()) == [INDEX_NAME, "shard"]
-
-
-def test_a_checkpoint_without_tensors_has_no_index_and_is_in_no_ones_way(tmp_path: Path) -> None:
-    save(tmp_path / "c", {})
-    assert seen_by_others(tmp_path / "c") is None
-    save(tmp_path / "c", state(w=1))
-    assert seen_by_others(tmp_path / "c") == {"w": 1}
-    (tmp_path / "c" / hf.HF_INDEX).write_text(
-        '{"metadata": {"total_size": 7}, "weight_map": {}}'
-    )  # not of a save
-    save(tmp_path / "c", state(w=2))
-    assert seen_by_others(tmp_path / "c") == {}
-
-
-def test_data_stays_where_the_index_is_a_link_whose_file_is_away(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder, away = tmp_path / "c", tmp_path / "away.json"
-    save(folder, state(w=1))
-    (folder / INDEX_NAME).rename(away)
-    (folder / INDEX_NAME).symlink_to(away.with_name("other.json"))
-    assert remove_leftovers(folder) == []
-    module = import_module("lowshard.weights.save")
-
-    def full(*args: Any) -> None:
-        raise CheckpointError("no room")
-
-    monkeypatch.setattr(module, "reserve", full)
-    with pytest.raises(CheckpointError, match="no room"):
-        save(folder, state(w=2))
-    monkeypatch.undo()
-    away.rename(away.with_name("other.json"))
-    assert loaded(folder) == {"w": 1}
-    save(folder, state(w=3))
-    assert loaded(folder) == {"w": 3}
-    assert len(list(folder.iterdir())) == 3
 
 
 @pytest.mark.parametrize(("gone", "said"), [("folder", "No such file"), ("claim", "another save removed")])
@@ -284,44 +219,6 @@ def test_what_cannot_stand_in_the_index_is_refused_on_all_ranks_at_once(
     if not options.keys() & {"strategies"}:
         with pytest.raises(CheckpointError, match=said):
             on_ranks(1, lambda c: save(tmp_path / "m", tensors, c, merged=True, **options))
-
-
-def test_where_the_system_does_not_say_what_a_path_is_leftovers_are_not_removed() -> None:
-    with pytest.raises(CheckpointError, match="leftovers of saves cannot be removed"):
-        remove_leftovers(Path("a" * 300))
-
-
-@pytest.mark.parametrize("ranks", [0, -1, 100_000_000])
-def test_an_index_of_no_or_of_endless_ranks_is_refused(tmp_path: Path, ranks: int) -> None:
-    save(tmp_path / "c", state(w=1))
-    change_index(tmp_path / "c", lambda body: body.update(ranks=ranks))
-    with pytest.raises(CheckpointError, match=f"by 1 to 1048576 ranks, got {ranks}"):
-        Catalog.open(tmp_path / "c")
-
-
-def test_an_index_whose_digest_of_a_tensor_is_none_is_refused(tmp_path: Path) -> None:
-    save(tmp_path / "c", state(w=1))
-    change_index(tmp_path / "c", lambda body: body["tensors"]["w"].update(digest="zz"))
-    with pytest.raises(CheckpointError, match="tensor 'w': a digest is 32 hexadecimal digits, got 'zz'"):
-        Catalog.open(tmp_path / "c")
-
-
-def change_index(folder: Path, change: Callable[[Any], object]) -> None:
-    body = json.loads((folder / INDEX_NAME).read_text())
-    del body["digest"]
-    change(body)
-    (folder / INDEX_NAME).write_text(json.dumps(body | {"digest": digest_of(body)}))
-
-
-def test_metadata_of_null_is_none(tmp_path: Path) -> None:
-    text = b'{"__metadata__":null,"w":{"dtype":"F32","shape":[8],"data_offsets":[0,32]}}'
-    (tmp_path / "m").write_bytes(len(text).to_bytes(8, "little") + text + np.ones(8, np.float32).tobytes())
-    assert load_file(tmp_path / "m")["w"][0] == 1  # as the library has it
-    assert Catalog.open(tmp_path / "m").metadata == {}
-    assert loaded(tmp_path / "m") == {"w": 1}
-
-
-# ---- the end of a program
 
 
 def test_an_error_in_the_background_that_nobody_was_told_of_is_shown_at_the_end(tmp_path: Path) -> None:

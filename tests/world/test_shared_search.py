@@ -154,24 +154,3 @@ def test_what_was_found_is_told_though_the_base_goes_and_not_what_was_found_in_o
     assert fresh.find(new, 2, old, 1, place, _ALL, ScratchBuffer()).units == 10
     new.set_number(0)
     assert SharedSearch().find(new, 2, old, 1, place, _ALL, ScratchBuffer()) is NO_DELTA
-
-
-def test_texts_beyond_an_eighth_of_a_snapshot_are_not_kept(searches: _Counted) -> None:
-    two = _Two(ELEMS // 4)
-    found = two.find_at_once(searches, 3)
-    assert searches.count() == 3
-    assert found[0].encoded is not None
-    assert len({id(one.encoded) for one in found}) == 3
-    assert {one.units for one in found} == {ELEMS // 4}
-    two.shared.find(two.memory(2), 2, two.memory(1), 1, two.store.places["w"], _ALL, ScratchBuffer())
-    assert searches.count() == 1
-
-
-def test_a_search_that_fails_is_done_again(searches: _Counted, monkeypatch: pytest.MonkeyPatch) -> None:
-    two = _Two(10)
-    find = ChangeBoxes.find
-    monkeypatch.setattr(ChangeBoxes, "find", lambda *args, **settings: 1 // 0)
-    with pytest.raises(ZeroDivisionError):
-        two.find()
-    monkeypatch.setattr(ChangeBoxes, "find", find)
-    assert two.find().units == 10

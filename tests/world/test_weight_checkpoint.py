@@ -6,8 +6,6 @@ import json
 import mmap
 import os
 import threading
-import weakref
-from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -20,16 +18,9 @@ from support.checkpoints import attention_and_more, local_of, on_ranks, same, sa
 
 from lowshard import DeviceMesh, Layout, Replicated, Sharded
 from lowshard.checkpoint import Catalog
-from lowshard.comm import Communicator
 from lowshard.comm.loopback import LoopbackTransport
 from lowshard.comm.reach import Reach
-from lowshard.errors import (
-    BufferMismatchError,
-    CheckpointError,
-    LayoutError,
-    MismatchError,
-    PlanError,
-)
+from lowshard.errors import BufferMismatchError, CheckpointError, LayoutError, MismatchError, PlanError
 from lowshard.tiling import Tiling
 from lowshard.weights import LoadPlan, LoadReport, ShardingStrategy, load, plan_load, remove_leftovers, save
 from lowshard.weights.load_plan import STRATEGIES
@@ -234,16 +225,6 @@ def test_a_plan_of_another_checkpoint_is_refused(tmp_path: Path) -> None:
     assert "make it anew" in str(found[0])
 
 
-def test_a_plan_for_another_dtype_of_the_same_width_is_refused(tmp_path: Path) -> None:
-    tilings = {"rows": S.rowwise(2).layout((13, 6), "float32")}
-    save_over(tmp_path / "c", values_of(tilings), tilings, 2)
-    other = (("rows", S.rowwise(2).layout((13, 6), "int32")),)
-    plan = replace(plan_load(tmp_path / "c", tilings), tilings=other)
-    found = outcomes(2, lambda c: load(tmp_path / "c", plan, c))
-    assert [type(e) for e in found] == [CheckpointError] * 2
-    assert "'rows' is float32[13, 6], the plan is for int32[13, 6]" in str(found[0])
-
-
 # ---- damage
 
 
@@ -300,34 +281,6 @@ def test_damaged_files_are_never_loaded(tmp_path: Path, rng: np.random.Generator
                     assert file.name in said
         file.write_bytes(raw)
     assert all(same(a, values[n]) for n, a in load(folder, plan).items())
-
-
-def test_damaged_headers_of_a_plain_file_are_refused_or_harmless(
-    tmp_path: Path, rng: np.random.Generator
-) -> None:
-    """A plain file has no checksums, but its header cannot lead to other data than the right."""
-    values = {f"layer.{i}.w": rng.random((5 + i, 8)).astype(np.float32) for i in range(6)}
-    file = tmp_path / "model.safetensors"
-    save_file(values, file, metadata={"format": "pt"})
-    raw = file.read_bytes()
-    end = 8 + int.from_bytes(raw[:8], "little")
-    whole = {n: Tiling.whole(v.shape, "float32") for n, v in values.items()}
-    plan = plan_load(file, whole)
-    count, refused = 3000 if mode.full() else 150, 0
-    for number in range(count):
-        bad = damage(raw, ("header", "cut", "tail")[number % 3], rng, end)
-        file.write_bytes(bad)
-        said, found = "", {}
-        try:
-            found = load(file, plan_load(file, whole) if number % 2 else plan)
-        except CheckpointError as error:
-            said = str(error)
-        if found:
-            assert all(same(found[n], v) for n, v in values.items())
-        else:
-            refused += 1
-            assert str(file) in said
-    assert refused > count // 10
 
 
 def test_damage_seen_by_one_rank_is_raised_by_all(tmp_path: Path) -> None:
@@ -516,27 +469,6 @@ def test_leftovers_of_killed_merged_saves_are_cleared(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == [other.name, "m.safetensors"]
 
 
-@pytest.mark.parametrize("name", ["n" * 243 + ".safetensors", "\u00e9" * 127])
-def test_names_as_long_as_the_system_has_them(tmp_path: Path, name: str) -> None:
-    tilings = {"w": Tiling.whole((8,), "float32")}
-    values = values_of(tilings)
-    claims: list[str] = []
-    sync = os.fsync
-
-    def look(fd: int) -> None:
-        claims.extend(p.name for p in tmp_path.iterdir() if p.name.endswith(".tmp"))
-        sync(fd)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "fsync", look)
-        save_over(tmp_path / name, values, tilings, 1, merged=True)
-    assert claims
-    (tmp_path / claims[0]).write_bytes(b"half")  # of a killed save
-    save_over(tmp_path / name, values, tilings, 1, merged=True)
-    assert [p.name for p in tmp_path.iterdir()] == [name]
-    assert same(load(tmp_path / name, plan_load(tmp_path / name, tilings))["w"], values["w"])
-
-
 def test_what_is_no_file_is_not_replaced_and_no_folder_is_named_as_a_file(tmp_path: Path) -> None:
     state = {"w": (Tiling.whole((8,), "float32"), np.ones(8, np.float32))}
     os.mkfifo(tmp_path / "pipe")
@@ -556,21 +488,6 @@ def test_what_is_no_file_is_not_replaced_and_no_folder_is_named_as_a_file(tmp_pa
     (tmp_path / "old.safetensors").mkdir()
     save(tmp_path / "old.safetensors", state)
     save(tmp_path / "to_nothing", state, merged=True)
-
-
-def test_a_load_leaves_nothing_behind_with_the_communicator(tmp_path: Path) -> None:
-    tiling = Tiling.whole((64, 64), "float32", 2)
-    save(tmp_path / "c", {"w": (Tiling.whole((64, 64), "float32"), np.ones((64, 64), np.float32))})
-    plan = plan_load(tmp_path / "c", {"w": tiling}, strategy="node-leader")
-
-    def work(comm: Communicator) -> bool:
-        array = load(tmp_path / "c", plan, comm)["w"]
-        assert array.all()
-        gone = weakref.ref(array)
-        del array
-        return gone() is None
-
-    assert on_ranks(2, work) == [True, True]
 
 
 @pytest.mark.parametrize("nodes", [None, [0, 0, 1, 1, 1]])
