@@ -493,7 +493,10 @@ class _Job:
         """Ends whatever of the job still runs: the ranks, mpiexec, then every process of the job."""
         is_good = self._hub.are_all_over and not self._signals
         self._hub.order(b"end")
-        has_ended = lambda: self._mpiexec.poll() is not None  # noqa: E731
+
+        def has_ended() -> bool:
+            return self._mpiexec.poll() is not None
+
         self._pump_for(_ALL_OVER_S if is_good else _END_S if self._hub.states else 0, has_ended)
         if len(self._signals) > 1:
             self._hub.order(b"kill")

@@ -119,22 +119,24 @@ class Supervisor:
         for fd in self._writes:
             os.close(fd)
         self._ranks_end.close()
-        self._pid, self._is_over, self._kill_s = pid, False, float("inf")
-        rank_fd, has_ended = os.pidfd_open(pid), False
+        self._pid, self._has_ended, self._is_over, self._kill_s = pid, False, False, float("inf")
+        rank_fd = os.pidfd_open(pid)
         while True:
-            ready = self._wait(-1 if has_ended else rank_fd)
+            ready = self._wait(rank_fd)
             self._hear_launcher()
+            if self._launcher.closed:
+                self._is_over, self._kill_s = True, 0.0
             self._pass_on()
             now_s = time.monotonic()
-            if not has_ended and rank_fd in ready:
+            if not self._has_ended and rank_fd in ready:
                 status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
                 self._pass_on()  # its last words
                 swept = -status in _ENDING and any(number in _ENDING for number in told)
                 self._launcher.say(do="ended", status=status, swept=swept)
-                has_ended, self._kill_s = True, min(self._kill_s, now_s + _ORPHAN_S)
+                self._has_ended, self._kill_s = True, min(self._kill_s, now_s + _ORPHAN_S)
             if now_s > self._kill_s:
-                self._kill(pid, has_ended)
-            if not _reap_orphans(pid) and has_ended and self._is_over:
+                self._kill()
+            if not _reap_orphans(pid) and self._has_ended and self._is_over:
                 break
         end_s = time.monotonic() + (0 if self._launcher.closed else _LAST_WORDS_S)
         self._pass_on()
@@ -155,7 +157,7 @@ class Supervisor:
         if len(self._launcher.unsent) < _MOST_UNSENT_BYTES:
             for fd in self._pipes:
                 poll.register(fd, select.POLLIN)
-        if rank_fd >= 0:
+        if not self._has_ended:
             poll.register(rank_fd, select.POLLIN)
         wait_s = 0.02 if self._is_over or self._kill_s < float("inf") else _TURN_S
         return {fd for fd, _ in poll.poll(1000 * wait_s)}
@@ -166,17 +168,18 @@ class Supervisor:
         self._launcher.flush()
         for kind, content in self._launcher.receive():
             if content == b"stacks":
-                os.kill(self._pid, STACK_SIGNAL)
+                self._signal_rank(STACK_SIGNAL)
             elif content == b"end" and not self._is_over:
                 self._is_over, self._kill_s = True, min(self._kill_s, time.monotonic() + _TERM_S)
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(self._pid, signal.SIGTERM)
+                self._signal_rank(signal.SIGTERM)
             elif content == b"kill":
                 self._is_over, self._kill_s = True, 0.0
             elif kind == MESSAGE:
                 self._rank.send(kind, content)
-        if self._launcher.closed:
-            self._is_over, self._kill_s = True, 0.0
+
+    def _signal_rank(self, number: int) -> None:
+        if not self._has_ended:  # else its number may be another process's
+            os.kill(self._pid, number)
 
     def _pass_on(self) -> None:
         """Passes on what the rank has said and printed."""
@@ -194,16 +197,16 @@ class Supervisor:
                         break
                     self._launcher.send(kind, data)
 
-    def _kill(self, pid: int, has_ended: bool) -> None:
+    def _kill(self) -> None:
         """Kills the rank, or what it has left behind: this process is its parent now."""
-        children = [pid]
-        if has_ended:
-            with contextlib.suppress(OSError):  # a kernel that has no such list
-                text = Path(f"/proc/self/task/{self._own_pid}/children").read_text(encoding="ascii")
-                children = [int(word) for word in text.split()]
-        for child in children:
-            with contextlib.suppress(OSError):  # it has ended, or runs as another user
-                os.kill(child, signal.SIGKILL)
+        if not self._has_ended:
+            self._signal_rank(signal.SIGKILL)
+            return
+        with contextlib.suppress(OSError):  # a kernel that has no such list
+            children = Path(f"/proc/self/task/{self._own_pid}/children").read_text(encoding="ascii")
+            for word in children.split():
+                with contextlib.suppress(OSError):  # it has ended, or runs as another user
+                    os.kill(int(word), signal.SIGKILL)
 
 
 def _reap_orphans(rank_pid: int) -> bool:

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from types import ModuleType, TracebackType
 from typing import Any, NoReturn, Self
 
-from lowshard.comm.failure import Channel, Told, begin_end, channels
+from lowshard.comm.failure import Channel, begin_end, channels
 from lowshard.errors import CommError, MismatchError, PeerFailed, TimedOut
 
 __all__ = [
@@ -218,7 +218,7 @@ def _report(record: FailureRecord, error: BaseException | None) -> None:
 
     Of ranks that fail alike, the one whose telling came first prints its text, and the others a line.
     """
-    kind: Told = "exit" if error is None else "failed"
+    kind = "exit" if error is None else "failed"
     if isinstance(error, TimedOut):
         kind = "timed out"
     elif isinstance(error, MismatchError):

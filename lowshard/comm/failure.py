@@ -28,7 +28,7 @@ import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -56,7 +56,6 @@ MESSAGE = b"m"
 UNCONFIRMED_S = 12.0
 """How long the kernel waits for a sign of life of another host."""
 
-Told = Literal["failed", "exit", "timed out", "disagreed", "died", "left"]
 _VERBS = {
     "failed": "failed", "exit": "ended its program", "timed out": "timed out",
     "disagreed": "found that ranks disagree", "died": "died",
@@ -290,7 +289,8 @@ class Channel:
         """
         self.rank, self.ranks = rank, tuple(ranks)
         self.flag = np.zeros(1, np.int64)
-        self.kind, self.cause, self.failed_rank = "", "", None
+        self.kind, self.cause = "", ""
+        self.failed_rank: int | None = None
         self.gone: dict[int, int] = {}
         self._watches: list[Watch] = []
         self._socket, self._hub, self._pid = connection, hub, os.getpid()
@@ -319,14 +319,14 @@ class Channel:
                 self._wire.flush()
 
     def tell(
-        self, kind: Told, text: str, record: Mapping[str, Any] | None = None, about: int | None = None
+        self, kind: str, text: str, record: Mapping[str, Any] | None = None, about: int | None = None
     ) -> None:
         """Tell all ranks that this one fails; returns once they have been told, or after 0.3 s.
 
         Where a failure is known already that one stands; a record for the launcher goes out all the same.
 
         Args:
-            kind: how it fails.
+            kind: how it fails: "failed", "exit", "timed out", "disagreed", "left".
             text: why, in words.
             record: what the launcher is to know.
             about: the rank that failed, where it is another one.
@@ -441,7 +441,8 @@ class Watch:
 
     def __init__(self, channel: Channel, world_ranks: Sequence[int], activity: Activity) -> None:
         self.channel, self.flag = channel, channel.flag
-        self.world_ranks, self.activity = tuple(world_ranks), activity
+        self.world_ranks: Sequence[int] = tuple(world_ranks)
+        self.activity = activity
         self._gone_ns = np.zeros(len(self.world_ranks), np.int64)
         channel._watches.append(self)
         for rank in list(channel.gone):
@@ -461,7 +462,7 @@ class Watch:
         """Return the error to raise on this rank after a failure, in which it was in `where`."""
         return self.channel.error(where)
 
-    def tell(self, kind: Told, text: str) -> None:
+    def tell(self, kind: str, text: str) -> None:
         """Tell all ranks that this one fails; after a time-out each of them prints what it was in."""
         self.channel.tell(kind, text)
 
@@ -520,7 +521,8 @@ def meet(mpi_comm: Any, world_ranks: Sequence[int]) -> Channel:
     rank = mpi_comm.Get_rank()
     hosts = [a for some in interface_addresses().values() for a in some if not is_loopback(a)]
     seats = mpi_comm.allgather((network_name(), hosts[:16]))
-    folder, channel, problem, offer = "", None, "", ((), "")
+    channel: Channel | None = None
+    problem, offer = "", (tuple[str, ...](), "")
     with contextlib.ExitStack() as stack:
         if rank == 0:
             try:

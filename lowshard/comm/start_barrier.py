@@ -55,8 +55,8 @@ def await_all(mpi_comm: Any, timeout_s: float) -> None:
         if missing:
             ranks = world_ranks(load_mpi(), mpi_comm)
             raise TimedOut(
-                f"{names_of(missing)} did not come within {timeout_s:g} s to make a communicator; all ranks of the MPI "
-                "communicator call from_mpi (or from_nccl), or none does"
+                f"{names_of(missing)} did not come within {timeout_s:g} s to make a communicator; every rank of the "
+                "MPI communicator calls from_mpi (or from_nccl), or none does"
             ).about(ranks[rank] for rank in missing)
     sent = np.zeros(size, np.int64)
     if not _within(timeout_s, mpi_comm.Iallgather(np.array([len(words)], np.int64), sent).Test):

@@ -53,6 +53,7 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[Group]:
     yield Group(channels, [Watch(channel, RANKS, Activity()) for channel in channels])
     for channel in channels:
         channel.leave()
+    for channel in channels:
         channel._threads[0].join(SOON_S)
 
 
