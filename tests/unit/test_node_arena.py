@@ -111,7 +111,10 @@ def test_segments_are_made_as_needed_and_up_to_the_most(make: Maker) -> None:
     assert int(arena.table[0]) == 2
     sizes = [int(arena.table[2 + 2 * i]) for i in range(2)]
     assert sizes == [FIRST, 256 << 20]
-    assert [int(arena.table[1 + 2 * i]) for i in range(2)] == [arena.segments[0].address, arena.segments[1].address]
+    assert [int(arena.table[1 + 2 * i]) for i in range(2)] == [
+        arena.segments[0].address,
+        arena.segments[1].address,
+    ]
     large = arena.allocate(400 << 20)
     assert (large.segment, large.offset) == (2, 0)
     before = descriptors()
