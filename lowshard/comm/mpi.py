@@ -43,7 +43,7 @@ class MPITransport(ByMailbox, Transport):
 
     Attributes:
         node: the ranks of this rank's node, who share memory; None where that is not wanted, or cannot be had.
-        homes: by rank, a number of its node.
+        homes: by rank, a number of its node, in the order of the nodes' first ranks.
     """
 
     name = "mpi"
@@ -82,7 +82,8 @@ class MPITransport(ByMailbox, Transport):
 
     def share_node(self, node: NodeTransport, homes: Sequence[int]) -> None:
         """Have the memory of a node beside, where its ranks are those of one home."""
-        self.node, self.homes, self._reach = node, tuple(homes), None
+        numbers = {home: number for number, home in enumerate(dict.fromkeys(homes))}
+        self.node, self.homes, self._reach = node, tuple(numbers[home] for home in homes), None
         node.shared.names = [rank for rank, home in enumerate(homes) if home == homes[self.rank]]
 
     def way_between(self, one: int, other: int) -> tuple[str, str]:
