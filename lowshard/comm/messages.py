@@ -33,7 +33,7 @@ PIECE_BYTES = 1 << 30
 """Longer messages go in such pieces: MPI before version 4, so Open MPI 5, counts in C ints."""
 _LONG_TAGS = 1 << 13
 """Of the bytes of long messages, odd ones below 2^14, taken in turn by each sender; those of groups are even."""
-_PAUSE_S = 1e-4
+_PAUSE_S, _SPINS = 1e-4, 200
 _KEPT = 64
 """Messages that were started and may have ended, from which on those that have are let go of."""
 
@@ -172,7 +172,7 @@ class MessageWork:
             if self.ended:
                 return
             self._box.post.abandoned.append((self._requests, self._room, self._buf))
-            if not self.sends and not self._box.is_over():
+            if not self.sends and not self._box.mpi_ended():
                 for request in self._requests:
                     request.Cancel()
             self.end(error)
@@ -200,19 +200,9 @@ class MessageWork:
             raise self._error
 
 
-class _Sent:
-    """A message that has gone."""
-
-    def done(self) -> bool:
-        """Say that it has ended."""
-        return True
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        """Return at once."""
-        wait_s(timeout_s)
-
-
-_SENT = _Sent()
+_SENT = object.__new__(MessageWork)
+"""A message that has gone."""
+_SENT.ended = True
 
 
 class Mailbox:
@@ -222,33 +212,21 @@ class Mailbox:
         self, mpi: Any, mpi_comm: Any, ranks: Sequence[int], rank: int, lookout: Lookout, timeout_s: float,
         group: int = 0, post: Post | None = None, watched: Sequence[int] | None = None,
     ) -> None:  # fmt: skip
-        """Make a mailbox over an MPI communicator of our own.
+        """Make the mailbox of a group over an MPI communicator of our own.
 
-        Args:
-            mpi: the module mpi4py.MPI.
-            mpi_comm: the communicator.
-            ranks: the group's ranks as ranks of it.
-            rank: this rank in the group.
-            lookout: what waits look at.
-            timeout_s: deadline of each wait.
-            group: number of the group, of its tag.
-            post: of the communicator; by default a new one.
-            watched: the group's ranks as ranks of the side channel; by default the same.
+        `ranks` are the group's as those of the communicator, `watched` as those of the side channel (the same by
+        default); `rank` is this one in the group, `group` its number, `post` that of the communicator.
         """
         self._mpi, self.mpi_comm, self.ranks, self.rank = mpi, mpi_comm, list(ranks), rank
         self.lookout, self.timeout_s, self.tag = lookout, timeout_s, 2 * group
         self.watched = self.ranks if watched is None else list(watched)
-        """The group's ranks as ranks of the side channel."""
         self.post = Post(mpi, mpi_comm) if post is None else post
         self.byte, self.new_status, self.address_of = mpi.BYTE, mpi.Status, mpi.Get_address
+        self.mpi_ended = mpi.Is_finalized
         self.isend, self.irecv, self.rooms = mpi_comm.Isend, mpi_comm.Irecv, self.post.rooms
         self._testall, self._any_status = mpi.Request.Testall, mpi.Status()
         self._started: list[MessageWork] = []
         self._prune_from = _KEPT
-
-    def is_over(self) -> bool:
-        """Say whether MPI has ended."""
-        return bool(self._mpi.Is_finalized())
 
     def free(self) -> None:
         """Free the MPI communicator, if no group was ever split from these ranks: it would use it too.
@@ -258,7 +236,7 @@ class Mailbox:
         if (
             self.post.next_group == self.post.inner_groups
             and not self.lookout.failed()
-            and not self.is_over()
+            and not self.mpi_ended()
         ):
             self.mpi_comm.Free()
 
@@ -335,73 +313,54 @@ class Mailbox:
     def run_all(self, messages: Sequence[tuple[bool, Array, int]]) -> None:
         """Start messages, (sends, buffer, peer) each, and wait for all of them.
 
-        One of another length is told of when the others have ended.
+        Short ones come out of their rooms when all is sent, so what is sent may be received over. One of another length
+        is told of when the others have ended.
         """
-        if all(buf.nbytes <= SHORT_BYTES for _, buf, _ in messages):
-            self._run_short(messages)
-            return
-        works = [self._begin(*message) for message in messages]
-        self.await_all(works)
+        if any(buf.nbytes > SHORT_BYTES for _, buf, _ in messages):
+            works = [self._begin(*message) for message in messages]
+            self.await_all(works)
+        else:
+            works = self._run_short(messages)
         for work in works:
             if work._error is not None:
                 raise work._error
 
-    def _run_short(self, messages: Sequence[tuple[bool, Array, int]]) -> None:
-        """As `run_all`, of short ones: they come out of their rooms when all is sent, and may be received over that."""
-        requests, taken = [], []
-        rooms, ranks, tag, byte = self.rooms, self.ranks, self.tag, self.byte
+    def _run_short(self, messages: Sequence[tuple[bool, Array, int]]) -> list[MessageWork]:
+        """As `run_all`; returns those messages that have not simply come."""
+        sent, taken = [], []
         for sends, buf, peer in messages:
             if sends:
-                requests.append(self.isend([_raw(buf), byte], ranks[peer], tag))
-        sent = len(requests)
-        for sends, buf, peer in messages:
-            if not sends:
+                sent.append((self.isend([_raw(buf), self.byte], self.ranks[peer], self.tag), buf, peer))
+            else:
                 room = self._room()
-                requests.append(self.irecv(room.spec, ranks[peer], tag))
-                taken.append((room, buf, peer))
-        statuses = [self._any_status] * sent + [room.status for room, _, _ in taken]
-        testall = self._testall
-        if not testall(requests, statuses):
-            peers = [peer for sends, _, peer in messages if sends] + [peer for _, _, peer in taken]
-            self._await_short(requests, statuses, peers, [room for room, _, _ in taken])
-        error = None
-        for room, buf, peer in taken:
-            came = room.status.Get_count(byte)
+                taken.append((self.irecv(room.spec, self.ranks[peer], self.tag), buf, peer, room))
+        requests = [row[0] for row in (*sent, *taken)]
+        statuses = [self._any_status] * len(sent) + [row[3].status for row in taken]
+        for _ in range(_SPINS):
+            if self._testall(requests, statuses):
+                break
+        else:
+            works = [MessageWork(self, True, buf, peer, [one]) for one, buf, peer in sent]
+            self.await_all(works)
+            works = [MessageWork(self, False, buf, peer, [one], room) for one, buf, peer, room in taken]
+            self.await_all(works)
+            return works
+        works = []
+        for _, buf, peer, room in taken:
+            came = room.status.Get_count(self.byte)
             if came == buf.nbytes:
                 ctypes.memmove(self.address_of(buf), room.address, came)
-                rooms.append(room)
+                self.rooms.append(room)
             else:
-                work = MessageWork(self, False, buf, peer, [])
-                work.take(room)
-                self.await_all([work])
-                error = error or work._error
-        if error is not None:
-            raise error
-
-    def _await_short(
-        self, requests: list[Any], statuses: list[Any], peers: list[int], rooms: list[_Room]
-    ) -> None:
-        def ended() -> bool:
-            self.post.push()
-            return bool(self._testall(requests, statuses))
-
-        def missing() -> list[int]:
-            return sorted({peer for one, peer in zip(requests, peers, strict=True) if not one.Get_status()})
-
-        try:
-            self.lookout.wait(ended, f"a message of rank {self.rank}", missing, self.timeout_s, self.watched)
-        except CommError:
-            self.post.abandoned.append((requests, rooms))
-            for request in requests[-len(rooms) :] if rooms and not self.is_over() else []:
-                request.Cancel()
-            raise
+                works.append(MessageWork(self, False, buf, peer, []))
+                works[-1].take(room)
+        self.await_all(works)
+        return works
 
     def await_all(self, works: Sequence[MessageWork], timeout_s: float | None = None) -> None:
         """Return when all have ended, whatever the end, or raise why they have not.
 
-        Args:
-            works: the messages.
-            timeout_s: the caller's own patience: when it is over nothing has failed, and the messages go on.
+        `timeout_s` is the caller's own patience: when it is over nothing has failed, and the messages go on.
         """
         pending = [work for work in works if not work.advance()]
         if not pending:

@@ -43,7 +43,7 @@ class MPITransport(ByMailbox, Transport):
 
     Attributes:
         node: the ranks of this rank's node, who share memory; None where that is not wanted, or cannot be had.
-        homes: by rank, a number of its node.
+        homes: by rank, a number of its node, in the order of the nodes' first ranks.
     """
 
     name = "mpi"
@@ -82,13 +82,16 @@ class MPITransport(ByMailbox, Transport):
 
     def share_node(self, node: NodeTransport, homes: Sequence[int]) -> None:
         """Have the memory of a node beside, where its ranks are those of one home."""
-        self.node, self.homes, self._reach = node, tuple(homes), None
+        numbers = {home: number for number, home in enumerate(dict.fromkeys(homes))}
+        self.node, self.homes, self._reach = node, tuple(numbers[home] for home in homes), None
         node.shared.names = [rank for rank, home in enumerate(homes) if home == homes[self.rank]]
 
     def way_between(self, one: int, other: int) -> tuple[str, str]:
         if self.node is not None and self.homes[one] == self.homes[other]:
-            why = "they are on one node, whose memory moves of boxes and empty() go by"
-            return "MPI messages", why
+            return (
+                "MPI messages",
+                "collectives go by them; boxes go by the memory of the node that they are on",
+            )
         return "MPI messages", self.why or "they share no memory"
 
     @property
@@ -164,44 +167,35 @@ class MPITransport(ByMailbox, Transport):
         self._finish(request, "all_gather")
 
     def all_to_all_v(
-        self,
-        send: Array,
-        send_counts: Sequence[int],
-        send_displs: Sequence[int],
-        recv: Array,
-        recv_counts: Sequence[int],
-        recv_displs: Sequence[int],
-    ) -> None:
+        self, send: Array, send_counts: Sequence[int], send_displs: Sequence[int], recv: Array,
+        recv_counts: Sequence[int], recv_displs: Sequence[int],
+    ) -> None:  # fmt: skip
         send = check.apart(send, recv)
         # Messages, not Ialltoallv: so the wait knows who is missing, and Open MPI 5.0.11 is seen to hang in that call
         # where some counts are 0.
-        requests, peers = [], []
+        requests: list[Any] = []
+        peers: list[int] = []
         for step in range(self.size):
             src, dst = (self.rank - step) % self.size, (self.rank + step) % self.size
-            part = recv[recv_displs[src] : recv_displs[src] + recv_counts[src]]
+            into = recv[recv_displs[src] : recv_displs[src] + recv_counts[src]]
+            part = send[send_displs[dst] : send_displs[dst] + send_counts[dst]]
             if src == self.rank:
-                part[...] = send[send_displs[dst] : send_displs[dst] + send_counts[dst]]
+                into[...] = part
                 continue
-            if part.size:
-                started = self.mailbox.receive_pieces(part, src, EXCHANGE_TAG)
+            for started, peer in (
+                (self.mailbox.receive_pieces(into, src, EXCHANGE_TAG), src),
+                (self.mailbox.send_pieces(part, dst, EXCHANGE_TAG), dst),
+            ):
                 requests += started
-                peers += [src] * len(started)
-            if send_counts[dst]:
-                part = send[send_displs[dst] : send_displs[dst] + send_counts[dst]]
-                started = self.mailbox.send_pieces(part, dst, EXCHANGE_TAG)
-                requests += started
-                peers += [dst] * len(started)
-        if requests:
-            testall, test = self._mpi.Request.Testall, self._mpi.Request.Get_status
+                peers += [peer] * len(started)
+        if not requests:
+            return
+        testall, test = self._mpi.Request.Testall, self._mpi.Request.Get_status
 
-            def missing() -> list[int]:
-                return sorted(
-                    {peer for request, peer in zip(requests, peers, strict=True) if not test(request)}
-                )
+        def missing() -> list[int]:
+            return sorted({peer for request, peer in zip(requests, peers, strict=True) if not test(request)})
 
-            self._lookout.wait(
-                lambda: testall(requests), "all_to_all", missing, self.timeout_s, self._watched
-            )
+        self._lookout.wait(lambda: testall(requests), "all_to_all", missing, self.timeout_s, self._watched)
 
     def broadcast(self, buf: Array, root: int) -> None:
         if buf.size > _MOST_ELEMS:
@@ -213,27 +207,17 @@ class MPITransport(ByMailbox, Transport):
         if send.size * self.size > _MOST_ELEMS:
             super().gather(send, recv, root)
             return
-        if recv is None:
-            self._finish(self._comm.Igather(self._wire(send), None, root), "gather")
-            return
-        own = recv[send.size * root : send.size * (root + 1)]
-        in_place = send.size and send.ctypes.data == own.ctypes.data
-        send = send if in_place else check.apart(send, recv)
-        source = self._mpi.IN_PLACE if in_place else self._wire(send)
-        self._finish(self._comm.Igather(source, self._wire(recv), root), "gather")
+        send = send if recv is None else check.apart(send, recv)
+        request = self._comm.Igather(self._wire(send), None if recv is None else self._wire(recv), root)
+        self._finish(request, "gather")
 
     def scatter(self, send: Array | None, recv: Array, root: int) -> None:
         if recv.size * self.size > _MOST_ELEMS:
             super().scatter(send, recv, root)
             return
-        if send is None:
-            self._finish(self._comm.Iscatter(None, self._wire(recv), root), "scatter")
-            return
-        own = send[recv.size * root : recv.size * (root + 1)]
-        in_place = recv.size and recv.ctypes.data == own.ctypes.data
-        send = send if in_place else check.apart(send, recv)
-        target = self._mpi.IN_PLACE if in_place else self._wire(recv)
-        self._finish(self._comm.Iscatter(self._wire(send), target, root), "scatter")
+        send = send if send is None else check.apart(send, recv)
+        request = self._comm.Iscatter(None if send is None else self._wire(send), self._wire(recv), root)
+        self._finish(request, "scatter")
 
     def barrier(self) -> None:
         self._meet(self._comm.Ibarrier(), "barrier")

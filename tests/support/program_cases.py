@@ -50,9 +50,9 @@ def on_threads(comm: Communicator) -> bool:
     return comm.transport == "loopback"
 
 
-def place_of(comm: Communicator) -> Any:
+def node_of(comm: Communicator) -> Any:
     """Return what ranks of one node beside MPI share; None of other communicators."""
-    return getattr(comm._transport, "place", None)
+    return getattr(comm._transport, "shared", None)
 
 
 @case(table=PROGRAMS)
@@ -94,7 +94,7 @@ def sharded_ops_equal_whole_ones(comm: Communicator, rng: Rng) -> None:
 def any_reshard_is_slicing_the_whole(comm: Communicator, rng: Rng) -> None:
     for number in range(400 if mode.full() else 15):
         made = reshard_cases.random_case(rng, comm.size)
-        apart = comm.size > 1 and not on_threads(comm) and place_of(comm) is None
+        apart = comm.size > 1 and not on_threads(comm) and node_of(comm) is None
         if apart and made.way in ("direct", "slots"):
             continue
         sent = comm.traffic.sent_bytes
@@ -102,7 +102,7 @@ def any_reshard_is_slicing_the_whole(comm: Communicator, rng: Rng) -> None:
         assert moved == made.plan.sent_bytes(comm.rank)
         assert came == made.plan.received_bytes(comm.rank)
         counted = comm.traffic.sent_bytes - sent  # messages have checksums and padding too
-        assert counted == moved or (counted > moved and (made.way == "messages" or place_of(comm) is None))
+        assert counted == moved or (counted > moved and (made.way == "messages" or node_of(comm) is None))
 
 
 def holds() -> dict[str, int]:
@@ -159,8 +159,8 @@ def many_refits_leave_nothing_behind(comm: Communicator, rng: Rng) -> None:
             assert all(more <= ALLOWED[name] for name, more in grown.items()), grown
             assert set(seen) == set(seen[:2]), "addresses have changed"
             across = share_text(comm, str(any(made._mover.reads_across for made in refit._movers)))
-        place = place_of(comm)
-        may_cross = place is not None and place.memory.reads_across and comm.size > 1
+        node = node_of(comm)
+        may_cross = node is not None and node.memory.reads_across and comm.size > 1
         assert ("True" in across) == (may_cross and not shown and not checksums)
 
 
@@ -236,6 +236,7 @@ def a_rank_that_can_share_no_more_memory_is_named_on_all(comm: Communicator, rng
 def messages_of_more_elements_than_mpi_counts_arrive(comm: Communicator, rng: Rng) -> None:
     with pytest.MonkeyPatch.context() as patch:  # they are small ones here
         patch.setattr(mpi, "_MOST_ELEMS", 100)
+        patch.setattr(messages, "SHORT_BYTES", 16)
         patch.setattr(messages, "PIECE_BYTES", 64)
         for name in (
             "every_collective_may_be_started",

@@ -44,7 +44,7 @@ CLOSED_TABLES = {
     "comm/abort._installed": "hooks of the process",
     "comm/build._memories": "live communicators",
     "comm/build._watches": "live communicators", "comm/late_comparison._open": "live communicators",
-    "comm/caller._callers": "live communicators, weakly", "comm/node/node_transport._split_off": "live groups, weakly",
+    "comm/caller._callers": "live communicators, weakly",
     "comm/work._failures": "live communicators, weakly",
     "comm/work._untold": "failed background calls of which nobody was told",
     "comm/pinned._kept": "slots that a failed GPU may write to",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
 
@@ -60,7 +61,8 @@ class NodeGroup:
         self.steps_at = {order: address_of(table) for order, table in self._steps.items()}
         self.steps_at["fast"] = self.steps_at["tree"]
         scratch_bytes = scratch_blocks.py_func(size) * BLOCK_BYTES + (size + 1) * piece
-        self._scratch = np.empty(scratch_bytes + 4096, np.uint8)  # its pages come with the first fold
+        # Pages of its own, which come with the first fold and go with the group; the heap would keep some.
+        self._scratch = np.frombuffer(mmap.mmap(-1, scratch_bytes), np.uint8)
         self._progress = progress_words()
         self._rows = np.array([[memory.pids[i] for i in members], members, watched], np.int64)
         self._parts, self._words = np.zeros(2 * size, np.int64), np.zeros(m.CONTEXT_WORDS, np.int64)
@@ -74,7 +76,7 @@ class NodeGroup:
         words[m.PIDS], words[m.MEMBERS], words[m.WATCHED] = map(address_of, self._rows)
         words[m.MAPS], words[m.OWN] = address_of(memory.maps), address_of(memory.arena.table)
         words[m.WANTED], words[m.PARTS] = address_of(memory.wanted), address_of(self._parts)
-        words[m.SCRATCH], words[m.PIECE_BYTES] = -(-address_of(self._scratch) // 4096) * 4096, piece
+        words[m.SCRATCH], words[m.PIECE_BYTES] = address_of(self._scratch), piece
         self.ctx = address_of(words)
         self.let_go = let_go_with(self, block, rank)
 
