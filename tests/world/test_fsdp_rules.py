@@ -622,19 +622,3 @@ def test_no_memory_for_a_model_is_an_error_on_every_rank(
     with monkeypatch.context() as patch:
         patch.setattr(Pool, "__init__", none)
         lc.run_loopback(3, make, 10)
-
-
-def test_units_of_one_size_in_another_order_are_noticed_before_the_update() -> None:
-    units = {f"u{i}": [Param("w", (40,))] for i in range(3)}
-
-    def train(comm: lc.Communicator) -> None:
-        with FSDP(units, comm, prefetch=0) as engine:
-            engine.fill(lambda name, box: float(name[1]))
-            with (
-                pytest.raises(errors.MismatchError, match="the gather of unit"),
-                engine.step(),
-            ):
-                engine.open("u0" if comm.rank else "u1")
-            engine.reset()
-
-    lc.run_loopback(2, train, 10)

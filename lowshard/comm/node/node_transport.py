@@ -137,7 +137,7 @@ class NodeTransport(ByMailbox, Transport):
     def compare(self, signature: int) -> bool:
         code = self.runner.compiled.barrier(self.runner.ctx, signature)
         if code not in (OK, DIFFERENT):
-            self.runner.end(code, "a check")
+            self.runner.end(code, "the meeting of its ranks")
         return bool(code == OK)
 
     def all_gather_v(self, send: Array, recv: Array, counts: Sequence[int], displs: Sequence[int]) -> None:
