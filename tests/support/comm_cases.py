@@ -7,7 +7,6 @@ where there are GPUs, on NCCL (tests/gpu).
 from __future__ import annotations
 
 from support import (
-    agreement_cases,
     bit_cases,
     check_cases,
     group_cases,
@@ -23,7 +22,6 @@ from support.comm_kit import CASES, Way, cases_for, run_case
 __all__ = [
     "CASES",
     "Way",
-    "agreement_cases",
     "bit_cases",
     "cases_for",
     "check_cases",

@@ -6,6 +6,7 @@ can say by itself what it must receive. One call of each collective and the plai
 
 from __future__ import annotations
 
+import hashlib
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -308,3 +309,11 @@ def check_reduced(buf: Array, terms: np.ndarray, op: str, order: str) -> None:
         f"{len(wrong)} of {exact.size} are off by more than rounding; at {wrong[0]}: got {got[wrong[0]]!r}, "
         f"expected {exact[wrong[0]]!r}"
     )
+
+
+def equal_everywhere(comm: Communicator, text: str) -> bool:
+    """Return whether all ranks hold one text, by a collective that moves fixed-size digests."""
+    mine = np.frombuffer(hashlib.sha256(text.encode()).digest(), np.uint8).copy()
+    recv = put(comm, np.zeros((comm.size, 32), np.uint8))
+    comm.all_gather(put(comm, mine), recv)
+    return len({row.tobytes() for row in get(recv)}) == 1

@@ -8,7 +8,6 @@ import weakref
 from typing import Any
 
 import numpy as np
-from support.agreement_cases import equal_everywhere
 from support.check_cases import check_mismatch, go_on, untouched
 from support.comm_kit import (
     SHORT,
@@ -17,6 +16,7 @@ from support.comm_kit import (
     check,
     compared,
     compared_before,
+    equal_everywhere,
     every_call,
     lend,
     long,

@@ -130,7 +130,7 @@ class NodeTransport(ByMailbox, Transport):
     def compare(self, signature: int) -> bool:
         code = self._compiled.barrier(self._ctx, signature)
         if code not in (OK, DIFFERENT):
-            self.end_call(code, "a check")
+            self.end_call(code, "the meeting of its ranks")
         return bool(code == OK)
 
     def all_gather_v(self, send: Array, recv: Array, counts: Sequence[int], displs: Sequence[int]) -> None:
