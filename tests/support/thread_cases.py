@@ -63,8 +63,6 @@ def check_threads(comm: Communicator, meet: Callable[[], object]) -> None:
         lambda into: comm.send_recv(send, 1, into, 1),
         lambda into: comm.split(0),
         lambda into: share_text(comm, "text"),
-        lambda into: comm.all_reduce(send, into[:3]),
-        lambda into: comm.split(-1),
         lambda into: comm.close(),
     ]
     for call in calls:

@@ -42,8 +42,9 @@ CLOSED_ARGUMENTS = {
 CLOSED_TABLES = {
     "bounded.MOST_BYTES": "caches",
     "comm/abort._installed": "hooks of the process",
+    "comm/agreement._agreed_before": "live communicators, weakly", "reshard/refit._words": "the same",
     "comm/build._memories": "live communicators",
-    "comm/build._watches": "live communicators", "comm/late_comparison._open": "live communicators",
+    "comm/build._watches": "live communicators",
     "comm/caller._callers": "live communicators, weakly",
     "comm/work._failures": "live communicators, weakly",
     "comm/work._untold": "failed background calls of which nobody was told",

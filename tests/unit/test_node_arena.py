@@ -19,7 +19,7 @@ from lowshard.errors import CommError
 
 pytest.importorskip("numba")
 from lowshard.comm.node.arena import ALIGN_BYTES, PAGE_BYTES, Arena, Block, PeerMemory
-from lowshard.comm.node.node_memory import SEGMENTS, NodeMemory, head_bytes, shared_array
+from lowshard.comm.node.node_memory import SEGMENTS, NodeMemory
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="the system has no anonymous files")
 
@@ -297,31 +297,6 @@ def test_a_rank_that_makes_no_memory_is_named_by_all(monkeypatch: pytest.MonkeyP
 
 
 # ---- blocks that several ranks use
-
-
-def test_a_lent_block_comes_back_when_all_have_let_go() -> None:
-    with memories(2) as made:
-        free = free_bytes(made[0].arena)
-        block = made[0].lend(8000, 2)
-        size = head_bytes(2)
-        arrays = [
-            shared_array(at + size, at, rank, 1000, np.dtype(np.int64))
-            for rank, at in enumerate(memory.address(0, block.segment, block.offset) for memory in made)
-        ]
-        arrays[0][:] = 3
-        assert (arrays[1] == 3).all()
-        part = arrays[1][5:7]
-        arrays.clear()
-        made[0]._take_back()
-        assert free_bytes(made[0].arena) != free
-        other = made[0].lend(8000, 2)
-        assert other.offset != block.offset
-        del part
-        made[0]._take_back()
-        again = made[0].lend(8000, 2)
-        assert again.offset == block.offset
-        flags = (ctypes.c_int64 * 2).from_address(again.address)
-        assert list(flags) == [0, 0], "nobody has let go of it yet"
 
 
 def test_nothing_is_left_behind_in_the_file_system(make: Maker) -> None:
