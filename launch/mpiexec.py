@@ -107,13 +107,8 @@ class MpiInstall:
     ) -> list[str]:
         """Returns the command line that starts n ranks of a program.
 
-        Args:
-            n: number of ranks.
-            program: what each rank runs, and its arguments.
-            spread: the hosts; None for this one, or for those that a batch system has given.
-            hostfile: path of a file with the spread's hosts (`Spread.hostfile`).
-            cwd: working directory on other hosts.
-            passed: names of the variables to pass to other hosts.
+        Without a spread they run on this host, or on those that a batch system has given; with one, the hostfile has
+        its hosts, and they get the working directory and the variables whose names are passed.
         """
         words = [self.mpiexec, "-n", str(n)]
         if self.family == "openmpi":
@@ -183,12 +178,7 @@ def rank_environment(
 ) -> dict[str, str]:
     """Returns the environment for mpiexec and its ranks; what the base sets already stays as it is.
 
-    Args:
-        mpi: what starts the ranks.
-        n: number of ranks.
-        base: environment to start from.
-        cores: cores of each host; those of this one if None (other hosts are taken to be like it).
-        spread: the hosts; None for this one, or for those that a batch system has given.
+    Hosts have so many cores; those of this one if None (other hosts are taken to be like it).
     """
     cores = available_cores() if cores is None else cores
     nodes = allocated_nodes(base)

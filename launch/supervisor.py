@@ -77,7 +77,7 @@ class Supervisor:
         self._launcher = Wire(connection)
         self._launcher.say(do="hello", host=socket.gethostname(), pid=os.getpid())
         self._folder = Path(JOB_DIR.text())
-        self._is_near = boot == boot_id()
+        self._is_near, self._shared = boot == boot_id(), shared_folder(str(self._folder))
         if self._shared.parent.is_dir():
             self._shared.mkdir(mode=0o700, exist_ok=True)
         mine, self._ranks_end = socket.socketpair()
@@ -88,10 +88,6 @@ class Supervisor:
         for fd in self._pipes:
             os.set_blocking(fd, False)
         self._own_pid = os.getpid()
-
-    @property
-    def _shared(self) -> Path:
-        return shared_folder(str(self._folder))
 
     def become_rank(self) -> None:
         """To be called in the rank: ties its output, its failure channel and its life to this process."""

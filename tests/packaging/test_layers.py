@@ -85,7 +85,6 @@ FLOORS: dict[str, str] = {
     "lowshard.weights.reshard_command": "7",
     "lowshard.fsdp": "5",
     "lowshard.launch": "6",
-    "lowshard.launch.__main__": "7",
     "lowshard.interop": "7",
     "lowshard.bench": "7",
     "lowshard.demo": "7",
