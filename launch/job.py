@@ -80,7 +80,6 @@ def python_command(target: str, args: Sequence[str] = (), *, module: bool = Fals
 
 
 def _as_words(given: object, rule: str) -> list[str]:
-    """Returns the words of a command line, or raises LaunchError."""
     words = items(given, rule, LaunchError)
     for word in words:
         if not isinstance(word, (str, os.PathLike)):
@@ -361,8 +360,10 @@ class _Job:
             finally:
                 self._end()
                 self._output.settle(is_over=True)
+            # For an MPI_Abort Hydra kills the supervisors, and ends with its number; 9 is a process that was killed.
+            is_abort = status is not None and 0 < status < 128 and status != signal.SIGKILL
             result = judge(
-                self._failures(is_over=True),
+                (*self._hub.records.values(),) if is_abort else self._failures(is_over=True),
                 len(self._hub.ranks),
                 time.monotonic() - start_s,
                 status=status or 0,

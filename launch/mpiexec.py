@@ -75,25 +75,15 @@ print(json.dumps({"vendor": vendor, "version": ".".join(map(str, version)), "tex
 
 @dataclass(frozen=True)
 class MpiInstall:
-    """An MPI library and the launcher that fits it.
+    """An MPI library and the launcher that fits it."""
 
-    Attributes:
-        family: "openmpi" or "mpich" (MPICH and what shares its interface: Intel MPI, MVAPICH).
-        vendor: the library's own name.
-        version: the library's version, e.g. "5.0.11".
-        library: path of the shared library that mpi4py loads; "" if it could not be seen.
-        library_text: first line of what the library says of itself.
-        mpiexec: path of the launcher.
-        from_wheel: true if the library lies in this Python environment (a wheel), false for a system's.
-    """
-
-    family: str
+    family: str  # "openmpi" or "mpich" (MPICH and what shares its interface: Intel MPI, MVAPICH)
     vendor: str
-    version: str
-    library: str
-    library_text: str
-    mpiexec: str
-    from_wheel: bool
+    version: str  # such as "5.0.11"
+    library: str  # path of the shared library that mpi4py loads; "" if it could not be seen
+    library_text: str  # first line of what the library says of itself
+    mpiexec: str  # path of the launcher
+    from_wheel: bool  # whether the library lies in this Python environment
 
     def command(
         self,
@@ -128,10 +118,8 @@ class MpiInstall:
 def find_mpi(want: str = "auto") -> MpiInstall:
     """Returns the MPI library that mpi4py loads in this Python, with the mpiexec that belongs to it.
 
-    Cheap after the first call: the answer is kept while the variables that decide it stay the same.
-
-    Args:
-        want: "auto" takes what is there; "openmpi" and "mpich" insist on a family.
+    Cheap after the first call: the answer is kept while the variables that decide it stay the same. "auto" wants what
+    is there; "openmpi" and "mpich" insist on a family.
 
     Raises:
         DependencyError: mpi4py or an MPI library is missing.

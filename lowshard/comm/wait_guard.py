@@ -103,7 +103,6 @@ class Lookout:
         """Return once `test` returns true: it asks MPI whether something is done, which also makes it go on.
 
         Args:
-            test: see above.
             what: what is waited for, in words.
             missing: returns the ranks that have not come; None where that is not known.
             timeout_s: seconds to wait at most.
