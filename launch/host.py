@@ -120,14 +120,7 @@ def read_hostfile(path: str | Path) -> tuple[Host, ...]:
 
 
 def assign(hosts: Sequence[Host], n: int) -> tuple[Host, ...]:
-    """Gives each host its ranks: full slots in order; hosts without a number share what is left evenly.
-
-    Args:
-        hosts: hosts as listed; not empty.
-        n: ranks to place.
-
-    Returns:
-        The hosts that run ranks; `slots` is the number of ranks on each, n in sum.
+    """Returns the hosts that run n ranks, `slots` on each: full slots in order; those without a number share the rest.
 
     Raises:
         LaunchError: n ranks are more than the hosts have slots.

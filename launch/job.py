@@ -26,7 +26,6 @@ from typing import TextIO
 
 from lowshard import settings
 from lowshard.argument import brief, instance, items, mapping, real, truth, whole
-from lowshard.argument import number as finite
 from lowshard.argument import path as check_path
 from lowshard.comm.abort import FailureRecord
 from lowshard.comm.failure import MESSAGE, Hub
@@ -52,6 +51,7 @@ _CHILD = ("-m", "lowshard.launch.child")
 _TICK_S = 0.05
 _MOST_RANKS = 1 << 20
 _START_S = 300.0  # for all ranks to have started
+_GRACE_S = 1.0  # between the first failure and the end of the job, for the others to speak
 _STACKS_S = 0.7  # for the ranks to print their stacks
 _ALL_OVER_S = 10.0  # for mpiexec to end when every rank's program is over
 _END_S = 3.0  # the same where the ranks are being ended
@@ -80,7 +80,6 @@ def python_command(target: str, args: Sequence[str] = (), *, module: bool = Fals
 
 
 def _as_words(given: object, rule: str) -> list[str]:
-    """Returns the words of a command line, or raises LaunchError."""
     words = items(given, rule, LaunchError)
     for word in words:
         if not isinstance(word, (str, os.PathLike)):
@@ -100,12 +99,11 @@ def run_ranks(
     stderr: TextIO | None = None,
     mpi: MpiInstall | None = None,
     spread: Spread | None = None,
-    grace_s: float = 1.0,
 ) -> JobResult:
     """Starts n ranks of a command, passes their output on, and returns when every process has ended.
 
     The output comes line by line, `[rank] ` in front. The ranks' stdin is empty. When a rank fails, the others
-    have `grace_s` to say so too; then the job is ended. The first failing rank's traceback is printed last. A
+    have a second to say so too; then the job is ended. The first failing rank's traceback is printed last. A
     rank fails, too, when its host confirms nothing for 12 s.
     In the main thread Ctrl-C, SIGTERM and SIGHUP end the job (twice: at once).
 
@@ -120,7 +118,6 @@ def run_ranks(
         stderr: where the ranks' stderr and the launcher's own words go; `sys.stderr` if None.
         mpi: what to start the ranks with; looked up if None.
         spread: the hosts to start them on; None for this one, or those that a batch system has given.
-        grace_s: seconds between the first failure and the end of the job.
 
     Raises:
         LaunchError: no ranks can be started as asked.
@@ -132,7 +129,6 @@ def run_ranks(
     program = _as_words(command, "a job needs a command to run, a sequence of texts")
     if not program:
         raise LaunchError("a job needs a command to run; got an empty one")
-    grace_s = finite(grace_s, "grace_s is a number of seconds, 0 or more", LaunchError, 0)
     prefix_output = truth(prefix_output, "prefix_output is True or False", LaunchError)
     cwd = None if cwd is None else check_path(cwd, "cwd is the path of a folder, or None", LaunchError)
     for name, file in (("stdout", stdout), ("stderr", stderr)):
@@ -190,15 +186,11 @@ def run_ranks(
         )
         if spread is not None:
             Path(folder, "hosts").write_text(spread.hostfile(mpi.family), encoding="utf-8")
-        return _Job(folder, hub).run(line, environment, cwd, timeout_s, grace_s)
+        return _Job(folder, hub).run(line, environment, cwd, timeout_s)
 
 
 def _listener(folder: Path | None, spread: Spread | None) -> Listener:
-    """Returns a listener where a job's hosts find it, and nowhere else: in a folder, or on the network without one.
-
-    Raises:
-        LaunchError: it cannot be opened there.
-    """
+    """Returns a listener where a job's hosts find it, and nowhere else: in a folder, or on the network without one."""
     try:
         if folder is not None:
             try:
@@ -263,7 +255,7 @@ class JobHub(Hub):
             case "bye":
                 state.left_s, state.is_in_order = now_s, True
             case "tell" if message["record"] is not None:
-                self._note(FailureRecord.from_fields({**message["record"], "rank": rank}))
+                self.records.setdefault(rank, FailureRecord.from_fields({**message["record"], "rank": rank}))
             case "ended":
                 self._ended(rank, state, int(message["status"]), bool(message["swept"]))
                 return
@@ -300,9 +292,6 @@ class JobHub(Hub):
         self.states[client.rank] = _Rank()
         self.add(client.rank, client.connection)
 
-    def _note(self, record: FailureRecord) -> None:
-        self.records.setdefault(record.rank, record)
-
     def _ended(self, rank: int, state: _Rank, status: int, swept: bool) -> None:
         """Note how a rank has ended, and tell the others."""
         state.status = status
@@ -316,7 +305,8 @@ class JobHub(Hub):
             name = signal.Signals(number).name if number in set(signal.Signals) else "?"
             code, kind, text = PeerFailed.exit_code, "signal", f"killed by signal {number} ({name})"
         follows = swept or self._is_ending or (self.first is not None and self.first["rank"] != rank)
-        self._note(FailureRecord(rank, kind, code, text, signal=number, consequence=follows))
+        record = FailureRecord(rank, kind, code, text, signal=number, consequence=follows)
+        self.records.setdefault(rank, record)
         self.fail(rank, "died" if status < 0 else "exit", text)
 
     def _lost_record(self, rank: int) -> FailureRecord:
@@ -337,12 +327,7 @@ class _Job:
         self._is_cut_short = False  # the output cannot be written
 
     def run(
-        self,
-        command: list[str],
-        env: dict[str, str],
-        cwd: str | Path | None,
-        timeout_s: float | None,
-        grace_s: float,
+        self, command: list[str], env: dict[str, str], cwd: str | Path | None, timeout_s: float | None
     ) -> JobResult:
         """Runs the job to its end."""
         start_s = time.monotonic()
@@ -369,14 +354,16 @@ class _Job:
                 os.set_blocking(fd, False)
             timed_out, abrupt = False, True
             try:
-                timed_out = self._watch(grace_s, None if timeout_s is None else start_s + timeout_s)
+                timed_out = self._watch(None if timeout_s is None else start_s + timeout_s)
                 status = mpiexec.poll() if not self._hub.are_all_over and not timed_out else None
                 abrupt = self._late_exits() != [] or bool(status)
             finally:
                 self._end()
                 self._output.settle(is_over=True)
+            # For an MPI_Abort Hydra kills the supervisors, and ends with its number; 9 is a process that was killed.
+            is_abort = status is not None and 0 < status < 128 and status != signal.SIGKILL
             result = judge(
-                self._failures(is_over=True),
+                (*self._hub.records.values(),) if is_abort else self._failures(is_over=True),
                 len(self._hub.ranks),
                 time.monotonic() - start_s,
                 status=status or 0,
@@ -431,7 +418,7 @@ class _Job:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def _watch(self, grace_s: float, limit_s: float | None) -> bool:
+    def _watch(self, limit_s: float | None) -> bool:
         """Passes output on until the job has ended or must be ended; returns whether the time ran out."""
         hub, start_s, failed_s, is_hinted = self._hub, time.monotonic(), None, False
         while not self._signals and not hub.are_all_over:
@@ -446,7 +433,7 @@ class _Job:
             failures = self._failures()
             if failed_s is None and (failures or self._late_exits()):
                 failed_s = now_s
-            if failed_s is not None and now_s > failed_s + grace_s:
+            if failed_s is not None and now_s > failed_s + _GRACE_S:
                 return False
             if failed_s is None and limit_s is not None and now_s > limit_s:
                 self._output.keep_stacks()

@@ -18,8 +18,7 @@ __all__ = ["processes_of", "signal_group", "signal_process"]
 
 _PROC = Path("/proc")
 
-# A process or a file that is gone, or another user's: neither is ours to end.
-_NOT_OURS = (FileNotFoundError, ProcessLookupError, PermissionError)
+_NOT_OURS = (FileNotFoundError, ProcessLookupError, PermissionError)  # or not any more
 
 
 def processes_of(job_dir: str) -> list[int]:

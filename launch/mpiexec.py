@@ -75,25 +75,15 @@ print(json.dumps({"vendor": vendor, "version": ".".join(map(str, version)), "tex
 
 @dataclass(frozen=True)
 class MpiInstall:
-    """An MPI library and the launcher that fits it.
+    """An MPI library and the launcher that fits it."""
 
-    Attributes:
-        family: "openmpi" or "mpich" (MPICH and what shares its interface: Intel MPI, MVAPICH).
-        vendor: the library's own name.
-        version: the library's version, e.g. "5.0.11".
-        library: path of the shared library that mpi4py loads; "" if it could not be seen.
-        library_text: first line of what the library says of itself.
-        mpiexec: path of the launcher.
-        from_wheel: true if the library lies in this Python environment (a wheel), false for a system's.
-    """
-
-    family: str
+    family: str  # "openmpi" or "mpich" (MPICH and what shares its interface: Intel MPI, MVAPICH)
     vendor: str
-    version: str
-    library: str
-    library_text: str
-    mpiexec: str
-    from_wheel: bool
+    version: str  # such as "5.0.11"
+    library: str  # path of the shared library that mpi4py loads; "" if it could not be seen
+    library_text: str  # first line of what the library says of itself
+    mpiexec: str  # path of the launcher
+    from_wheel: bool  # whether the library lies in this Python environment
 
     def command(
         self,
@@ -107,13 +97,8 @@ class MpiInstall:
     ) -> list[str]:
         """Returns the command line that starts n ranks of a program.
 
-        Args:
-            n: number of ranks.
-            program: what each rank runs, and its arguments.
-            spread: the hosts; None for this one, or for those that a batch system has given.
-            hostfile: path of a file with the spread's hosts (`Spread.hostfile`).
-            cwd: working directory on other hosts.
-            passed: names of the variables to pass to other hosts.
+        Without a spread they run on this host, or on those that a batch system has given; with one, the hostfile has
+        its hosts, and they get the working directory and the variables whose names are passed.
         """
         words = [self.mpiexec, "-n", str(n)]
         if self.family == "openmpi":
@@ -133,10 +118,8 @@ class MpiInstall:
 def find_mpi(want: str = "auto") -> MpiInstall:
     """Returns the MPI library that mpi4py loads in this Python, with the mpiexec that belongs to it.
 
-    Cheap after the first call: the answer is kept while the variables that decide it stay the same.
-
-    Args:
-        want: "auto" takes what is there; "openmpi" and "mpich" insist on a family.
+    Cheap after the first call: the answer is kept while the variables that decide it stay the same. "auto" wants what
+    is there; "openmpi" and "mpich" insist on a family.
 
     Raises:
         DependencyError: mpi4py or an MPI library is missing.
@@ -183,12 +166,7 @@ def rank_environment(
 ) -> dict[str, str]:
     """Returns the environment for mpiexec and its ranks; what the base sets already stays as it is.
 
-    Args:
-        mpi: what starts the ranks.
-        n: number of ranks.
-        base: environment to start from.
-        cores: cores of each host; those of this one if None (other hosts are taken to be like it).
-        spread: the hosts; None for this one, or for those that a batch system has given.
+    Hosts have so many cores; those of this one if None (other hosts are taken to be like it).
     """
     cores = available_cores() if cores is None else cores
     nodes = allocated_nodes(base)

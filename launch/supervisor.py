@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import select
 import shutil
 import signal
@@ -22,7 +23,7 @@ from lowshard.comm.failure import MESSAGE, UNCONFIRMED_S, Wire
 from lowshard.comm.interface import boot_id
 from lowshard.comm.listener import connect, tune
 from lowshard.errors import LaunchError, PeerFailed
-from lowshard.settings import JOB_DIR, LINK, change
+from lowshard.settings import JOB_DIR, LINK, change, environment
 
 __all__ = ["PURPOSE", "STACK_SIGNAL", "STREAMS", "Supervisor", "link_text", "shared_folder"]
 
@@ -77,7 +78,7 @@ class Supervisor:
         self._launcher = Wire(connection)
         self._launcher.say(do="hello", host=socket.gethostname(), pid=os.getpid())
         self._folder = Path(JOB_DIR.text())
-        self._is_near = boot == boot_id()
+        self._is_near, self._shared = boot == boot_id(), shared_folder(str(self._folder))
         if self._shared.parent.is_dir():
             self._shared.mkdir(mode=0o700, exist_ok=True)
         mine, self._ranks_end = socket.socketpair()
@@ -87,11 +88,7 @@ class Supervisor:
         self._writes = [write for _, write in ends]
         for fd in self._pipes:
             os.set_blocking(fd, False)
-        self._own_pid = os.getpid()
-
-    @property
-    def _shared(self) -> Path:
-        return shared_folder(str(self._folder))
+        self._own_pid, self._environment = os.getpid(), environment()
 
     def become_rank(self) -> None:
         """To be called in the rank: ties its output, its failure channel and its life to this process."""
@@ -119,10 +116,12 @@ class Supervisor:
         for fd in self._writes:
             os.close(fd)
         self._ranks_end.close()
+        self._files = set[str]()
         self._pid, self._has_ended, self._is_over, self._kill_s = pid, False, False, float("inf")
         rank_fd = os.pidfd_open(pid)
         while True:
             ready = self._wait(rank_fd)
+            self._note_files()
             self._hear_launcher()
             if self._launcher.closed:
                 self._is_over, self._kill_s = True, 0.0
@@ -144,6 +143,8 @@ class Supervisor:
             self._launcher.flush()
             time.sleep(0.01)
         shutil.rmtree(self._shared, ignore_errors=True)
+        for file in self._files:
+            Path(file).unlink(missing_ok=True)
         if self._launcher.closed and self._is_near:  # whoever made it can no longer do so
             shutil.rmtree(self._folder, ignore_errors=True)
         os._exit(0)
@@ -161,6 +162,13 @@ class Supervisor:
             poll.register(rank_fd, select.POLLIN)
         wait_s = 0.02 if self._is_over or self._kill_s < float("inf") else _TURN_S
         return {fd for fd, _ in poll.poll(1000 * wait_s)}
+
+    def _note_files(self) -> None:
+        """Notes what MPICH has in shared memory, under a name that nobody can choose, while the rank maps it."""
+        if "PMI_RANK" in self._environment and not self._files:
+            with contextlib.suppress(OSError):
+                maps = Path(f"/proc/{self._pid}/maps").read_text(errors="replace")
+                self._files.update(re.findall(r"/dev/shm/mpich_shm_\S+", maps))
 
     def _hear_launcher(self) -> None:
         if self._launcher.closed:

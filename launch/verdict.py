@@ -52,15 +52,11 @@ class JobResult:
 
 @dataclass(frozen=True)
 class Leaver:
-    """A rank that has left with exit code 0, as a rank does at the end of the job, or too early.
-
-    Attributes:
-        rank: the rank.
-        in_order: whether its program came to its end; else the process ended inside it (`os._exit`).
-    """
+    """A rank that has left with exit code 0, as a rank does at the end of the job, or too early."""
 
     rank: int
     in_order: bool
+    """Whether its program came to its end; else the process ended inside it (`os._exit`)."""
 
 
 def first_cause(failures: Sequence[FailureRecord], leavers: Sequence[Leaver] = ()) -> FailureRecord | None:

@@ -20,19 +20,12 @@ from dataclasses import asdict, dataclass
 from types import ModuleType, TracebackType
 from typing import Any, NoReturn, Self
 
-from lowshard.comm.failure import Channel, begin_end, channels
+from lowshard.comm.failure import begin_end, channels
 from lowshard.errors import CommError, MismatchError, PeerFailed, TimedOut
 
 __all__ = [
-    "FailureRecord",
-    "await_end",
-    "end_job",
-    "exit_code_of",
-    "fail",
-    "fail_with",
-    "install_abort_hook",
-    "show_by",
-]
+    "FailureRecord", "await_end", "end_job", "exit_code_of", "fail", "fail_with", "install_abort_hook", "show_by",
+]  # fmt: skip
 
 _ABORT_LIMIT_S = 2.0
 _SPEAK_S = 0.5  # from telling the others of a failure to the abort that would cut them off
@@ -137,7 +130,7 @@ def end_job(exit_code: int) -> NoReturn:
     begin_end()
     for channel in channels():
         channel.tell("exit", f"exit code {exit_code}")
-    if _launchers() is None:
+    if not any(channel.is_launchers for channel in channels()):
         speak_s = [_SPEAK_S if c.failed_rank == c.rank else _SURVIVOR_SPEAK_S for c in channels()]
         time.sleep(max(speak_s, default=0.0))
         # The abort itself may hang (a broken network, a library in a bad state); this process ends all the same.
@@ -209,10 +202,6 @@ def _begin_end() -> None:
         threading.Event().wait()
 
 
-def _launchers() -> Channel | None:
-    return next((channel for channel in channels() if channel.is_launchers), None)
-
-
 def _report(record: FailureRecord, error: BaseException | None) -> None:
     """Tells the others of a failure, and the launcher; where there is none, prints it to stderr.
 
@@ -229,7 +218,7 @@ def _report(record: FailureRecord, error: BaseException | None) -> None:
     text = str(error) if kind in ("timed out", "disagreed") else record.message
     if about is not None:
         text = f"while rank {record.rank} waited for it"
-    launcher = _launchers()
+    launcher = next((channel for channel in channels() if channel.is_launchers), None)
     if launcher is not None:
         launcher.tell(kind, text, asdict(record), about)
         return

@@ -40,16 +40,8 @@ from lowshard.comm.progress import let_mpi_go_on
 from lowshard.errors import CommError, PeerFailed, TimedOut
 
 __all__ = [
-    "MESSAGE",
-    "UNCONFIRMED_S",
-    "Channel",
-    "Hub",
-    "Watch",
-    "Wire",
-    "channels",
-    "launcher_channel",
-    "meet",
-]
+    "MESSAGE", "UNCONFIRMED_S", "Channel", "Hub", "Watch", "Wire", "channels", "launcher_channel", "meet",
+]  # fmt: skip
 
 MESSAGE = b"m"
 """Kind of a frame that holds an object of JSON; others hold what a rank has printed."""
@@ -58,14 +50,14 @@ UNCONFIRMED_S = 12.0
 
 _VERBS = {
     "failed": "failed", "exit": "ended its program", "timed out": "timed out",
-    "disagreed": "found that ranks disagree", "died": "died",
+    "disagreed": "found that ranks disagree", "died": "died", "left": "ended its program",
 }  # fmt: skip
 _HEAD = struct.Struct("!cI")  # kind, length
 _MOST_BYTES = 4 << 20  # of a frame; a longer one ends its connection
 _READ_BYTES = 1 << 18
 _TEXT_CHARACTERS = 1000  # of a failure
 _SEND_S = 2.0  # for a hub to take a message
-_TELL_S = 0.3  # for a hub to hear of a failure, and to pass it on
+_TELL_S = 1.0  # for a hub to hear of a failure, and to pass it on
 _GONE_S = 1.0  # what a rank sent before it left may still be on its way
 _GRACE_S = 2.0  # for a process to end by itself after a failure
 _CONNECT_S = 10.0
@@ -152,12 +144,7 @@ class Hub:
     """
 
     def __init__(self, ranks: Sequence[int], listener: Listener | None) -> None:
-        """Begin to listen.
-
-        Args:
-            ranks: those that will come.
-            listener: where; it is closed when all have come.
-        """
+        """Begin to listen for these ranks; the listener is closed when all have come."""
         self.ranks = frozenset(ranks)
         self.peers: dict[int, Wire] = {}
         self.first: dict[str, Any] | None = None
@@ -284,8 +271,8 @@ class Channel:
         Args:
             connection: to the hub.
             rank: this rank in the job.
-            ranks: the ranks that it connects, the hub's first; none where the hub is the launcher.
-            hub: the hub, where it is in this process.
+            ranks: the ranks that it connects, the hub's first; () where the hub is the launcher.
+            hub: where it is in this process.
         """
         self.rank, self.ranks = rank, tuple(ranks)
         self.flag = np.zeros(1, np.int64)
@@ -321,7 +308,7 @@ class Channel:
     def tell(
         self, kind: str, text: str, record: Mapping[str, Any] | None = None, about: int | None = None
     ) -> None:
-        """Tell all ranks that this one fails; returns once they have been told, or after 0.3 s.
+        """Tell all ranks that this one fails; returns once they have been told, or after a second.
 
         Where a failure is known already that one stands; a record for the launcher goes out all the same.
 

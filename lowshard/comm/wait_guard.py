@@ -68,11 +68,8 @@ class Lookout:
     ) -> TimedOut:
         """Return the error for a wait whose time is over, and tell all others; prints what this rank was in.
 
-        Args:
-            what: what was waited for, in words.
-            missing: the ranks of the group that have not come; empty where that is not known.
-            timeout_s: how long they were waited for.
-            watched: the same as ranks of the failure channel.
+        `missing` are the ranks of the group that have not come, empty where that is not known; `watched` the same as
+        ranks of the failure channel.
         """
         who = names_of(missing) if missing else "some rank"
         about = [] if self.watch is None else [self.watch.world_ranks[rank] for rank in watched]
@@ -103,15 +100,13 @@ class Lookout:
         timeout_s: float,
         watched: Sequence[int] | None = None,
     ) -> None:
-        """Return once `test` returns true.
+        """Return once `test` returns true: it asks MPI whether something is done, which also makes it go on.
 
         Args:
-            test: asks MPI whether something is done, which also makes it go on.
             what: what is waited for, in words.
             missing: returns the ranks that have not come; None where that is not known.
             timeout_s: seconds to wait at most.
-            watched: the group's ranks as ranks of the failure channel, where one that has ended its program is missed;
-                any of them where `missing` is None.
+            watched: the group's ranks as ranks of the failure channel: one that has left is missed.
 
         Raises:
             PeerFailed: a rank has failed, or one that is missing has ended its program.

@@ -17,29 +17,17 @@ _MOST_DIGITS = 9  # of a number of ranks, hosts or slots
 
 @dataclass(frozen=True)
 class LauncherRow:
-    """One launcher's variables; each field lists the names to try, in order.
+    """One launcher's variables; each field lists the names to try, in order."""
 
-    Attributes:
-        key: name to report of a rank.
-        name: what people call it.
-        rank: names of the rank.
-        size: names of the number of ranks.
-        local_rank: names of the rank on the node.
-        advice: what to do when MPI did not take part.
-        needs: groups of names; of each group at least one must be set. Without groups, of the rank's.
-        mpi_needs: groups that a rank of MPI has beside these.
-        mpi_size: further names of a rank of MPI's number of ranks.
-    """
-
-    key: str
-    name: str
+    key: str  # to report of a rank
+    name: str  # what people call it
     rank: Names
     size: Names
-    local_rank: Names
-    advice: str
-    needs: tuple[Names, ...] = ()
-    mpi_needs: tuple[Names, ...] = ()
-    mpi_size: Names = ()
+    local_rank: Names  # on the node
+    advice: str  # what to do when MPI did not take part
+    needs: tuple[Names, ...] = ()  # of each group of names at least one must be set; else of the rank's
+    mpi_needs: tuple[Names, ...] = ()  # groups that a rank of MPI has beside these
+    mpi_size: Names = ()  # further names of a rank of MPI's number of ranks
 
 
 _SAME_MPI = "start the program with the mpiexec of the MPI that mpi4py loads: lowshard run finds it"

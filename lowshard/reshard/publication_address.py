@@ -129,15 +129,13 @@ class PublisherListener(Listener):
 def tcp_listener(hosts: tuple[str, ...], port: int, token: bytes) -> Listener:
     """Return a listener on addresses of this host."""
     made: list[socket.socket] = []
-    try:
+    with contextlib.ExitStack() as stack:
         for host in hosts:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            made.append(socket.create_server((host, port), family=family, backlog=_BACKLOG))
+            server = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+            made.append(stack.enter_context(server))
             port = made[0].getsockname()[1]
-    except OSError:
-        for one in made:
-            one.close()
-        raise
+        stack.pop_all()
     listener = PublisherListener(made, [str(Address(host=host, port=port)) for host in hosts], None)
     listener.token = token
     return listener

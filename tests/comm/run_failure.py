@@ -76,6 +76,8 @@ def boom() -> None:
 def fail(cause: str) -> None:
     if cause == "SIGKILL":
         os.kill(os.getpid(), signal.SIGKILL)
+    if cause == "SIGSTOP":
+        os.kill(os.getpid(), signal.SIGSTOP)
     if cause == "raise":
         raise ValueError("boom")
     if cause == "sys.exit(3)":

@@ -104,3 +104,20 @@ def test_survivors_name_the_rank_that_failed(cell: tuple[str, str, str, str], tm
         elif said or not may_be_killed(cell):
             assert ended.code != 0, ended.text
             assert re.search(rf"rank {victim}\b", ended.text), ended.text
+
+
+@pytest.mark.parametrize("launcher", mode.sample(["run", "mpiexec"], 1, "stopped"))
+def test_a_rank_that_is_stopped_is_named_at_the_deadline(
+    launcher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOWSHARD_TIMEOUT_S", "3")
+    ended = start(launcher, "kills", ["SIGSTOP", "collective", "1", str(tmp_path)])
+    said = [path.read_text().split(maxsplit=2) for path in tmp_path.glob("said-*")]
+    assert len(said) == 2, ended.text
+    assert "TimedOut" in [name for _, name, _ in said]
+    for at_s, _, text in said:
+        assert 2.0 < float(at_s) - float((tmp_path / "failed").read_text()) < 6.0
+        assert "rank 1 did not come to all_reduce" in text
+    if launcher == "run":
+        assert ended.code == 71, ended.text
+        assert ended.last.startswith("lowshard run: rank 1 failed first: "), ended.text

@@ -20,9 +20,11 @@ from pathlib import Path
 import pytest
 from support import mode
 from support.fake_hosts import ENVIRONMENT, FakeHost, cut, fake_hosts, mend, options, spread, why_not
-from support.launching import ENDS_WITHIN_S, LIMIT_S, ROOT, Launcher, wait_until
+from support.launching import ENDS_WITHIN_S, LIMIT_S, ROOT, Launcher, own_files, wait_until
 
-from lowshard.launch import JobResult, python_command, run_ranks
+from lowshard.launch import JobResult, find_mpi, python_command, run_ranks
+from lowshard.launch.environment import passed_names
+from lowshard.launch.mpiexec import rank_environment
 
 REASON = why_not()
 pytestmark = [
@@ -256,3 +258,25 @@ def test_hosts_that_see_no_file_of_the_launcher_tell_everything_over_the_connect
         # What the supervisors made on their hosts is gone; the rest are this test's marks.
         assert [path.name for path in failing.folder.iterdir() if not path.name.isdigit()] == []
         assert list(hidden_folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("victim", [0, 3])
+def test_under_a_plain_mpiexec_ranks_of_several_hosts_are_connected_too(
+    nothing_left: None, tmp_path: Path, victim: int
+) -> None:
+    mpi = find_mpi()
+    program = [sys.executable, str(ROOT / "tests/comm/run_failure.py"), "raise", "collective", str(victim)]
+    with fake_hosts(2) as hosts, own_files():
+        on_hosts = spread(hosts, 4)
+        (tmp_path / "hosts").write_text(on_hosts.hostfile(mpi.family))
+        env = {**os.environ, **ENVIRONMENT, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
+        env = rank_environment(mpi, 4, env, spread=on_hosts)
+        command = mpi.command(
+            4, [*program, str(tmp_path)], spread=on_hosts, hostfile=str(tmp_path / "hosts"), cwd=str(ROOT),
+            passed=passed_names(env),
+        )  # fmt: skip
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    said = [path.read_text().split(maxsplit=3) for path in tmp_path.glob("said-*")]
+    assert [(name, rank) for _, name, rank, _ in said] == [("PeerFailed", str(victim))] * 3, done.stderr
+    assert f"rank {victim} | ValueError: boom" in done.stderr + done.stdout
+    assert done.returncode != 0

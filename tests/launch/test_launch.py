@@ -161,11 +161,11 @@ def test_each_way_to_fail_has_its_exit_code_and_names_the_rank(
 
 
 def test_the_time_limit_ends_the_job_and_shows_every_stack(launcher: Launcher) -> None:
-    done = launcher.run("-n", "3", "--timeout", "2.5", launcher.script(SLEEPING), str(launcher.folder))
+    done = launcher.run("-n", "3", "--timeout", "8", launcher.script(SLEEPING), str(launcher.folder))
     assert done.code == 71, done.err
     for rank in range(3):
         assert re.search(rf"^\[{rank}\]   File .* in wait_here$", done.err, re.MULTILINE), done.err
-    assert "3 ranks were still running after the limit of 2.5 s" in done.err.splitlines()[-1]
+    assert "3 ranks were still running after the limit of 8 s" in done.err.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
@@ -514,3 +514,25 @@ def test_hosts_that_cannot_be_are_wrong_usage(
     err = capsys.readouterr().err
     assert told in err
     assert "Traceback" not in err
+
+
+STRANGER = """
+import contextlib, os, socket, time
+path = os.environ["LOWSHARD_JOB_DIR"] + "/listener"
+silent, noisy = socket.socket(socket.AF_UNIX), socket.socket(socket.AF_UNIX)
+silent.connect(path)
+noisy.connect(path)
+with contextlib.suppress(OSError):
+    noisy.sendall(bytes(1 << 20))
+open(os.environ["MET"], "w").close()
+time.sleep(60)
+"""
+
+
+def test_strangers_at_the_launchers_socket_change_nothing(launcher: Launcher) -> None:
+    met, stranger = launcher.folder / "met", launcher.folder / "stranger.py"
+    stranger.write_text(STRANGER)
+    before = f"MET={met} {sys.executable} {stranger} &\nwhile [ ! -e {met} ]; do sleep 0.05; done"
+    mpi = with_mpiexec(launcher.folder, before=before)
+    result, text = run_here(launcher, "print('hello')\n", mpi=mpi, timeout_s=30)
+    assert (result.exit_code, text.count("hello")) == (0, 2), text

@@ -41,7 +41,7 @@ _ON_FLOOR = {
     "6": "launch",
     "7": """
         rules.rules_command solver.solve_command checkpoint.inspect_command weights.reshard_command
-        launch.__main__ interop bench demo selftest warmup cli __main__
+        interop bench demo selftest warmup cli __main__
     """,
 }
 FLOORS = {f"lowshard.{name}": floor for floor, names in _ON_FLOOR.items() for name in names.split()}
