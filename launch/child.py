@@ -133,7 +133,6 @@ def _module_exists(name: str) -> bool:
 
 
 def _wrong_usage(rank: int, message: str) -> None:
-    """Ends the job for a target that is not there."""
     fail_with(FailureRecord(rank, "exit", LaunchError.exit_code, message))
 
 

@@ -507,6 +507,5 @@ class _Job:
 
 
 def _kill(mpiexec: subprocess.Popen[bytes]) -> None:
-    """Ends mpiexec and its group at once, where they have not ended."""
     if mpiexec.poll() is None:
         signal_group(mpiexec.pid, signal.SIGKILL)

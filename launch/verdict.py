@@ -107,7 +107,6 @@ def _named(first: FailureRecord, failures: Sequence[FailureRecord]) -> int | Non
 
 
 def _record_of(leaver: Leaver) -> FailureRecord:
-    """Returns the record of a rank that has left too early."""
     how = "its program came to its end" if leaver.in_order else "os._exit, or an exit in a library"
     text = f"it left with exit code 0 ({how}) while other ranks still ran; all ranks make the same collective calls"
     return FailureRecord(leaver.rank, "left", PeerFailed.exit_code, text)

@@ -32,6 +32,7 @@ _SPEAK_S = 0.5  # from telling the others of a failure to the abort that would c
 _SURVIVOR_SPEAK_S = (
     1.0  # longer: the abort of the rank that failed first, and its exit code, are to come first
 )
+_MOST_CHARACTERS = 100_000  # of a traceback
 _INTERRUPTED = 130  # what a shell reports for a program that SIGINT ended
 
 _installed: dict[str, int] = {}  # "pid": the process that holds the hook; a forked child must not end the job
@@ -109,8 +110,10 @@ def record_of(rank: int, error: BaseException) -> FailureRecord:
     """Returns the record of an uncaught exception."""
     told = traceback.TracebackException.from_exception(error)
     text = "".join(told.format())
+    if len(text) > _MOST_CHARACTERS:
+        text = f"{text[: _MOST_CHARACTERS // 2]}\n[...]\n{text[-_MOST_CHARACTERS // 2 :]}"
     told.__notes__ = []  # the line says what went wrong, a note what else there is to say
-    last = [*told.format_exception_only()][-1].strip()
+    last = [*told.format_exception_only()][-1].strip()[:_MOST_CHARACTERS]
     cls = type(error)
     name = cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
     return FailureRecord(

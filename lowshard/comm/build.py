@@ -14,7 +14,7 @@ from lowshard.argument import brief
 from lowshard.comm.call import Activity
 from lowshard.comm.caller import end_with_mpi
 from lowshard.comm.communicator import Communicator
-from lowshard.comm.failure import Watch, launcher_channel, meet
+from lowshard.comm.failure import Watch, channels, launcher_channel, meet
 from lowshard.comm.messages import Mailbox
 from lowshard.comm.mpi import MPITransport, load_mpi, world_ranks
 from lowshard.comm.progress import stop
@@ -49,6 +49,8 @@ def _heed_finalize(mpi: Any) -> None:
     def end(*noted: Any) -> None:
         stop()
         end_with_mpi()
+        for channel in channels():
+            channel.leave()
 
     mpi.COMM_SELF.Set_attr(mpi.Comm.Create_keyval(delete_fn=end), True)
 

@@ -283,7 +283,7 @@ class Channel:
         self._socket, self._hub, self._pid = connection, hub, os.getpid()
         self._wire = Wire(connection)
         self._lock = threading.Lock()
-        self._failed_s, self._left = 0.0, False
+        self._failed_s, self._left, self._hub_ends = 0.0, False, False
         self._threads = [threading.Thread(target=self._listen, name="lowshard-failures", daemon=True)]
         if hub is not None:
             self._threads.append(threading.Thread(target=self._serve, name="lowshard-hub", daemon=True))
@@ -358,6 +358,12 @@ class Channel:
             let_mpi_go_on()  # what others wait for may still lie here
             self._threads[0].join(0.002)
 
+    def drop(self) -> None:
+        """Give it up: not all ranks could connect."""
+        self._left, self._hub_ends = True, True
+        self.forget()
+        _channels.remove(self)
+
     def forget(self) -> None:
         """Close the connection in a forked child: it must close when the rank itself dies."""
         self._wire.close()
@@ -365,7 +371,7 @@ class Channel:
     def _serve(self) -> None:
         """Be the hub, until all have left or failed."""
         assert self._hub is not None
-        while not self._hub.ranks <= self._hub.gone | {
+        while not self._hub_ends and not self._hub.ranks <= self._hub.gone | {
             rank for rank, wire in self._hub.peers.items() if wire.closed
         }:
             self._hub.turn(_TURN_S)
@@ -471,7 +477,7 @@ def channels() -> tuple[Channel, ...]:
 
 
 def begin_end() -> None:
-    """Note that this process is ending by itself: it is not ended for a hang any more."""
+    """Note that this process is ending by itself."""
     _ending.append(True)
 
 
@@ -535,18 +541,19 @@ def meet(mpi_comm: Any, world_ranks: Sequence[int]) -> Channel:
                     f"let such connections through, or set {settings.INTERFACE.name} to the interface of rank 0's host "
                     "that leads to all hosts"
                 )
-        for said in mpi_comm.allgather(problem):
-            if said:
-                raise CommError(f"every rank needs a connection to rank 0: {said}")
+        problems = [said for said in mpi_comm.allgather(problem) if said]
+        if problems:
+            if channel is not None:
+                channel.drop()
+            raise CommError(f"every rank needs a connection to rank 0: {problems[0]}")
     assert channel is not None
     return channel
 
 
 def time_out_report(rank: int, activity: Activity) -> str:
-    """Return what there is to say of this rank when a wait took too long, the rank in front of each line.
+    """Return what this rank is in, its last collectives and the stacks of all threads, for a wait that was too long.
 
-    What it is in, its last collectives, and the stacks of all its threads. When a rank tells of a time-out every rank
-    prints this to stderr by itself.
+    When a rank tells of a time-out every rank prints this to stderr.
     """
     out = io.StringIO()
     out.write(f"time-out report: this rank is in {activity.where()}\n")
@@ -559,11 +566,7 @@ def time_out_report(rank: int, activity: Activity) -> str:
 
 
 def _listen(seats: Sequence[tuple[str, Sequence[str]]]) -> tuple[Listener, str]:
-    """Return rank 0's listener, and the folder that was made for it, or "".
-
-    Raises:
-        OSError: nothing can be listened on.
-    """
+    """Return rank 0's listener, and the folder that was made for it, or ""."""
     if settings.INTERFACE.is_set():
         named, known = settings.INTERFACE.text(), interface_addresses()
         if named not in known:

@@ -14,7 +14,6 @@ seconds.
 
 from __future__ import annotations
 
-import errno
 import hmac
 import os
 import secrets
@@ -44,7 +43,6 @@ _PROOF_BYTES = 32
 _HEAD = struct.Struct(f"!{len(_MAGIC)}sBI{_NONCE_BYTES}s")  # magic, purpose, rank, nonce; a proof follows
 _HELLO_BYTES = _HEAD.size + _PROOF_BYTES
 _ACCEPTS = 64  # in one turn
-_NO_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _BACKLOG = 1024
 _FULL_PAUSE_S = 0.005
 _MOST_ROUND_S = 4.0  # that an address may take to answer, at first an eighth of it
@@ -175,14 +173,9 @@ class Listener:
                 connection, _ = listening.accept()
             except BlockingIOError:
                 return
-            except OSError as error:
-                if error.errno not in _NO_FILES:
-                    continue  # it has gone already
-                if not self._waiting:
-                    time.sleep(_FULL_PAUSE_S)  # nothing here can be given back: let others do so
-                    return
-                self._turn_away(next(iter(self._waiting.values())))
-                continue
+            except OSError:  # it has gone already; or there are no files left, and others may close some
+                time.sleep(_FULL_PAUSE_S)
+                return
             connection.setblocking(False)
             waiting = _Waiting(connection, time.monotonic() + WAIT_S)
             if not _is_own_user(connection) or not _sent(connection, waiting.nonce):

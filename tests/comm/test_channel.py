@@ -166,3 +166,12 @@ def test_noise_ends_its_own_connection_at_worst(noise: bytes) -> None:
         Wire(other).send(MESSAGE, json.dumps({"do": "bye"}).encode())
         hub.turn(0.1)
         assert 1 in hub.gone
+
+
+def test_a_group_that_cannot_all_connect_leaves_nothing_that_is_waited_for(group: Group) -> None:
+    for channel in group.channels:
+        channel.drop()
+    threads = [thread for channel in group.channels for thread in channel._threads]
+    for thread in threads:
+        thread.join(SOON_S)
+    assert not any(thread.is_alive() for thread in threads)

@@ -198,3 +198,9 @@ def test_a_hook_of_the_program_is_called_and_the_job_ends_whatever_it_does(first
     assert (done.returncode, done.stdout) == (1, "the program's own hook\n"), done.stderr
     assert "rank 1 | ValueError: " in done.stderr
     assert "a fault of the hook" in done.stderr
+
+
+def test_a_text_without_end_is_cut() -> None:
+    told = record_of(1, ValueError("x" * (10 << 20)))
+    assert len(told.message) + len(told.traceback) < 1 << 20
+    assert told.message.startswith("ValueError: xxx")
