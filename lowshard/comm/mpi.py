@@ -107,7 +107,8 @@ class MPITransport(ByMailbox, Transport):
             return super().new_reach()
         from lowshard.comm.node.node_reach import NodeReach
 
-        return NodeReach(self.node, self.homes, self.homes[self.rank])
+        shared = self.node.shared
+        return NodeReach(self.node, shared.memory, shared.members, self.homes, self.homes[self.rank])
 
     def empty(self, shape: int | Sequence[int], dtype: Any) -> Array:
         return super().empty(shape, dtype) if self.node is None else self.node.empty(shape, dtype)

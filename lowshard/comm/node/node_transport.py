@@ -93,7 +93,7 @@ class NodeTransport(ByMailbox, Transport):
 
     def new_reach(self) -> NodeReach:
         """Return what this rank reaches: all ranks of the group."""
-        return NodeReach(self)
+        return NodeReach(self, self._memory, self.shared.members)
 
     def fold(self, terms: Sequence[Array], out: Array, op: str, divisor: int = 1) -> None:
         """Write the reduction of arrays of any strides into `out`, in tree order; a step of this rank alone."""
