@@ -61,16 +61,8 @@ def fold_rows(
 ) -> Any:  # fmt: skip
     """Fold rows of n elements that lie at regular distances, as many operands as the context has ranks.
 
-    Args:
-        ctx: SIZE, PARTS and SCRATCH are looked at alone.
-        out: address of the first row of the result.
-        sources: address of the operands' first rows, then room for as many.
-        table: for each level, innermost first: count, bytes from row to row of the result, and of each operand.
-        levels: how many.
-        n: elements of a row.
-        divisor: see `fold_block`.
-        steps: the same.
-        recipe: the same.
+    `sources` has the addresses of the operands' first rows, then room for as many; `table` has for each level,
+    innermost first: count, bytes from row to row of the result, and of each operand.
     """
     size, parts, item = field(ctx, m.SIZE), field(ctx, m.PARTS), field(recipe, ITEM)
     block_elems, width, here = BLOCK_BYTES // field(recipe, WIDE_ITEM), 8 * (2 + size), sources + 8 * size

@@ -39,18 +39,8 @@ share a cache, and as slow between others, which get each line that was just wri
 FOLDED_BY_ALL_BYTES = 32 << 10
 """An operand of all_reduce that each rank folds by itself."""
 _STEP = "a step of the transport"
-_STEPS = {
-    what: Call(_STEP, what, STEP_SIGNATURE)
-    for what in (
-        "gather_facts",
-        "all_gather_v",
-        "all_to_all_v",
-        "broadcast",
-        "gather",
-        "scatter",
-        "all_reduce",
-    )
-}
+_KINDS = ("gather_facts", "all_gather_v", "all_to_all_v", "broadcast", "gather", "scatter", "all_reduce")
+_STEPS = {what: Call(_STEP, what, STEP_SIGNATURE) for what in _KINDS}
 """What transports ask of each other beside the users' calls."""
 
 
