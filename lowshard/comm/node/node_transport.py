@@ -322,6 +322,7 @@ class NodeTransport(ByMailbox, Transport):
         item, most = dtype.itemsize, self.shared.slot_bytes
         send_bytes, in_place = rows * elems * item, -row * elems * item
         last = self.size if op == "avg" else 1, self.shared.steps_at[order], recipe
+        shown = 0 if mode == TO_ROOT and self.rank == root else rows
         is_straight = self._crosses and (send_bytes > most or mode == OWN_PART)
         chunk = max(1, min(elems, most // (rows * item)))
 
@@ -333,7 +334,7 @@ class NodeTransport(ByMailbox, Transport):
             if is_straight:
                 code = compiled.fold(ctx, signature, at, send_bytes, to, recv_bytes, elems, mode, root, *last)
             elif whole:
-                code = compiled.fold_by_slots(ctx, signature, at, rows, row, to, elems, chunk, *last)
+                code = compiled.fold_by_slots(ctx, signature, at, shown, row, to, elems, chunk, *last)
             else:
                 code = compiled.fold_parts_by_slots(ctx, signature, at, to, elems, chunk, *last)
             if code or wanted[0]:
