@@ -68,10 +68,7 @@ class MPITransport(ByMailbox, Transport):
         # Moving needs only the width of an element. bf16 and fp8 have no MPI type of their own
         # (BFLOAT16_T is null in both wheels, and passing it aborts an MPICH job).
         self._move = {
-            1: (np.dtype(np.uint8), self._mpi.UINT8_T),
-            2: (np.dtype(np.uint16), self._mpi.UINT16_T),
-            4: (np.dtype(np.uint32), self._mpi.UINT32_T),
-            8: (np.dtype(np.uint64), self._mpi.UINT64_T),
+            size: (np.dtype(f"u{size}"), getattr(self._mpi, f"UINT{8 * size}_T")) for size in (1, 2, 4, 8)
         }
         self._ops = {"sum": self._mpi.SUM, "prod": self._mpi.PROD, "min": self._mpi.MIN, "max": self._mpi.MAX}
 
@@ -88,10 +85,7 @@ class MPITransport(ByMailbox, Transport):
 
     def way_between(self, one: int, other: int) -> tuple[str, str]:
         if self.node is not None and self.homes[one] == self.homes[other]:
-            return (
-                "MPI messages",
-                "collectives go by them; boxes go by the memory of the node that they are on",
-            )
+            return "MPI messages", "collectives go by them; boxes by the memory of the node that they are on"
         return "MPI messages", self.why or "they share no memory"
 
     @property
@@ -107,7 +101,8 @@ class MPITransport(ByMailbox, Transport):
             return super().new_reach()
         from lowshard.comm.node.node_reach import NodeReach
 
-        return NodeReach(self.node, self.homes, self.homes[self.rank])
+        shared = self.node.shared
+        return NodeReach(self.node, shared.memory, shared.members, self.homes, self.homes[self.rank])
 
     def empty(self, shape: int | Sequence[int], dtype: Any) -> Array:
         return super().empty(shape, dtype) if self.node is None else self.node.empty(shape, dtype)
@@ -132,10 +127,7 @@ class MPITransport(ByMailbox, Transport):
         self._lookout.wait(request.Test, what, None, self.timeout_s)
 
     def _meet(self, request: Any, what: str) -> None:
-        """Wait for a collective that moves next to nothing and that no rank leaves before all have come.
-
-        So a rank that ended its program a while ago has not come, and never will.
-        """
+        """Wait for one that no rank leaves before all have come: one that has ended its program never will."""
         self._lookout.wait(request.Test, what, None, self.timeout_s, self._watched)
 
     def compare(self, signature: int) -> bool:

@@ -64,7 +64,6 @@ MADE_FOR = {
     "lowshard.compiled.emitted": {"llvmlite"},
     "lowshard.kernels.cpu": {"llvmlite"},
     "lowshard.comm.node": {"llvmlite", "mpi4py"},
-    "lowshard.comm.hierarchy": {"mpi4py"},  # by way of lowshard.comm.node
     "lowshard.transfer.cross_memory": {"llvmlite", "mpi4py"},  # by way of lowshard.comm.node
     "lowshard.reshard.atomic_word": {"llvmlite"},
 }

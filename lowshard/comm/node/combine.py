@@ -6,7 +6,7 @@ temporaries, and each step combines two places into one. So tree and rank order 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -89,9 +89,8 @@ def recipe_of(dtype: str, op: str) -> Recipe:
         functions[1] = _divider(wide)
     if dtype in HALVES:
         functions[2:] = (_converter(name, dtype) for name in ("widen", "narrow"))
-    sizes = itemsizes([dtype, wide])
     addresses = [0 if made is None else made.address for made in functions]
-    return Recipe(np.array([sizes[dtype], sizes[wide], *addresses], np.int64), tuple(functions))
+    return Recipe(np.array([itemsize(dtype), itemsize(wide), *addresses], np.int64), tuple(functions))
 
 
 # ---- cache lines as LLVM vectors: a loop that LLVM makes vectors of by itself falls back to elements in place
@@ -133,7 +132,7 @@ def _combine_step(code: Any, size_bytes: int) -> Any:
         return None
     dtype, op = code.literal_value.split()
     element = _FLOATS.get(dtype) or ir.IntType(int(dtype.lstrip("uint")))
-    kind = ir.VectorType(element, size_bytes // itemsizes([dtype])[dtype]) if size_bytes else element
+    kind = ir.VectorType(element, size_bytes // itemsize(dtype)) if size_bytes else element
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
         into, *operands = (builder.inttoptr(at, kind.as_pointer()) for at in values[1:])
@@ -146,7 +145,7 @@ def _combine_step(code: Any, size_bytes: int) -> Any:
 
 @cache
 def _combiner(dtype: str, op: str) -> Any:
-    item = itemsizes([dtype])[dtype]
+    item = itemsize(dtype)
     per_line = LINE_BYTES // item
     code = f"{dtype} {op}"
 
@@ -263,6 +262,6 @@ def _narrow_float16(into: int, source: int, n: int) -> None:
         c[i] = types.uint16(made | sign)
 
 
-def itemsizes(dtypes: Sequence[str]) -> dict[str, int]:
-    """Return the bytes of an element by dtype."""
-    return {name: 2 if name in HALVES else np.dtype(name).itemsize for name in dtypes}
+def itemsize(dtype: str) -> int:
+    """Return the bytes of an element."""
+    return 2 if dtype in HALVES else np.dtype(dtype).itemsize

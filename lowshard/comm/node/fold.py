@@ -61,16 +61,8 @@ def fold_rows(
 ) -> Any:  # fmt: skip
     """Fold rows of n elements that lie at regular distances, as many operands as the context has ranks.
 
-    Args:
-        ctx: SIZE, PARTS and SCRATCH are looked at alone.
-        out: address of the first row of the result.
-        sources: address of the operands' first rows, then room for as many.
-        table: for each level, innermost first: count, bytes from row to row of the result, and of each operand.
-        levels: how many.
-        n: elements of a row.
-        divisor: see `fold_block`.
-        steps: the same.
-        recipe: the same.
+    `sources` has the addresses of the operands' first rows, then room for as many; `table` has for each level,
+    innermost first: count, bytes from row to row of the result, and of each operand.
     """
     size, parts, item = field(ctx, m.SIZE), field(ctx, m.PARTS), field(recipe, ITEM)
     block_elems, width, here = BLOCK_BYTES // field(recipe, WIDE_ITEM), 8 * (2 + size), sources + 8 * size
@@ -99,13 +91,16 @@ def fold_rows(
 
 
 @inner
-def _fold_slots(ctx: int, out: int, offset: int, elems: int, divisor: int, steps: int, recipe: int) -> None:
-    """Fold elements that lie at an offset in all slots."""
+def _fold_slots(
+    ctx: int, out: int, own: int, offset: int, elems: int, divisor: int, steps: int, recipe: int
+) -> None:
+    """Fold elements of this rank's operand, where that is, and of the others' at an offset in their slots."""
     parts, item = field(ctx, m.PARTS), field(recipe, ITEM)
     block_elems = BLOCK_BYTES // field(recipe, WIDE_ITEM)
     for start in range(0, elems, block_elems):
         for rank in range(field(ctx, m.SIZE)):
             set_field(parts, rank, m.slot(ctx, rank) + offset + start * item)
+        set_field(parts, field(ctx, m.ME), own + start * item)
         fold_block(ctx, out + start * item, min(block_elems, elems - start), divisor, steps, recipe)
 
 
@@ -128,7 +123,8 @@ def fold_by_slots(
         if code != m.OK:
             return code
         if recv != 0:
-            _fold_slots(ctx, recv + begin * item, row * n * item, n, divisor, steps, recipe)
+            own = send + (row * elems + begin) * item
+            _fold_slots(ctx, recv + begin * item, own, row * n * item, n, divisor, steps, recipe)
         begin += n
         if begin >= elems:
             return m.OK
@@ -143,13 +139,15 @@ def fold_parts_by_slots(
     for begin in range(0, elems, chunk_elems):
         n = min(chunk_elems, elems - begin)
         m.step(ctx)
-        copy_bytes(m.slot(ctx, me), send + begin * item, n * item)
+        first, count = part_of(n, size, me)
+        shown, source, after = m.slot(ctx, me), send + begin * item, (first + count) * item
+        copy_bytes(shown, source, first * item)
+        copy_bytes(shown + after, source + after, n * item - after)
         code = m.meet(ctx, signature)
         if code != m.OK:
             return code
-        first, count = part_of(n, size, me)
         own = recv + (begin + first) * item
-        _fold_slots(ctx, own, first * item, count, divisor, steps, recipe)
+        _fold_slots(ctx, own, source + first * item, first * item, count, divisor, steps, recipe)
         m.step(ctx)
         copy_bytes(m.slot(ctx, me), own, count * item)
         code = m.meet(ctx, signature)

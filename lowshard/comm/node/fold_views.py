@@ -67,14 +67,7 @@ _folders = threading.local()
 
 
 def fold_views(terms: Sequence[Array], out: Array, op: str, divisor: int) -> None:
-    """Fold arrays of one shape, of any strides, in tree order.
-
-    Args:
-        terms: two operands or more, of out's shape and dtype, none of which overlaps out.
-        out: the result.
-        op: sum, min, max or prod.
-        divisor: what a sum is divided by.
-    """
+    """Fold two arrays or more of out's shape and dtype, of any strides, none of which overlaps out, in tree order."""
     known = _folders.__dict__.setdefault("by_terms", {})
     folder = known.get(len(terms))
     if folder is None:

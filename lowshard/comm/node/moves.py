@@ -16,19 +16,9 @@ def move_by_slots(
     ctx: int, signature: int, send: int, rows: int, recv: int, first: int, ranks: int, row: int, row_bytes: int,
     chunk_bytes: int,
 ) -> Any:  # fmt: skip
-    """Show rows, and copy one row of what others show.
+    """Show `rows` rows, and copy one row of what some ranks show: row `row` of `ranks` ranks from `first` on.
 
-    Args:
-        ctx: the context.
-        signature: of the call.
-        send: address of what this rank shows.
-        rows: how many rows; 0 for nothing.
-        recv: address of what it takes.
-        first: the first rank that it takes a row from.
-        ranks: from how many ranks; 0 for none.
-        row: which of their rows.
-        row_bytes: of a row, the same on all ranks.
-        chunk_bytes: of each row so many go at one meeting.
+    Rows are equally long on all ranks; `chunk_bytes` of each go at one meeting.
     """
     me, begin = field(ctx, m.ME), 0
     while True:
@@ -111,16 +101,9 @@ def exchange(
 ) -> Any:  # fmt: skip
     """Send each rank a part of its own length: all_to_all_v.
 
-    Args:
-        ctx: the context.
-        signature: of the call.
-        table: address of three int64 a rank: bytes sent to it, where in send, bytes expected from it.
-        places: address of an int64 a rank: where in recv.
-        send: address of what is sent.
-        send_bytes: bytes of send.
-        recv: address of what is received.
-        small_bytes: up to here send goes through this rank's slot, behind the table.
-        crosses: whether what does not is read from where it lies; else it goes through the slots too, in chunks.
+    `table` has three int64 a rank: bytes sent to it, where in send, bytes expected from it; `places` has one: where in
+    recv. Up to `small_bytes` send goes through this rank's slot, behind the table. Larger ones are read from where they
+    lie, or where no rank `crosses`, go through the slots too, in chunks.
     """
     m.step(ctx)
     me, size = field(ctx, m.ME), field(ctx, m.SIZE)

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from lowshard.comm.node.node_group import address_of
 from lowshard.comm.node.node_memory import NodeMemory
 from lowshard.comm.reach import Published, Reach
-
-if TYPE_CHECKING:
-    from lowshard.comm.node.node_transport import NodeTransport
+from lowshard.comm.transport import Transport
 
 Array = Any
 
@@ -22,17 +20,22 @@ class NodeReach(Reach):
 
     Args:
         over: the transport of this machine's ranks.
+        memory: of its processes.
+        members: the ranks as ranks of that.
         homes: by rank of the communicator, a number of its host; by default it has this host alone.
         home: of this host.
     """
 
-    def __init__(self, over: NodeTransport, homes: Sequence[int] | None = None, home: int = 0) -> None:
+    def __init__(
+        self, over: Transport, memory: NodeMemory, members: Sequence[int], homes: Sequence[int] | None = None,
+        home: int = 0,
+    ) -> None:  # fmt: skip
         homes = (home,) * over.size if homes is None else tuple(homes)
         super().__init__(over.rank, len(homes))
         self.homes, self.peers = homes, tuple(rank for rank, other in enumerate(homes) if other == home)
-        self._over, self._memory = over, over.shared.memory
+        self._over, self._memory = over, memory
         self.crosses = bool(self._memory.reads_across)
-        self._members = dict(zip(self.peers, over.shared.members, strict=True))
+        self._members = dict(zip(self.peers, members, strict=True))
 
     def maps(self, array: Array) -> bool:
         """Say whether an array lies in memory that the peers map."""

@@ -39,18 +39,8 @@ share a cache, and as slow between others, which get each line that was just wri
 FOLDED_BY_ALL_BYTES = 32 << 10
 """An operand of all_reduce that each rank folds by itself."""
 _STEP = "a step of the transport"
-_STEPS = {
-    what: Call(_STEP, what, STEP_SIGNATURE)
-    for what in (
-        "gather_facts",
-        "all_gather_v",
-        "all_to_all_v",
-        "broadcast",
-        "gather",
-        "scatter",
-        "all_reduce",
-    )
-}
+_KINDS = ("gather_facts", "all_gather_v", "all_to_all_v", "broadcast", "gather", "scatter", "all_reduce")
+_STEPS = {what: Call(_STEP, what, STEP_SIGNATURE) for what in _KINDS}
 """What transports ask of each other beside the users' calls."""
 
 
@@ -93,7 +83,7 @@ class NodeTransport(ByMailbox, Transport):
 
     def new_reach(self) -> NodeReach:
         """Return what this rank reaches: all ranks of the group."""
-        return NodeReach(self)
+        return NodeReach(self, self._memory, self.shared.members)
 
     def fold(self, terms: Sequence[Array], out: Array, op: str, divisor: int = 1) -> None:
         """Write the reduction of arrays of any strides into `out`, in tree order; a step of this rank alone."""
@@ -332,7 +322,12 @@ class NodeTransport(ByMailbox, Transport):
         item, most = dtype.itemsize, self.shared.slot_bytes
         send_bytes, in_place = rows * elems * item, -row * elems * item
         last = self.size if op == "avg" else 1, self.shared.steps_at[order], recipe
+<<<<<<< HEAD
         is_straight = self._crosses and send_bytes > most
+=======
+        shown = 0 if mode == TO_ROOT and self.rank == root else rows
+        is_straight = self._crosses and (send_bytes > most or mode == OWN_PART)
+>>>>>>> h-node
         chunk = max(1, min(elems, most // (rows * item)))
 
         def run(send: Array, recv: Array | None) -> None:
@@ -343,7 +338,7 @@ class NodeTransport(ByMailbox, Transport):
             if is_straight:
                 code = compiled.fold(ctx, signature, at, send_bytes, to, recv_bytes, elems, mode, root, *last)
             elif whole:
-                code = compiled.fold_by_slots(ctx, signature, at, rows, row, to, elems, chunk, *last)
+                code = compiled.fold_by_slots(ctx, signature, at, shown, row, to, elems, chunk, *last)
             else:
                 code = compiled.fold_parts_by_slots(ctx, signature, at, to, elems, chunk, *last)
             if code or wanted[0]:
