@@ -41,6 +41,28 @@ def test_a_table_is_a_value():
     assert BoxTable((4, 5), []).total_elems == 0
 
 
+def test_the_runs_of_an_array_are_built_once_and_again_for_other_strides():
+    table = BoxTable((4, 6), [((0, 2), (1, 3)), ((2, 4), (0, 6))])
+    first = table.runs((24, 4), 4, 4, 4, False)
+    assert table.runs((24, 4), 4, 4, 4, False) is first
+    others = [
+        table.runs((48, 4), 4, 4, 4, False),
+        table.runs((12, 2), 2, 4, 4, False),
+        table.runs((24, 4), 4, 8, 4, False),
+        table.runs((24, 4), 4, 1, 1, False),
+        table.runs((24, 4), 4, 4, 4, True),
+    ]
+    assert len({id(runs) for runs in (first, *others)}) == 6
+    assert [(runs.src_itemsize, runs.dst_itemsize) for runs in others] == [
+        (4, 4),
+        (2, 4),
+        (4, 4),
+        (4, 1),
+        (4, 4),
+    ]
+    assert not first.columns.flags.writeable
+
+
 @pytest.mark.parametrize(
     ("boxes", "divisor"),
     [

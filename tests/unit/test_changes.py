@@ -208,6 +208,20 @@ def test_what_takes_about_as_much_as_all_is_not_written(rng: np.random.Generator
         assert begins.encoded.size < 1.01 * new[:120].nbytes
 
 
+def test_bits_are_compared_and_not_numbers() -> None:
+    old = np.array([0.0, np.nan, 1.0, np.nan, 0.0], np.float32)
+    new = old.copy()
+    new[0] = -0.0
+    new.view(np.uint32)[1] ^= 1  # another NaN
+    boxes = ChangeBoxes([((0, 5),)], 4)
+    for made in (boxes, _plain(ChangeBoxes([((0, 5),)], 4))):
+        found = made.find(new, old, ScratchBuffer(), False)
+        assert made.places(found, 4).tolist() == [0, 1]
+        out = old.copy()
+        made.write(out, found)
+        assert out.tobytes() == new.tobytes()
+
+
 def test_a_broken_text_is_refused_and_nothing_beside_the_boxes_is_written(rng: np.random.Generator) -> None:
     """Every text that was changed in a byte is right, refused, or at least keeps within the boxes."""
     refused = 0

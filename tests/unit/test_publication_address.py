@@ -12,7 +12,14 @@ from typing import Any
 import pytest
 
 from lowshard.errors import CommError
-from lowshard.reshard.publication_address import Address, FolderLock
+from lowshard.reshard.publication_address import (
+    Address,
+    FolderLock,
+    new_token,
+    read_token,
+    remove_token,
+    write_token,
+)
 
 
 @pytest.mark.parametrize(
@@ -118,3 +125,16 @@ def test_what_a_killed_publisher_has_left_is_taken_over(folder: Path, token: str
     lock.release()
     assert not folder.exists()
     lock.release()
+
+
+def test_a_token_is_removed_by_who_wrote_it(tmp_path: Path) -> None:
+    path, own, others = tmp_path / "deeper" / "token", new_token(), new_token()
+    write_token(path, own)
+    remove_token(path, others)
+    assert read_token(path) == own
+    remove_token(path, own)
+    assert not path.exists()
+    remove_token(path, own)
+    path.mkdir()
+    remove_token(path, own)
+    assert path.is_dir()

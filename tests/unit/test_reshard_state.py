@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from support.recorded import oracle
 
+from lowshard.errors import LayoutError
 from lowshard.reshard import build_reshard_plan, kv_cache_layout, ssm_state_layouts
 
 
@@ -27,6 +29,19 @@ def test_a_cache_goes_from_two_ranks_to_four_by_heads() -> None:
         (1, 4, (whole, (0, 2), tokens), (whole, (0, 2), tokens)),
         (1, 5, (whole, (2, 4), tokens), (whole, (0, 2), tokens)),
     ]
+
+
+def test_stages_of_their_own_size_and_ranks_that_share_a_head() -> None:
+    src = kv_cache_layout(7, 2, (4,), tp=4, pp=2, windows=(5, 2))
+    assert [src.local_shape(r) for r in (0, 1, 4, 7)] == [(5, 1, 4), (5, 1, 4), (2, 1, 4), (2, 1, 4)]
+    assert src.tiles(0) == src.tiles(1)
+    build_reshard_plan(
+        {"kv": src}, {"kv": kv_cache_layout(7, 2, (4,), tp=2, copies=2, offset=8)}
+    ).check_coverage()
+    with pytest.raises(LayoutError, match="7 in all"):
+        kv_cache_layout(7, 2, (4,), pp=2, windows=(5, 3))
+    with pytest.raises(LayoutError, match="divide each other"):
+        kv_cache_layout(7, 3, (4,), tp=2)
 
 
 def test_states_are_dealt_band_by_band() -> None:

@@ -166,6 +166,19 @@ def test_an_existing_file_is_replaced_as_a_whole(tmp_path: Path) -> None:
     assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~umask
 
 
+def test_names_may_come_in_any_order_and_arrays_need_not_be_contiguous(tmp_path: Path) -> None:
+    state = small()
+
+    def job(comm: lc.Communicator) -> None:
+        mine = local_state(state, comm.rank)
+        turned = list(mine.items())[:: -1 if comm.rank % 2 else 1]
+        loose = {n: (lay, np.asfortranarray(a) if a.ndim > 1 else a) for n, (lay, a) in turned}
+        write_checkpoint(str(tmp_path / "f"), loose, comm)
+
+    lc.run_loopback(4, job, 30)
+    assert (tmp_path / "f").read_bytes() == expected_bytes(state)
+
+
 def test_ranks_outside_the_mesh_take_part_with_none(tmp_path: Path) -> None:
     mesh = DeviceMesh((2,), ("tp",), ranks=(3, 1))
     layout = Layout(mesh, (5, 2), "f32", (Sharded(0),))

@@ -129,6 +129,23 @@ def test_three_replicas_whose_errors_cancel_are_found(rng: np.random.Generator) 
     _run(3, job)
 
 
+def test_a_moved_tile_shows(rng: np.random.Generator) -> None:
+    layout = ls.Layout(ls.DeviceMesh((2,), ("tp",)), (64, 96), "bfloat16", (ls.Sharded(0),))
+    whole = _values(rng, (64, 96), "bfloat16")
+    before = digest(
+        {"w": (ls.Layout(ls.DeviceMesh((1,), ("x",)), (64, 96), "bfloat16", (ls.Replicated(),)), whole)}
+    )
+    for _ in range(500 if mode.full() else 25):
+        moved = whole.copy()
+        (r, c), (s, d) = (8 * rng.permutation(8)[:2]).tolist(), (16 * rng.permutation(6)[:2]).tolist()
+        moved[r : r + 8, s : s + 16], moved[c : c + 8, d : d + 16] = (
+            whole[c : c + 8, d : d + 16],
+            whole[r : r + 8, s : s + 16],
+        )
+        rows = (moved[:32], moved[32:])
+        assert _run(2, lambda comm, rows=rows: digest({"w": (layout, rows[comm.rank])}, comm)) != [before] * 2
+
+
 @pytest.mark.parametrize(
     ("change", "error", "text"),
     [

@@ -181,6 +181,41 @@ def test_blocks_that_changed_are_quantised_as_the_whole_is(
         run_loopback(5, work, LIMIT_S)
 
 
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("buffering", ["double", "in_place"])
+def test_sources_that_are_served_too_and_lie_over_each_other(
+    rng: np.random.Generator, buffering: Any, tied: bool
+) -> None:
+    """A rank that serves its own sources, and one array behind two names: at the source, or fed from one source."""
+    shape, c = (8, 48), "output_layer.weight"
+    b = "embedding.word_embeddings.weight"  # which feeds the output layer that sources lack
+    src = {n: TensorLayout.sharded(shape, "float32", {"tp": (2, 1)}, {0: "tp"}) for n in ("a", b, c)}
+    dst = {"a": src["a"], **{n: TensorLayout.sharded(shape, "float32", {"dp": (2, 1)}) for n in (b, c)}}
+    if tied:
+        del src[c]
+    plan = build_reshard_plan(src, dst)
+    versions = versions_of(rng, {n: rng.standard_normal(shape).astype(np.float32) for n in ("a", b)}, 5)
+
+    def work(comm: Any) -> None:
+        mine = arrays_of({n: src[n] for n in ("a", b)}, comm.rank, versions[0])
+        out = {"a": mine["a"], b: np.zeros(shape, np.float32), c: np.zeros(shape, np.float32)}
+        if tied:
+            out[c] = out[b]
+        else:
+            mine[c] = mine[b]
+        with Refit(plan, comm, mine, out, buffering=buffering, delta="auto") as refit:
+            for number, whole in enumerate(versions):
+                for name in ("a", b):
+                    mine[name][...] = local_part(src[name], comm.rank, whole[name])
+                refit.push(number)
+                assert bits(refit.weights["a"]) == bits(local_part(src["a"], comm.rank, whole["a"]))
+                assert bits(mine["a"]) == bits(local_part(src["a"], comm.rank, whole["a"]))
+                assert bits(refit.weights[b]) == bits(refit.weights[c]) == bits(whole[b])
+                assert np.shares_memory(refit.weights[b], refit.weights[c]) == tied  # in both sets
+
+    run_loopback(2, work, LIMIT_S)
+
+
 @pytest.mark.parametrize("buffering", ["double", "in_place"])
 @pytest.mark.parametrize("where", ["flip", "lie"])
 def test_a_push_that_fails_leaves_the_old_version_and_the_next_one_is_right(

@@ -168,6 +168,30 @@ def test_one_process_without_a_communicator(tmp_path: Path) -> None:
     save(tmp_path / "c", state)
 
 
+@pytest.mark.parametrize("merged", [False, True])
+def test_the_place_is_that_of_the_call_wherever_the_program_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, merged: bool
+) -> None:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "there").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    has_gone, system_open = threading.Event(), os.open
+
+    def later(*args: Any, **options: Any) -> int:
+        if threading.current_thread() is not threading.main_thread():
+            assert has_gone.wait(LIMIT_S)
+        return system_open(*args, **options)
+
+    monkeypatch.setattr(os, "open", later)
+    state = {"w": (Tiling.whole((8,), "float32"), np.ones(8, np.float32))}
+    begun = save("c", state, merged=merged, wait=False)
+    os.chdir(tmp_path / "there")
+    has_gone.set()
+    begun.wait(LIMIT_S)
+    assert list(Catalog.open(tmp_path / "here" / "c").tensors) == ["w"]
+    assert not list((tmp_path / "there").iterdir())
+
+
 def test_no_call_waits_for_a_thread_that_could_not_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

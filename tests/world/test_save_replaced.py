@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from lowshard.checkpoint.checkpoint_index import INDEX_NAME
 from lowshard.comm import Communicator
 from lowshard.errors import CheckpointError, LowshardError
 from lowshard.tiling import Tiling
-from lowshard.weights import load, plan_load, save
+from lowshard.weights import load, plan_load, remove_leftovers, save
 
 WHOLE = Tiling.whole((8,), "float32")
 HALVES = Tiling.from_pieces((8,), "float32", [[((0, 4),)], [((4, 8),)]])
@@ -166,6 +167,30 @@ def test_where_the_index_cannot_be_written_others_find_none_and_nothing_is_left(
     assert sorted(p.name.split("-")[0] for p in (tmp_path / "c").iterdir()) == [INDEX_NAME, "shard"]
 
 
+def test_data_stays_where_the_index_is_a_link_whose_file_is_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, away = tmp_path / "c", tmp_path / "away.json"
+    save(folder, state(w=1))
+    (folder / INDEX_NAME).rename(away)
+    (folder / INDEX_NAME).symlink_to(away.with_name("other.json"))
+    assert remove_leftovers(folder) == []
+    module = import_module("lowshard.weights.save")
+
+    def full(*args: Any) -> None:
+        raise CheckpointError("no room")
+
+    monkeypatch.setattr(module, "reserve", full)
+    with pytest.raises(CheckpointError, match="no room"):
+        save(folder, state(w=2))
+    monkeypatch.undo()
+    away.rename(away.with_name("other.json"))
+    assert loaded(folder) == {"w": 1}
+    save(folder, state(w=3))
+    assert loaded(folder) == {"w": 3}
+    assert len(list(folder.iterdir())) == 3
+
+
 @pytest.mark.parametrize(("gone", "said"), [("folder", "No such file"), ("claim", "another save removed")])
 def test_who_removes_a_save_before_its_rename_is_told_apart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gone: str, said: str
@@ -219,6 +244,11 @@ def test_what_cannot_stand_in_the_index_is_refused_on_all_ranks_at_once(
     if not options.keys() & {"strategies"}:
         with pytest.raises(CheckpointError, match=said):
             on_ranks(1, lambda c: save(tmp_path / "m", tensors, c, merged=True, **options))
+
+
+def test_where_the_system_does_not_say_what_a_path_is_leftovers_are_not_removed() -> None:
+    with pytest.raises(CheckpointError, match="leftovers of saves cannot be removed"):
+        remove_leftovers(Path("a" * 300))
 
 
 def test_an_error_in_the_background_that_nobody_was_told_of_is_shown_at_the_end(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from lowshard.errors import CommError, PeerFailed, PlanError, TimedOut
 from lowshard.kernels import MXFP8Tensor
 from lowshard.reshard import MXFP8ReshardTransform, Publisher, Subscriber, version_fetch
 from lowshard.reshard.publication_address import write_token
-from lowshard.reshard.version_wire import ConnectionLost
+from lowshard.reshard.version_wire import Connection, ConnectionLost
 from lowshard.tiling import Tiling
 
 TOKEN = bytes(32)
@@ -230,3 +231,18 @@ def test_a_block_that_ends_by_an_error_ends_the_pull_in_the_background(tmp_path:
         begun = time.monotonic()
         publisher.close(20)
         assert time.monotonic() - begun < 10
+
+
+def test_a_tcp_connection_that_says_nothing_is_asked_for_a_sign_of_life() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        line = Connection(socket.create_connection(door.getsockname()))
+        try:
+            asked = line.socket.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            idle_s, step_s, count = (
+                line.socket.getsockopt(socket.IPPROTO_TCP, option)
+                for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+            )
+        finally:
+            line.close()
+    assert asked
+    assert idle_s + step_s * count <= 30
