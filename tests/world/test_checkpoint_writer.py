@@ -173,7 +173,7 @@ def test_names_may_come_in_any_order_and_arrays_need_not_be_contiguous(tmp_path:
         mine = local_state(state, comm.rank)
         turned = list(mine.items())[:: -1 if comm.rank % 2 else 1]
         loose = {n: (lay, np.asfortranarray(a) if a.ndim > 1 else a) for n, (lay, a) in turned}
-        write_checkpoint(str(tmp_path / "f"), loose, comm)
+        weights.save(str(tmp_path / "f"), loose, comm, merged=True)
 
     lc.run_loopback(4, job, 30)
     assert (tmp_path / "f").read_bytes() == expected_bytes(state)

@@ -322,12 +322,8 @@ class NodeTransport(ByMailbox, Transport):
         item, most = dtype.itemsize, self.shared.slot_bytes
         send_bytes, in_place = rows * elems * item, -row * elems * item
         last = self.size if op == "avg" else 1, self.shared.steps_at[order], recipe
-<<<<<<< HEAD
-        is_straight = self._crosses and send_bytes > most
-=======
         shown = 0 if mode == TO_ROOT and self.rank == root else rows
-        is_straight = self._crosses and (send_bytes > most or mode == OWN_PART)
->>>>>>> h-node
+        is_straight = self._crosses and send_bytes > most
         chunk = max(1, min(elems, most // (rows * item)))
 
         def run(send: Array, recv: Array | None) -> None:
