@@ -78,11 +78,7 @@ class Background:
         return work
 
     def close(self) -> None:
-        """Wait for the last call, and give the communicator back. Closing twice is safe.
-
-        Raises:
-            Exception: what went wrong in the last call, unless its work has told so already.
-        """
+        """Wait for the last call, and give the communicator back. Closing twice is safe."""
         error = self.settle()
         self.memory = None
         self.comm.close()

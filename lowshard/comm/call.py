@@ -143,11 +143,7 @@ def innermost_line(places: Iterable[tuple[str, int]]) -> str:
 
 
 class _Started(threading.local):
-    """What a thread of this package knows of the program that gave it its work.
-
-    Attributes:
-        place: where the program gave it what it runs; "" in the program's own threads.
-    """
+    """What a thread of this package knows of the program that gave it its work."""
 
     place: Place = ""
 

@@ -66,11 +66,7 @@ def differ(t: Comparing, text: str) -> NoReturn:
 def differ_in_counts(
     t: Comparing, text: str, send_counts: Sequence[int], recv_counts: Sequence[int]
 ) -> NoReturn:
-    """Tell each other the counts of an exchange and raise, on all ranks, which pairs of them do not agree.
-
-    Raises:
-        MismatchError: always.
-    """
+    """Tell each other the counts of an exchange and raise, on all ranks, which pairs of them do not agree."""
     mine = [source_line(), list(map(int, send_counts)), list(map(int, recv_counts))]
     rows = [json.loads(row) for row in share_texts(t, json.dumps(mine))]
     raise counts_error(text, [row[0] for row in rows], [row[1:] for row in rows], t.sequence)

@@ -233,11 +233,7 @@ class Caller:
         return Call(name, text, signature, sent_bytes, received_bytes, reached_bytes)
 
     def enter(self, what: str) -> None:
-        """Begin a call of this thread, after those that were started; `lock.release` ends it.
-
-        Raises:
-            CommError: another thread is in a call of this communicator, or it is closed.
-        """
+        """Begin a call of this thread, after those that were started; `lock.release` ends it."""
         if self._worker is not None:
             self._worker.settle()
             self.transport.come_after()

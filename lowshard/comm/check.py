@@ -51,13 +51,7 @@ def wait_s(timeout_s: object) -> float | None:
 
 
 def flat(buf: Array, name: str, xp: ModuleType, transport: str, writes: bool) -> Array:
-    """Return a buffer as a flat view, or raise what is wrong with it.
-
-    Raises:
-        BufferMismatchError: no array that can be seen as one of `xp`, one with a mask, not C-contiguous, not in the
-            machine's byte order, or read-only where it is written.
-        DTypeError: a dtype outside the table.
-    """
+    """Return a buffer as a flat view, or raise what is wrong with it."""
     if not isinstance(buf, xp.ndarray):
         buf = view_in_call(buf, name)
     elif xp is np and type(buf) is not np.ndarray:
@@ -153,11 +147,7 @@ def need(ok: bool, call: str, rule: str, expected: object, got: object) -> None:
 def spans(
     name: str, size: int, buf: Array, counts: Sequence[int], displs: Sequence[int]
 ) -> tuple[list[int], list[int]]:
-    """Return counts and displacements as lists; where a count is 0 the displacement becomes 0.
-
-    Raises:
-        BufferMismatchError: not one entry a rank, or an entry that leaves the buffer.
-    """
+    """Return counts and displacements as lists; where a count is 0 the displacement becomes 0."""
     try:
         c, d = list(map(index, counts)), list(map(index, displs))
     except TypeError:
@@ -219,12 +209,7 @@ def _text_of(given: object) -> str:
 
 
 def reducible(buf: Array, op: str, order: str) -> None:
-    """Raise unless op and order exist and make sense for the buffer's dtype.
-
-    Raises:
-        CommError: unknown op or order.
-        DTypeError: the average of bools, or anything of scales.
-    """
+    """Raise unless op and order exist and make sense for the buffer's dtype."""
     if op not in OPS:
         raise CommError(f"op is one of {', '.join(OPS)}, got {op!r}{nearest(op, OPS)}")
     if order not in ORDERS:

@@ -31,15 +31,7 @@ class GpuBuffers(HostBuffers):
         self, transport: str, binding: Binding, device: int, captures: Callable[[Call], bool] | None = None,
         before: Callable[[], None] | None = None,
     ) -> None:  # fmt: skip
-        """Take a device.
-
-        Args:
-            transport: its name, for errors.
-            binding: how CuPy is reached; of this device.
-            device: the number of the GPU.
-            captures: says whether a CUDA graph records a call, or raises CaptureError; by default none may be.
-            before: what is done before each call, with the device current.
-        """
+        """Take a device."""
         super().__init__(transport)
         self.binding, self.device = binding, device
         self.latest = "a call"

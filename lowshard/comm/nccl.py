@@ -90,22 +90,7 @@ class NCCLTransport(Transport):
         timeout_s: float | None = None,
         watch: Watching | None = None,
     ) -> None:
-        """Wrap an NCCL communicator.
-
-        Args:
-            handle: CuPy's NcclCommunicator.
-            rank: this rank in it.
-            size: its number of ranks.
-            host: over the same ranks, for checks on the host; `end` closes it.
-            owned: whether `end` ends the NCCL communicator too.
-            binding: by default the installed libraries'.
-            timeout_s: deadline of every wait of the host; by default that of `host`, or the environment's.
-            watch: the failure channel that tells of failed ranks, if there is one.
-
-        Raises:
-            CommError: rank and size are not those of the NCCL communicator.
-            DependencyError: CuPy or NCCL is missing.
-        """
+        """Wrap an NCCL communicator."""
         binding = Binding.load() if binding is None else binding
         given = {} if host is None else {"group": host.group, "activity": host.activity}
         if timeout_s is None:
@@ -431,15 +416,7 @@ class NCCLTransport(Transport):
         self, call: Call, native: tuple[str, int, int | None], elems: int, spans_bytes: tuple[int, int, int],
         exchanged: Run,
     ) -> Run:  # fmt: skip
-        """Return what runs a reduction: NCCL's own, or the exchange and the fold where that has no code.
-
-        Args:
-            call: the call.
-            native: NCCL's method, dtype code and op code.
-            elems: what NCCL counts.
-            spans_bytes: of send, of recv, and where in send a recv in place begins.
-            exchanged: the exchange, checks between ranks included.
-        """
+        """Return what runs a reduction: NCCL's own, or the exchange and the fold where that has no code."""
         (name, dtype_code, code), address = native, self._binding.pointer
         send_bytes, recv_bytes, own_bytes = spans_bytes
 

@@ -82,9 +82,6 @@ class Binding:
 
         Args:
             with_nccl: whether NCCL must be there.
-
-        Raises:
-            DependencyError: CuPy or NCCL is missing.
         """
         cupy = _load_cupy()
         nccl = _load_cupys_nccl() if with_nccl else None

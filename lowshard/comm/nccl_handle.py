@@ -37,16 +37,7 @@ class NCCLHandle:
         self, raw: Any, binding: Binding, *, owned: bool, timeout_s: float, watch: Watching | None,
         explain: Callable[[], LowshardError | None] = lambda: None,
     ) -> None:  # fmt: skip
-        """Wrap an NCCL communicator.
-
-        Args:
-            raw: CuPy's NcclCommunicator.
-            binding: what calls NCCL.
-            owned: whether it is ours to end.
-            timeout_s: deadline of every wait of the host.
-            watch: the failure channel, or None.
-            explain: returns what the ranks' calls say of a wait that is over in vain, or None. Ranks meet in it.
-        """
+        """Wrap an NCCL communicator."""
         self.raw, self._explain = raw, explain
         self.timeout_s, self.watch = timeout_s, watch
         self.failed = False
@@ -60,13 +51,7 @@ class NCCLHandle:
     # ---- calls
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Return what a function of the binding returns.
-
-        Raises:
-            CommError: NCCL refuses, or the communicator was aborted.
-            PeerFailed: NCCL has lost another rank.
-            TimedOut: NCCL's own time-out.
-        """
+        """Return what a function of the binding returns."""
         with self._calling:
             self._check_state()
             try:
@@ -123,12 +108,7 @@ class NCCLHandle:
     # ---- waits
 
     def ask(self) -> None:
-        """Raise what the failure channel or NCCL knows to have gone wrong. Does not block.
-
-        Raises:
-            CommError: NCCL reports an error.
-            PeerFailed: another rank has failed.
-        """
+        """Raise what the failure channel or NCCL knows to have gone wrong. Does not block."""
         if self.watch is not None and self.watch.flag[0]:
             self.failed = True
             raise self.watch.error("NCCL's work on the GPU")
@@ -146,10 +126,6 @@ class NCCLHandle:
         Args:
             stream: where the next call will go.
             latest: the latest call, for the message: what comes late came from it, or from a call before it.
-
-        Raises:
-            CommError: NCCL or CUDA reports an error.
-            PeerFailed: another rank has failed.
         """
         self._check_state()
         try:
@@ -200,11 +176,6 @@ class NCCLHandle:
         """Return once an event, or what else has `.done`, is done.
 
         A time below the communicator's own is no deadline: when it is over, what is waited for goes on.
-
-        Raises:
-            CommError: NCCL reports an error, or another thread gave the communicator up.
-            PeerFailed: another rank has failed.
-            TimedOut: it was not done in time.
         """
         deadline = time.monotonic() + min(timeout_s, self.timeout_s)
         wait_for(awaited, deadline, self.watch, self, what, final=timeout_s >= self.timeout_s)
@@ -234,11 +205,6 @@ class NCCLHandle:
         thread that is waited for with the deadline. What is not connected by this: algorithms that NCCL takes for
         larger buffers only (rings beside trees, NVLS), unless NCCL_RUNTIME_CONNECT=0 makes NCCL connect all of them
         when the communicator is made, as `lowshard.comm.nccl_over_mpi` sets.
-
-        Raises:
-            CommError: NCCL or the GPU reports an error.
-            PeerFailed: another rank has failed.
-            TimedOut: a rank did not come in time.
         """
         if self.size == 1:
             return
@@ -272,12 +238,7 @@ class NCCLHandle:
     # ---- the end
 
     def end(self) -> None:
-        """Give NCCL's resources back: destroy if all is well, else abort. Leaves alone what is not ours.
-
-        Raises:
-            CommError: NCCL refuses.
-            TimedOut: other ranks do not end theirs.
-        """
+        """Give NCCL's resources back: destroy if all is well, else abort. Leaves alone what is not ours."""
         if not self._owned or self._state != "open":
             return
         if not self.failed:

@@ -73,13 +73,6 @@ def build_over_mpi(host: Communicator, mpi_comm: Any = None, transport: Transpor
         mpi_comm: an mpi4py communicator of these ranks; by default that of `host`.
         transport: "nccl", "staged" (through host memory), or "auto": NCCL where it can be used, else staged, with a
             RuntimeWarning on rank 0 that says why and what to set.
-
-    Raises:
-        CommError: transport is none of the three; with "nccl", ranks of a node share a GPU, and NCCL is not told to
-            allow it or is too old.
-        DependencyError: a rank has no CuPy or no GPU; with "nccl", no NCCL.
-        MismatchError: ranks loaded different versions of NCCL, or ask for different transports.
-        TimedOut: a rank does not come, or NCCL does not connect.
     """
     what = "a communicator over GPU arrays"
     if transport not in TRANSPORTS:
@@ -175,10 +168,6 @@ def barrier_within(
     """Return once every rank has come.
 
     Collective: all ranks of the mpi4py communicator call this.
-
-    Raises:
-        PeerFailed: a rank has failed.
-        TimedOut: a rank did not come in time.
     """
     wait_for(_Request(mpi_comm.Ibarrier()), time.monotonic() + timeout_s, watch, None, what)
 

@@ -30,11 +30,7 @@ class Awaited(Protocol):
 
     @property
     def done(self) -> bool:
-        """Whether it is over; asking does not block.
-
-        Raises:
-            CommError: it never will be, since the GPU has failed.
-        """
+        """Whether it is over; asking does not block."""
 
 
 class Breakable(Protocol):
@@ -68,11 +64,6 @@ def wait_for(
         communicator: the NCCL communicator whose work it is, or None for work of other kinds.
         what: what is waited for, for the message.
         final: whether a deadline that passes is the end; else what is waited for goes on and may be waited for again.
-
-    Raises:
-        CommError: NCCL or CUDA reports an error.
-        PeerFailed: the failure channel, or NCCL, knows that another rank has failed.
-        TimedOut: the deadline has passed.
     """
     begun = time.monotonic()
     asked, pause_s = 0, _FIRST_PAUSE_S

@@ -124,9 +124,5 @@ def native_code(dtype: Any, op: str, order: str) -> int | None:
 
 
 def reduces_16_bits() -> bool:
-    """Return whether NCCL is to reduce fp16 and bf16 itself where order="fast", in the precision that it chooses.
-
-    Raises:
-        CommError: the environment says neither.
-    """
+    """Return whether NCCL is to reduce fp16 and bf16 itself where order="fast", in the precision that it chooses."""
     return NCCL_REDUCE16.choice() == "nccl"

@@ -64,14 +64,7 @@ class Slots:
         timeout_s: float,
         watch: Watching | None = None,
     ) -> None:
-        """Make slots without memory.
-
-        Args:
-            binding: the GPU.
-            make: returns so many bytes of ordinary memory.
-            timeout_s: deadline of each wait for the GPU.
-            watch: the failure channel, or None.
-        """
+        """Make slots without memory."""
         self._binding, self._make, self._timeout_s, self._watch = binding, make, timeout_s, watch
         self._slots: list[_Slot] = []
         self._turn = 0
@@ -86,10 +79,6 @@ class Slots:
         Args:
             rounds: what to do.
             what: the call they belong to, for messages.
-
-        Raises:
-            PeerFailed: another rank has failed, by the failure channel or by the host's communicator.
-            TimedOut: the stream did not get to the copies in time.
         """
         stream = self._binding.stream()
         before: tuple[Round, _Slot] | None = None
@@ -109,12 +98,7 @@ class Slots:
             raise
 
     def close(self) -> None:
-        """Give the memory back once the device does not need it any more.
-
-        Raises:
-            PeerFailed: another rank has failed.
-            TimedOut: the stream did not get to the last copies in time.
-        """
+        """Give the memory back once the device does not need it any more."""
         while self._slots:
             self._release(self._slots[-1], "close")
             self._slots.pop()

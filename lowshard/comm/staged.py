@@ -47,18 +47,7 @@ class StagedTransport(Transport):
         watch: Watching | None = None,
         slot_bytes: int = SLOT_BYTES,
     ) -> None:
-        """Wrap a transport of the host.
-
-        Args:
-            host: moves and reduces; `end` closes it.
-            binding: by default the installed libraries'; NCCL is not needed.
-            device: the number of the GPU that all buffers lie on.
-            watch: the failure channel that tells of failed ranks, if there is one.
-            slot_bytes: about how much is moved at a time; the same on all ranks.
-
-        Raises:
-            DependencyError: CuPy is missing.
-        """
+        """Wrap a transport of the host."""
         binding = Binding.load(with_nccl=False) if binding is None else binding
         self._binding = binding.of_device(device)
         self.buffers: GpuBuffers = GpuBuffers("staged", self._binding, device)
@@ -113,16 +102,7 @@ class StagedTransport(Transport):
         fetch: _RowsInSlot | None,
         store: _RowsInSlot | None,
     ) -> None:
-        """Have the host work on a call piece by piece.
-
-        Args:
-            name: the call's, for messages.
-            dtype: of the elements.
-            cuts: (first element, elements) of each piece.
-            work: from a slot's first part, and the others in one.
-            fetch: what goes from the device into the slot before, None for nothing.
-            store: what goes from the slot back to the device.
-        """
+        """Have the host work on a call piece by piece."""
         parts = max(array.first + array.rows for array in (fetch, store) if array is not None)
 
         def pieces(array: _RowsInSlot | None, done: int, now: int) -> tuple[Piece, ...]:
@@ -412,12 +392,7 @@ class StagedWork:
         return self._work.done()
 
     def wait(self, timeout_s: float | None = None) -> Any:
-        """Wait for the host's part of the call, and make the current stream wait for the device's.
-
-        Raises:
-            TimedOut: it has not ended in time; it goes on, and may be waited for again.
-            LowshardError: what the call raised.
-        """
+        """Wait for the host's part of the call, and make the current stream wait for the device's."""
         event, result = self._work.wait(timeout_s)
         self._binding.stream().wait_event(event)
         return result

@@ -34,12 +34,7 @@ class SideStream:
     """A stream of a communicator's own, made on first use."""
 
     def __init__(self, binding: Binding, has_ended: Callable[[Any, str], bool]) -> None:
-        """Describe the stream.
-
-        Args:
-            binding: the GPU.
-            has_ended: says whether an event is done, or raises what keeps it from that; takes the call's name.
-        """
+        """Describe the stream."""
         self._binding, self._has_ended = binding, has_ended
         self._stream: Any = None
         self._held: deque[tuple[Any, str, object]] = deque()
@@ -77,11 +72,7 @@ class SideStream:
             stream.wait_event(self._held[-1][0])
 
     def drop(self) -> None:
-        """Let go of the buffers of calls that are over; what has failed stays held, for the GPU may still use it.
-
-        Raises:
-            CommError: CUDA reports an error.
-        """
+        """Let go of the buffers of calls that are over; what has failed stays held, for the GPU may still use it."""
         while self._held and self._has_ended(*self._held[0][:2]):
             self._held.popleft()
 
@@ -101,15 +92,7 @@ class StreamWork:
         begin: Callable[[], None] | None = None,
         failure: FirstFailure | None = None,
     ) -> None:
-        """Describe what is started.
-
-        Args:
-            communicator: what starts it.
-            binding: where the caller's stream comes from.
-            what: what it is, for messages.
-            begin: makes it begin, where it does not at once.
-            failure: keeps it if it fails.
-        """
+        """Describe what is started."""
         self.told, self._failure = False, failure
         self._communicator, self._binding, self.what = communicator, binding, what
         self._begin = begin
@@ -137,15 +120,6 @@ class StreamWork:
 
         Args:
             timeout_s: seconds that the host waits, at most, for the call to be done.
-
-        Raises:
-            PeerFailed: another rank has failed.
-            TimedOut: the call was not done in time; it goes on, and may be waited for again. But where that time
-                is the communicator's deadline, or more, NCCL was aborted: a kernel that waits for another rank can be
-                ended in no other way.
-            CommError: CUDA or NCCL reports an error.
-            CaptureError: the current stream is being captured.
-            LowshardError: what the call raised.
         """
         if self._begin is not None:
             self._begin()
@@ -167,11 +141,7 @@ class StreamWork:
         return self._result
 
     def done(self) -> bool:
-        """Say whether the call has ended, well or not; does not wait.
-
-        Raises:
-            CommError: CUDA reports an error, so it will never be known.
-        """
+        """Say whether the call has ended, well or not; does not wait."""
         if self._begin is not None:
             self._begin()
         return self._error is not None or self._communicator.has_ended(self._event, self.what)
