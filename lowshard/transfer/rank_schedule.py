@@ -117,7 +117,7 @@ class Program:
     """A unique number."""
     _rounds: dict[tuple[int, int, str], Round] = field(default_factory=dict, repr=False)
     kept: dict[Any, Any] = field(default_factory=dict, repr=False)
-    """Cache of `exchange_runner`."""
+    """Cache of `lowshard.execute`."""
 
     def round(self, number: int, of: int, way: str) -> Round:
         """Return one of several rounds."""

@@ -21,8 +21,8 @@ from support.save_steps import Steps, counted, watched
 
 from lowshard import dtypes
 from lowshard.checkpoint import Catalog, Delta, read_header, write_delta
+from lowshard.checkpoint.checkpoint_index import HF_INDEX
 from lowshard.checkpoint.delta_file import check_deltas
-from lowshard.checkpoint.hf_index import HF_INDEX
 from lowshard.cli import main
 from lowshard.comm.loopback import LoopbackTransport
 from lowshard.errors import CheckpointError, LowshardError, NotDurable
