@@ -126,10 +126,7 @@ def samples() -> Mapping[str, Any]:
         "outputs": ["x"],
     }
     rule = {"pattern": "**.{q,k}_proj.weight", "strategy": {"axiswise": {"axis": 0}}}
-    redistributed, moves = (
-        plain(redistribution().to_json()),
-        plain(reshard().to_json()),
-    )
+    redistributed, moves = (plain(redistribution().to_json()), plain(reshard().to_json()))
     indexed = json.loads(index().encode())
     indexed.pop("digest")
     tensor = {"dtype": "bfloat16", "shape": [4, 3]}
@@ -299,10 +296,7 @@ def texts() -> Mapping[str, tuple[Callable[[], bytes], Callable[[Path], Any]]]:
         "named": {"w": named, "v": named}, "activations": {"Activation Sharding Dump": [flowing]},
     }  # fmt: skip
     return {
-        "graph.yaml": (
-            (EXAMPLES / "mlp.yaml").read_bytes,
-            _bound,
-        ),
+        "graph.yaml": ((EXAMPLES / "mlp.yaml").read_bytes, _bound),
         "names.yaml": (
             (Path(lowshard.__file__).parent / "weights/names/llama.yaml").read_bytes,
             lambda path: NamePatterns.load(path).match(["model.layers.0.self_attn.q_proj.weight"]),

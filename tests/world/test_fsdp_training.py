@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,6 @@ from support.fsdp_kit import STRATEGIES, UNITS, fits
 
 from lowshard import comm as lc
 from lowshard.fsdp import FSDP, SGD, AdamW, Param, Precision, ShardingStrategy, Slot
-from lowshard.fsdp.fsdp_strategy import Grid
-from lowshard.fsdp.groups import Groups
-from lowshard.fsdp.opening import Opener
 from lowshard.kernels import dequantize_mxfp8, quantize_mxfp8
 
 STEPS = 10
@@ -136,93 +132,6 @@ def test_a_file_goes_on_with_any_number_of_ranks_and_any_strategy(tmp_path: Path
         )
         kit.check_file(path, plain[0])
         assert path.read_bytes() == (tmp_path / "1none").read_bytes()
-
-
-# ---- a suite that passes under a fault would prove nothing
-
-
-def _no_resync(monkeypatch: pytest.MonkeyPatch) -> None:
-    def forget(self: Opener) -> None:
-        for state in self.state.values():
-            state.stale = False
-
-    monkeypatch.setattr(Opener, "gather_stale", forget)
-
-
-def _swapped_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Replica groups of neighbours: shard groups {0, 2}, {1, 3} reduce what others hold.
-    made = Groups.__init__
-
-    def wrong(self: Groups, comm: lc.Communicator, grid: Grid, communicators: int) -> None:
-        made(self, comm, grid, communicators)
-        if self.replica is not None and grid.shards > 1:
-            self.replica.comm = comm.split(grid.rank // grid.replicas, grid.rank)  # type: ignore[assignment]
-
-    monkeypatch.setattr(Groups, "__init__", wrong)
-
-
-def _sum_for_mean(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lowshard.fsdp.gradient import Gradients
-
-    monkeypatch.setattr(Gradients, "_divisor", lambda self: 1.0)
-
-
-def _first_rank_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lowshard.fsdp.groups import Channel
-
-    call = Channel.call
-
-    def wrong(self: Channel, text: str, purpose: str, name: str, *args: Any) -> None:
-        if name == "reduce_scatter":
-            self.comm.broadcast(args[0])
-            n = args[1].size
-            args[1][...] = args[0][n * self.comm.rank : n * (self.comm.rank + 1)]
-        elif purpose == "replica":
-            self.comm.broadcast(args[0])
-        else:
-            call(self, text, purpose, name, *args)
-
-    monkeypatch.setattr(Channel, "call", wrong)
-
-
-def _dirty_padding(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lowshard.fsdp.gradient import Gradients
-
-    views = Gradients.views
-
-    def wrong(self: Gradients, name: str, zero: bool) -> Any:
-        found = views(self, name, zero)
-        if self._units[name].grad_elems:
-            unit = self._units[name]
-            assert unit.trained is not None
-            self._buffer(unit)[
-                unit.trained.plan.entries[-1].offset + unit.trained.plan.entries[-1].elems :
-            ] = 1
-        return found
-
-    monkeypatch.setattr(Gradients, "views", wrong)
-
-
-@pytest.mark.parametrize(
-    ("fault", "name", "world"),
-    [
-        (_no_resync, "sgo", 2),
-        (_swapped_groups, "hybrid2", 4),
-        (_sum_for_mean, "full", 4),
-        (_sum_for_mean, "none", 2),
-        (_first_rank_for_all, "full", 2),
-        (_first_rank_for_all, "hybrid2", 4),
-        (_first_rank_for_all, "none", 4),
-        (_dirty_padding, "full", 4),
-    ],
-)
-def test_the_comparison_fails_under_each_fault(
-    fault: Callable[[pytest.MonkeyPatch], None], name: str, world: int, tmp_path: Path, plain: Any,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    fault(monkeypatch)
-    with pytest.raises((AssertionError, lc.CommError)):
-        check_equals_plain(tmp_path / "m", world, name, plain)
 
 
 # ---- optimizers and precision

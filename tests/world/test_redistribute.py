@@ -459,10 +459,7 @@ def test_many_arrays_move_after_one_agreement() -> None:
         assert together["w3"] is place["w3"]
         for name in plans:
             assert np.array_equal(together[name], apart[name])  # type: ignore[arg-type]
-        for change, text in (
-            ({"w5": np.zeros(3)}, "rank 2: 'w5': local"),
-            ({"x": np.zeros(3)}, r"no plan"),
-        ):
+        for change, text in (({"w5": np.zeros(3)}, "rank 2: 'w5': local"), ({"x": np.zeros(3)}, r"no plan")):
             asked = {**local, **change} if comm.rank == 2 else local
             with pytest.raises(BufferMismatchError, match=text):
                 execute_all(plans, asked, comm)
