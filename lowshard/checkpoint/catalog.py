@@ -20,9 +20,18 @@ from typing import Any
 from lowshard.argument import brief, in_words, instance, items, mapping
 from lowshard.argument import path as check_path
 from lowshard.box import Box, box_text, full_box, shape_of, subtract, volume
-from lowshard.checkpoint.checkpoint_index import INDEX_NAME, Index, Part, read_index
+from lowshard.checkpoint.checkpoint_index import (
+    DATA_NAME,
+    HF_INDEX,
+    INDEX_NAME,
+    Index,
+    Part,
+    files_of_set,
+    is_sparse_delta,
+    lies_beside,
+    read_index,
+)
 from lowshard.checkpoint.header import TORCH, FilePath, Header, Stamp, TensorEntry, header_box, read_header
-from lowshard.checkpoint.hf_index import DATA_NAME, HF_INDEX, files_of_set, is_sparse_delta, lies_beside
 from lowshard.checkpoint.read_shares import disjoint
 from lowshard.checkpoint.torch_files import METADATA, OFFSETS, OWN_KEYS, Placed, read_folder, saved_offsets
 from lowshard.errors import CheckpointError

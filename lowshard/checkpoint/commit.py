@@ -41,8 +41,7 @@ from pathlib import Path
 from types import TracebackType
 
 from lowshard.argument import path as check_path
-from lowshard.checkpoint.checkpoint_index import INDEX_NAME, read_index
-from lowshard.checkpoint.hf_index import DATA_NAME, TOKEN, forget
+from lowshard.checkpoint.checkpoint_index import DATA_NAME, INDEX_NAME, TOKEN, forget, read_index
 from lowshard.comm import Communicator, collective_step, share_text
 from lowshard.errors import CheckpointError, CommError, LowshardError, NotDurable
 

@@ -27,9 +27,9 @@ from lowshard.argument import path as check_path
 from lowshard.box import Box, shape_of, single_run, volume
 from lowshard.checkpoint.bytesource import ByteSource
 from lowshard.checkpoint.catalog import Catalog, Files, plain_catalog
+from lowshard.checkpoint.checkpoint_index import is_sparse_delta
 from lowshard.checkpoint.commit import Commit
 from lowshard.checkpoint.header import FilePath, TensorEntry, encode_header, read_header
-from lowshard.checkpoint.hf_index import is_sparse_delta
 from lowshard.checkpoint.writer import reserve, write_at
 from lowshard.comm import loopback
 from lowshard.content_hash import model_digest, tensor_digest
@@ -202,10 +202,7 @@ def open_deltas(paths: Iterable[FilePath]) -> tuple[Delta, ...]:
 
 
 def chain_of(deltas: Sequence[Delta], base: str, base_where: str) -> tuple[Delta, ...]:
-    """Return the deltas that lead from a base (a digest) to the newest version, each standing on what the last makes.
-
-    Versions do not fall along a chain. Deltas older than its first are those that the base has already.
-    """
+    """Return the deltas that lead from a base (a digest) to the newest version, each standing on what the last makes."""
     left, chain, at = sorted(deltas, key=lambda d: d.version), list[Delta](), base
     while step := next(
         (d for d in left if d.base_digest == at and (not chain or d.version >= chain[-1].version)), None
@@ -296,11 +293,7 @@ class DeltaChain:
 
 
 def check_deltas(deltas: Sequence[Delta], catalog: Catalog) -> None:
-    """Compare what deltas change with the tensors of a checkpoint.
-
-    Raises:
-        CheckpointError: a tensor is not in the checkpoint, or of another dtype or shape there.
-    """
+    """Compare what deltas change with the tensors of a checkpoint."""
     for delta in deltas:
         for name, changed in delta.tensors.items():
             tensor, where = catalog.tensors.get(name), f"{delta.where}: tensor {name!r}"

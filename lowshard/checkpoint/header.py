@@ -206,10 +206,7 @@ def encode_header(
     tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str] | None = None,
     keep_order: bool = False,
 ) -> tuple[bytes, list[TensorEntry]]:  # fmt: skip
-    """Return a file's bytes before the data, as the safetensors library writes them, and its entries in their order.
-
-    With `keep_order` that is the order given, unless a tensor would not begin at a multiple of its element's bytes.
-    """
+    """Return a file's bytes before the data, as the safetensors library writes them, and its entries in their order."""
     where = "a safetensors header"
     rows = {name: dtypes.get(dtype) for name, (dtype, _) in tensors.items()}
     for name, (_, shape) in tensors.items():
@@ -324,10 +321,7 @@ def _entry(name: str, value: Any, data_start: int, file_bytes: int, path: str) -
 
 
 def in_memory(row: dtypes.DType, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
-    """Return the dtype and shape of the array that a tensor of a header is read as: of F4 and F6, bytes.
-
-    Where rows do not fill whole bytes it is all bytes in one dim, and the dtype has the header's shape behind its name.
-    """
+    """Return the dtype and shape of the array that a tensor of a header is read as: of F4 and F6, bytes."""
     bits = PACKED_BITS.get(row.safetensors)
     if bits is None:
         return row.name, shape

@@ -24,8 +24,8 @@ from typing import Any
 from lowshard import dtypes
 from lowshard.argument import as_shape, brief, instance, mapping, quoted, wholes
 from lowshard.box import strides_of
+from lowshard.checkpoint.checkpoint_index import lies_beside
 from lowshard.checkpoint.header import Header, Stamp, TensorEntry, open_for_reading, read_exactly, stamp_of
-from lowshard.checkpoint.hf_index import lies_beside
 from lowshard.errors import CheckpointError, LowshardError
 from lowshard.reading import parse_json
 
@@ -92,11 +92,7 @@ def saved_offsets(header: Header) -> dict[str, tuple[int, ...]] | None:
 def read_folder(
     folder: Path,
 ) -> tuple[list[Placed], dict[str, tuple[str, tuple[int, ...]]], list[str], dict[str, Stamp | None]]:
-    """Return each part, dtype and shape of each tensor, names of what is no tensor, and stamps. No tensor is read.
-
-    Raises:
-        CheckpointError: it is damaged, or names a class that is not taken or a file that is missing.
-    """
+    """Return each part, dtype and shape of each tensor, names of what is no tensor, and stamps. No tensor is read."""
     placed: list[Placed] = []
     shapes: dict[str, tuple[str, tuple[int, ...]]] = {}
     left_out: list[str] = []
@@ -236,11 +232,7 @@ class _Record:
 
 
 def inert(raw: bytes) -> Any:
-    """Return what a pickle says, with a record in place of each object; nothing is executed.
-
-    Raises:
-        ValueError, or another that a wrong lookup raises: it is damaged, or has an opcode or a name that is not taken.
-    """
+    """Return what a pickle says, with a record in place of each object; nothing is executed."""
     stack: list[Any] = []
     marks: list[int] = []
     memo: dict[int, Any] = {}

@@ -10,7 +10,6 @@ import errno
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -21,9 +20,9 @@ from lowshard import dtypes
 from lowshard.argument import brief, in_words, instance, mapping
 from lowshard.argument import path as check_path
 from lowshard.box import Box, contains, full_box, relative_slices
+from lowshard.checkpoint.checkpoint_index import is_sparse_delta
 from lowshard.checkpoint.commit import Commit
 from lowshard.checkpoint.header import FilePath, TensorEntry, check_metadata, check_name, encode_header
-from lowshard.checkpoint.hf_index import is_sparse_delta
 from lowshard.checkpoint.read_shares import Share, shares
 from lowshard.checkpoint.reader import plan_box
 from lowshard.comm import Communicator, collective_step
@@ -39,23 +38,7 @@ State = Mapping[str, tuple[Layout | Tiling, Any]]  # arrays of any library, or N
 Parts = Sequence[tuple[Share, np.ndarray]]
 """Boxes that a rank writes, with their content."""
 _LINE_BYTES = 64
-_WHAT = "save"
 _NO_FALLOCATE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
-
-
-@dataclass(frozen=True)
-class _File:
-    """What all ranks agree to write."""
-
-    path: Path
-    head: bytes
-    entries: tuple[TensorEntry, ...]
-    tilings: Mapping[str, Tiling]
-    digest: bytes
-
-    @property
-    def size_bytes(self) -> int:
-        return self.entries[-1].stop if self.entries else len(self.head)
 
 
 def write_state(
@@ -68,38 +51,33 @@ def write_state(
     With `is_copy` nobody changes the arrays, so that none is copied for the background.
     """
     control_of(comm)
-    with collective_step(comm, _WHAT, path=path) as step:
+    with collective_step(comm, "save", path=path) as step:
         check_turn(step, comm, wait)
-        file = _prepare(path, tensors, comm.rank, comm.size, metadata, wait)
-        step.digest = file.digest
-        step.said = lambda: f"{file.path}, wait {wait}, {in_words(file.tilings)}"
+        target = check_path(path, "path is that of the file to make", CheckpointError)
+        if not target.name or os.path.isdir(target):
+            raise CheckpointError(f"{target}: is a directory; give the path of the file to make")
+        if not os.path.isdir(target.parent):
+            raise CheckpointError(f"{target}: there is no folder {target.parent}; make it first")
+        tilings = check_state(target, tensors, comm.rank, comm.size)
+        check_labels({} if metadata is None else metadata, str(target))
+        head, entries = encode_header({n: (t.dtype, t.shape) for n, t in tilings.items()}, metadata)
+        layouts = [[e.name, tensors[e.name][0].digest()] for e in entries]
+        asked = [str(target), layouts, None if metadata is None else sorted(metadata.items()), wait]
+        step.digest = text_digest(json.dumps(asked))
+        step.said = lambda: f"{target}, wait {wait}, {in_words(tilings)}"
+    place = target if wait else target.absolute()  # the program may change its folder meanwhile
+
+    def lay_out(fd: int) -> None:
+        reserve(fd, entries[-1].stop if entries else len(head), place)
+        write_at(fd, memoryview(head), 0)
 
     def write(over: Communicator, parts: Parts) -> None:
-        with Commit(file.path, over, _WHAT, lambda fd: _lay_out(file, fd)) as commit:
+        with Commit(place, over, "save", lay_out) as commit:
             with commit.step():
-                _write_own(file, commit.fd, parts)
+                _write_own({entry.name: entry for entry in entries}, commit.fd, parts)
             commit.commit()
 
-    return write_parts(comm, path, _WHAT, file.tilings, tensors, wait=wait, is_copy=is_copy, write=write)
-
-
-def _prepare(
-    path: FilePath, tensors: State, rank: int, size: int, metadata: Mapping[str, str] | None, wait: bool
-) -> _File:
-    target = check_path(path, "path is that of the file to make", CheckpointError)
-    if not target.name:
-        raise CheckpointError(f"{target}: give the path of the file to make")
-    if os.path.isdir(target):
-        raise CheckpointError(f"{target}: is a directory; give the path of the file to make")
-    if not os.path.isdir(target.parent):
-        raise CheckpointError(f"{target}: there is no folder {target.parent}; make it first")
-    tilings = check_state(target, tensors, rank, size)
-    check_labels({} if metadata is None else metadata, str(target))
-    head, entries = encode_header({n: (t.dtype, t.shape) for n, t in tilings.items()}, metadata)
-    layouts = [[e.name, tensors[e.name][0].digest()] for e in entries]
-    asked = json.dumps([str(target), layouts, None if metadata is None else sorted(metadata.items()), wait])
-    place = target if wait else target.absolute()  # the program may change its folder meanwhile
-    return _File(place, head, tuple(entries), tilings, text_digest(asked))
+    return write_parts(comm, path, tilings, tensors, wait=wait, is_copy=is_copy, write=write)
 
 
 def check_labels(metadata: Mapping[str, str], where: str) -> dict[str, str]:
@@ -173,12 +151,6 @@ def _check_array(
         )
 
 
-def _lay_out(file: _File, fd: int) -> None:
-    """Give the new file its full size, so that a full disk is found before any data is written, and its header."""
-    reserve(fd, file.size_bytes, file.path)
-    write_at(fd, memoryview(file.head), 0)
-
-
 def reserve(fd: int, size_bytes: int, path: Path) -> None:
     """Give an open file its size, so that a full disk is found before any data is written."""
     folder = path.parent
@@ -199,9 +171,8 @@ def reserve(fd: int, size_bytes: int, path: Path) -> None:
         os.ftruncate(fd, size_bytes)
 
 
-def _write_own(file: _File, fd: int, parts: Parts) -> None:
+def _write_own(entries: Mapping[str, TensorEntry], fd: int, parts: Parts) -> None:
     """Write the byte ranges that this rank owns, and sync them."""
-    entries = {entry.name: entry for entry in file.entries}
     for share, array in parts:
         plan = plan_box(entries[share.name], share.box)
         data, done = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data, 0
@@ -225,7 +196,7 @@ def write_at(fd: int, data: memoryview, offset: int) -> None:
 
 
 def write_parts(
-    comm: Communicator, path: FilePath, what: str, tilings: Mapping[str, Tiling], state: State, *, wait: bool,
+    comm: Communicator, path: FilePath, tilings: Mapping[str, Tiling], state: State, *, wait: bool,
     is_copy: bool, write: Callable[[Communicator, Parts], None],
 ) -> Work | None:  # fmt: skip
     """Write what falls to this rank, at once, or in the background out of a copy; then return the work."""
@@ -235,7 +206,7 @@ def write_parts(
         return None
     beside = comm.control.beside
     if not is_copy:
-        with collective_step(comm, what, path=path):
+        with collective_step(comm, "save", path=path):
             ends = list(accumulate((_padded_bytes(a) for _, a in parts), initial=0))
             if beside.memory is None or beside.memory.size < ends[-1]:
                 beside.memory = None  # before there is more
@@ -244,7 +215,7 @@ def write_parts(
                 (share, _put(array, beside.memory[at:]))
                 for (share, array), at in zip(parts, ends, strict=False)
             ]
-    return beside.start(lambda: write(beside.comm, parts), f"{what} of rank {comm.rank} to {path}")
+    return beside.start(lambda: write(beside.comm, parts), f"save of rank {comm.rank} to {path}")
 
 
 def check_turn(step: collective_step, comm: Communicator, wait: object) -> None:

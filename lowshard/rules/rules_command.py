@@ -352,9 +352,8 @@ def checkpoint_tensors(
 ) -> tuple[tuple[LogicalTensor, ...], list[Finding]]:
     """Return the tensors of a checkpoint with logical names by pattern, and what has none; see `name_tensors`."""
     from lowshard.checkpoint.catalog import Catalog
-    from lowshard.checkpoint.checkpoint_index import INDEX_NAME
+    from lowshard.checkpoint.checkpoint_index import HF_INDEX, INDEX_NAME
     from lowshard.checkpoint.header import read_header
-    from lowshard.checkpoint.hf_index import HF_INDEX
     from lowshard.rules.checkpoint_rules import name_tensors
 
     folder = Path(path)

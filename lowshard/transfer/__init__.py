@@ -5,7 +5,7 @@ For each peer there is a list of moves: a span of its memory, a span of this ran
 
 - `spans`: strided boxes in memory, and the one call that copies many: here, or (`cross_memory`) out of the private
   memory of another process.
-- `rank_schedule`: the exchanges of one array, for `execute`.
-- `item`, `mover`, `buckets`: many arrays, prepared once and moved again and again, for resharding, in rounds of bounded
-  size; `conversion`, `transform_contract`: their transforms.
+- `rank_schedule`: the exchanges of one array, for `lowshard.execute`.
+- `item`, `mover`, `buckets`: many arrays, prepared once and moved again and again, for resharding; staged or sent data
+  goes in rounds of bounded size, two buffers filled and read in turn; `conversion`, `transform_contract`: transforms.
 """

@@ -9,12 +9,7 @@ from lowshard.weights.load import LoadReport, load, nodes_of
 from lowshard.weights.load_plan import LoadPlan, plan_load
 from lowshard.weights.module_weights import shard_module
 from lowshard.weights.name_pattern import Matching, NamePatterns, Sizes
-from lowshard.weights.quantization import (
-    ExpertScales,
-    Quantization,
-    expert_scales,
-    scale_strategy,
-)
+from lowshard.weights.quantization import ExpertScales, Quantization, expert_scales, scale_strategy
 from lowshard.weights.save import save
 from lowshard.weights.sharded_load import ShardedWeights, load_sharded, saved_tilings
 from lowshard.weights.sharding_strategy import ShardingStrategy

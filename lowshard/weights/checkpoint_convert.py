@@ -35,8 +35,15 @@ from lowshard.errors import CheckpointError, VerificationError
 from lowshard.kernels.bit_sums import content_sum
 from lowshard.kernels.unit_weights import SUMS
 from lowshard.tiling import Tiling
-from lowshard.weights.compressed_tensors import config_text, mxfp8_scales
-from lowshard.weights.convert_plan import MIN_MEMORY_BYTES, ConvertPlan, Settings, as_damage, config_of
+from lowshard.weights.convert_plan import (
+    MIN_MEMORY_BYTES,
+    ConvertPlan,
+    Settings,
+    as_damage,
+    config_of,
+    config_text,
+    mxfp8_scales,
+)
 from lowshard.weights.save import Item, ShardFile, commit_index, commit_plain
 
 _COMPANIONS = (
@@ -340,10 +347,7 @@ class _Worker:
     def _content(
         self, items: Sequence[Item], sums: Mapping[str, np.ndarray] | None = None
     ) -> Iterator[tuple[str, Box, np.ndarray]]:
-        """Yield what items of a file hold, made of the input: key, box of the input, and array, each small enough.
-
-        The content of the input's tensors is added to those of `sums`.
-        """
+        """Yield what items of a file hold, made of the input: key, box of the input, and array, each small enough."""
         for number, item in enumerate(items):
             if item.name not in self._plan.tilings:  # scales, which come with their codes
                 continue

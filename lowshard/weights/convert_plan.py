@@ -16,18 +16,22 @@ from lowshard.argument import brief
 from lowshard.block_format import MXFP8, BlockFormat
 from lowshard.box import Box, full_box
 from lowshard.checkpoint.catalog import Catalog
-from lowshard.checkpoint.checkpoint_index import INDEX_NAME
+from lowshard.checkpoint.checkpoint_index import (
+    DATA_NAME,
+    HF_INDEX,
+    INDEX_NAME,
+    SIZES,
+    files_of_set,
+    is_foreign,
+)
 from lowshard.checkpoint.delta_file import Delta, check_deltas, open_deltas
 from lowshard.checkpoint.header import PACKED_BITS, read_header
-from lowshard.checkpoint.hf_index import DATA_NAME, HF_INDEX, SIZES, files_of_set, is_foreign
 from lowshard.checkpoint.read_shares import Share, shares
 from lowshard.errors import CheckpointError, ShardingError
 from lowshard.tiling import Tile, Tiling
-from lowshard.weights.checkpoint_grid import Grid, in_rank_order, rank_tilings
-from lowshard.weights.compressed_tensors import check_config, mxfp8_scales
-from lowshard.weights.name_pattern import Align, NamePatterns, Sizes
+from lowshard.weights.checkpoint_grid import Grid, RuledGrid, in_rank_order, rank_tilings
+from lowshard.weights.name_pattern import Align, NamePatterns, Sizes, read_config
 from lowshard.weights.quantization import Quantization
-from lowshard.weights.ruled import RuledGrid
 from lowshard.weights.save import Item, items_of
 from lowshard.weights.scale_rules import all_scales
 from lowshard.weights.sharded_load import saved_tilings
@@ -36,6 +40,7 @@ from lowshard.weights.sharding_strategy import ShardingStrategy
 MIN_MEMORY_BYTES = 256_000_000
 FORMAT = MXFP8["e4m3"]
 """What `mxfp8` stores linear weights as."""
+_NAME = "mxfp8-quantized"
 _NOT_LINEAR = {"embed_tokens", "lm_head", "gate", "router", "shared_expert_gate", "embeddings", "pooler"}
 
 Shapes = Mapping[str, tuple[str, tuple[int, ...]]]
@@ -487,3 +492,57 @@ def _source(settings: Settings) -> Catalog:
     if isinstance(was, RuledGrid):
         return Catalog.of_rank_files(files, was.rank_tilings(files, _sizes(settings).weight_block))
     return Catalog.of_rank_files(files, rank_tilings(files, was, patterns_of(settings), _sizes(settings)))
+
+
+# ---- MXFP8 in a folder that transformers and vLLM read: `mxfp8-quantized` of the library compressed-tensors: codes
+# `X.weight` in F8_E4M3 [out, in], scales `X.weight_scale` in U8 [out, in / 32], and what config.json says of them.
+
+
+def mxfp8_scales(shapes: Shapes) -> dict[str, str]:
+    """Return, of tensors by dtype and shape, the names of MXFP8 weights by those of their scales."""
+    found = {}
+    for name, (dtype, shape) in shapes.items():
+        if dtype == FORMAT.element and shape and shape[-1] % FORMAT.block[-1] == 0:
+            scale = name + FORMAT.suffix
+            held = shapes.get(scale, ("", ()))
+            if held[0] in (FORMAT.scale, "uint8") and held[1] == FORMAT.stored(name, shape)[scale].shape:
+                found[scale] = name
+    return found
+
+
+def check_config(
+    path: Path, scales: Mapping[str, str], shapes: Shapes, where: str, is_new: bool
+) -> dict[str, str]:
+    """Return the scales that the config.json at `path` has to speak of: none where it says another quantisation."""
+    said = read_config(path)[1].get("quantization_config") if scales else None
+    has_own = said is not None and not (isinstance(said, dict) and said.get("format") == _NAME)
+    if not scales or (has_own and not is_new):
+        return {}
+    other = next((w for w in scales.values() if not w.endswith(".weight") or len(shapes[w][1]) != 2), None)
+    if has_own or other is not None:
+        why = (
+            f"{path} has a quantization_config already"
+            if has_own
+            else f"{other} {list(shapes[other or ''][1])} is no weight [out, in] of a linear layer"
+        )
+        raise CheckpointError(
+            f"{where}: a folder for transformers says of MXFP8 weights what they are by compressed-tensors' "
+            f"quantization_config, and here that cannot be: {why}; write one file instead (OUT.safetensors), or "
+            "leave --merged out"
+        )
+    return dict(scales)
+
+
+def config_text(path: Path, scales: Mapping[str, str], shapes: Shapes) -> str:
+    """Return the text of the config.json at `path` with what the MXFP8 weights are, and which layers are none."""
+    weights = {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 32, "symmetric": True,
+               "dynamic": False, "scale_dtype": "torch.uint8"}  # fmt: skip
+    quantised = set(scales.values())
+    plain = [n for n in shapes if n.endswith(".weight") and n not in quantised and len(shapes[n][1]) == 2]
+    group = {"targets": ["Linear"], "format": _NAME, "weights": weights,
+             "input_activations": weights | {"dynamic": True}}  # fmt: skip
+    made = {
+        "quant_method": "compressed-tensors", "format": _NAME, "quantization_status": "compressed",
+        "config_groups": {"group_0": group}, "ignore": [name.removesuffix(".weight") for name in plain],
+    }  # fmt: skip
+    return json.dumps(read_config(path)[1] | {"quantization_config": made}, indent=2) + "\n"

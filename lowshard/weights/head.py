@@ -98,11 +98,7 @@ class Segment:
 
     @classmethod
     def of(cls, value: Segment | Mapping[str, Any]) -> Segment:
-        """Return a segment given as one or as a mapping with size and, perhaps, num_heads.
-
-        Raises:
-            ShardingError: neither.
-        """
+        """Return a segment given as one or as a mapping with size and, perhaps, num_heads."""
         if isinstance(value, Segment):
             return value
         if not isinstance(value, Mapping) or set(value) - {"size", "num_heads"} or "size" not in value:
@@ -112,12 +108,7 @@ class Segment:
         return cls(value["size"], value.get("num_heads"))
 
     def interval(self, index: int, num_devices: int, unit: int = 1) -> Interval:
-        """Return the device's part, in whole units, counted from the section's start.
-
-        Raises:
-            ShardIndexError: no such device.
-            ShardingError: a number of devices below 1.
-        """
+        """Return the device's part, in whole units, counted from the section's start."""
         num_devices, index = _device(num_devices, index)
         head_dim = self.size // self.num_heads if self.num_heads else 1
         return split_units(self.size, num_devices, index, lcm(unit, head_dim) or 1)

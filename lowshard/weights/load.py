@@ -7,6 +7,7 @@ rounds: what a reader reads lies in its half, in reach of its peers; what others
 
 from __future__ import annotations
 
+import json
 import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from lowshard.box import Box, full_box, intersect, relative_slices, single_run, 
 from lowshard.checkpoint.bytesource import ByteSource
 from lowshard.checkpoint.catalog import Catalog, Files, Piece, StoredPart, Tally, chain, sum_of
 from lowshard.comm import Communicator, collective_step, share_text
-from lowshard.comm.agreement import control_of, share
+from lowshard.comm.agreement import control_of
 from lowshard.errors import CheckpointError, PlanError
 from lowshard.tiling import Tiling
 from lowshard.transfer.mover import RoundMessages, run_rounds
@@ -266,13 +267,6 @@ def _in_words(plan: LoadPlan, verify: bool) -> str:
 
 def _same_catalog(files: Files | Catalog, plan: LoadPlan) -> Catalog:
     catalog = files if isinstance(files, Catalog) else Catalog.open(files)
-    for name, tiling in plan.tilings:
-        stored = catalog.tensor(name)
-        if (stored.dtype, stored.shape) != (tiling.dtype, tiling.shape):
-            raise CheckpointError(
-                f"{stored.parts[0].file if stored.parts else catalog.where}: tensor {name!r} is "
-                f"{stored.dtype}{list(stored.shape)}, the plan is for {tiling.dtype}{list(tiling.shape)}"
-            )
     if catalog.digest != plan.source:
         raise CheckpointError(
             f"{catalog.where}: its tensors lie otherwise than when the plan was made: make it anew with plan_load"
@@ -446,17 +440,12 @@ class Verification:
     def share(self, comm: Communicator | None) -> bool:
         """Tell all ranks what was compared, and the sums of parts; return whether nothing is left to do."""
         if comm is not None and self._arrays:
-            mine = [(n, *p) for n, pieces in self._pieces.items() for p in pieces]
-            rows = np.array(mine, np.int64).reshape(-1, 4)
-            told = share(comm.control, np.concatenate([[len(rows)], self._seen]))
-            self._seen = np.bitwise_or.reduce([t[1:] for t in told])
+            mine = [self._seen.tolist(), [(n, *p) for n, pieces in self._pieces.items() for p in pieces]]
             self._pieces = {}
-            if most := max(int(t[0]) for t in told):
-                table = np.zeros((most, 4), np.int64)
-                table[: len(rows)] = rows
-                for theirs, (count, *_) in zip(share(comm.control, table.reshape(-1)), told, strict=True):
-                    for number, start, stop, value in theirs.reshape(-1, 4)[: int(count)].tolist():
-                        self._pieces.setdefault(number, []).append((start, stop, value))
+            for seen, pieces in map(json.loads, share_text(comm.control, json.dumps(mine))):
+                self._seen |= np.array(seen, np.int64)
+                for number, *piece in pieces:
+                    self._pieces.setdefault(number, []).append(tuple(piece))
         return bool(self._seen.all())
 
     def compare_rest(self) -> None:

@@ -157,10 +157,7 @@ class Matching:
         return not (self.unmatched or self.doubly)
 
     def check(self, where: str, notes: Mapping[str, str] | None = None, hint: str = "") -> None:
-        """Raise ShardingError unless every name has exactly one rule; the text lists those that have not.
-
-        notes: what is known of names that no rule is for. hint: what stands at the end.
-        """
+        """Raise ShardingError unless every name has exactly one rule; the text lists those that have not."""
         lines = [f"{name} matches no pattern{(notes or {}).get(name, '')}" for name in self.unmatched]
         lines += [f"{name} matches {' and '.join(patterns)}" for name, patterns in self.doubly.items()]
         if lines:

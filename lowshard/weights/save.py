@@ -21,9 +21,16 @@ import numpy.typing as npt
 from lowshard.argument import brief, in_words, instance, is_text, mapping
 from lowshard.argument import path as check_path
 from lowshard.box import Box, box_text, full_box, shape_of, volume
-from lowshard.checkpoint import hf_index
 from lowshard.checkpoint.catalog import crc32
-from lowshard.checkpoint.checkpoint_index import INDEX_NAME, Index, IndexedFile, IndexedTensor, Part
+from lowshard.checkpoint.checkpoint_index import (
+    INDEX_NAME,
+    Index,
+    IndexedFile,
+    IndexedTensor,
+    Part,
+    hf_index_text,
+    write_hf_index,
+)
 from lowshard.checkpoint.commit import Commit
 from lowshard.checkpoint.header import FilePath, encode_header, header_box
 from lowshard.checkpoint.writer import (
@@ -146,7 +153,7 @@ def save(
                 rows = _write_own(commit, parts, tilings, labels)
             commit_index(commit, rows, tensors, over.size, labels or None)
 
-    return write_parts(comm, path, "save", tilings, state, wait=wait, is_copy=False, write=write)
+    return write_parts(comm, path, tilings, state, wait=wait, is_copy=False, write=write)
 
 
 def _write_own(
@@ -214,9 +221,7 @@ class ShardFile:
         elif not as_is:  # readers of Hugging Face refuse a file that has metadata and names no format there
             metadata = {"format": "pt", **metadata} if metadata else None
         self._head, entries = encode_header(
-            {k: (i.dtype, shape_of(i.box)) for k, i in self._items.items()},
-            metadata,
-            as_is,
+            {k: (i.dtype, shape_of(i.box)) for k, i in self._items.items()}, metadata, as_is
         )
         self.entries = {e.name: e for e in entries}
         self.size_bytes = entries[-1].stop if entries else len(self._head)
@@ -270,12 +275,7 @@ class ShardFile:
         parts = [
             [i.name, i.key, i.box, self._crc[i.key], self._sums[i.key].tolist()] for i in self._items.values()
         ]
-        return {
-            "file": self.path.name,
-            "bytes": self.size_bytes,
-            "header": crc32(self._head),
-            "parts": parts,
-        }
+        return {"file": self.path.name, "bytes": self.size_bytes, "header": crc32(self._head), "parts": parts}
 
 
 def _next_box(box: Box, done_elems: int, shape: Sequence[int]) -> Box:
@@ -318,7 +318,7 @@ def commit_index(
         size_bytes = sum(tiling.size_bytes for tiling, _ in tensors.values())
         files = whole if len(whole) == len(tensors) else None
         with suppress(OSError):  # no index of Hugging Face's is in place then
-            hf_index.write_index(commit.path, commit.claim, files, size_bytes, commit.is_in_place)
+            write_hf_index(commit.path, commit.claim, files, size_bytes, commit.is_in_place)
         after()
 
     commit.commit(json.dumps(list(rows)), write_index, finish)
@@ -340,7 +340,7 @@ def commit_plain(
             name = f"model{f'-{number:05d}-of-{len(made):05d}' * (len(made) > 1)}.safetensors"
             commit.rename(row["file"], name)
             files |= {part[0]: name for part in row["parts"]}
-        write_at(commit.fd, memoryview(hf_index.index_text(files, size_bytes).encode()), 0)
+        write_at(commit.fd, memoryview(hf_index_text(files, size_bytes).encode()), 0)
 
     commit.commit(json.dumps(list(rows)), complete, after)
 

@@ -103,10 +103,7 @@ def why_none(name: str, shapes: Mapping[str, Shape]) -> str:
 
 
 def blocks_of(weight: Shape, scales: Shape, dtype: str | None = None, size: Shape = ()) -> Blocks | None:
-    """Return the blocks of a weight from the shapes of the weight and its scales; None where they do not fit.
-
-    size: of a block along the last dims, as a model's config says it.
-    """
+    """Return the blocks of a weight from the shapes of the weight and its scales; None where they do not fit."""
     if prod(scales) == 1 and (len(scales) != len(weight) or dtype != _MX[0]):
         return (None,) * len(scales)
     if len(scales) < len(weight):  # an entry a row
@@ -130,10 +127,7 @@ def blocks_of(weight: Shape, scales: Shape, dtype: str | None = None, size: Shap
 
 
 def _block(values: int, entries: int, said: int | None) -> int | None:
-    """Return how many values share an entry; the ones that give so many entries hold one power of two at most.
-
-    said: by the config. Beside such blocks there are those of MX formats, and fused weights, which are not clear.
-    """
+    """Return how many values share an entry; the ones that give so many entries hold one power of two at most."""
     if not 1 < entries < values:
         return None
     least = -(-values // entries)

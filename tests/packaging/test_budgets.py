@@ -43,7 +43,7 @@ PRODUCT = {
     )),
     "comm": Budget(15_601, 63, ("lowshard/comm",)),
     "cost, rules": Budget(3_594, 19, ("lowshard/cost.py", "lowshard/rules")),
-    "redistribute plans, solver, op": Budget(8_588, 35, (
+    "redistribute plans, solver, op": Budget(8_552, 35, (
         *(f"lowshard/{name}.py" for name in ("redistribute_plan", "step_search", "step_cost", "exchange")),
         "lowshard/solver", "lowshard/op",
     )),

@@ -20,9 +20,8 @@ from support.recorded import DATA
 import lowshard
 from lowshard import DeviceMesh, Layout, Partial, Replicated, Sharded, plan_redistribute
 from lowshard.checkpoint import Catalog
-from lowshard.checkpoint.checkpoint_index import INDEX_NAME, Index, IndexedFile, IndexedTensor, Part
+from lowshard.checkpoint.checkpoint_index import HF_INDEX, INDEX_NAME, Index, IndexedFile, IndexedTensor, Part
 from lowshard.checkpoint.checkpoint_index import _digest as index_digest
-from lowshard.checkpoint.hf_index import HF_INDEX
 from lowshard.checkpoint.overview import look_at, verified
 from lowshard.comm import run_loopback
 from lowshard.cost import ClusterProfile

@@ -20,8 +20,7 @@ from support.save_steps import Steps, counted
 
 from lowshard import Layout
 from lowshard.checkpoint import Catalog, read_header, write_delta
-from lowshard.checkpoint.checkpoint_index import INDEX_NAME, read_index
-from lowshard.checkpoint.hf_index import HF_INDEX
+from lowshard.checkpoint.checkpoint_index import HF_INDEX, INDEX_NAME, read_index
 from lowshard.comm import Communicator
 from lowshard.comm.work import Work
 from lowshard.errors import LowshardError, NotDurable

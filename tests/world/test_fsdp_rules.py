@@ -524,9 +524,8 @@ def test_units_of_one_size_in_another_order_are_noticed_before_the_update() -> N
     def train(comm: lc.Communicator) -> None:
         with FSDP(units, comm, prefetch=0) as engine:
             engine.fill(lambda name, box: float(name[1]))
-            with engine.step():
-                with pytest.raises(errors.MismatchError, match="u0"):
-                    engine.open("u0" if comm.rank else "u1")
+            with engine.step(), pytest.raises(errors.MismatchError, match="u0"):
+                engine.open("u0" if comm.rank else "u1")
             engine.reset()
 
     lc.run_loopback(2, train, 10)

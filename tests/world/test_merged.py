@@ -18,9 +18,8 @@ from support.checkpoints import Values, attention_and_more, on_ranks, same, save
 
 from lowshard import DeviceMesh, Layout, Partial, dtypes
 from lowshard.checkpoint import Catalog, read_header, write_delta
-from lowshard.checkpoint.checkpoint_index import INDEX_NAME, read_index
+from lowshard.checkpoint.checkpoint_index import HF_INDEX, INDEX_NAME, read_index
 from lowshard.checkpoint.header import encode_header
-from lowshard.checkpoint.hf_index import HF_INDEX
 from lowshard.cli import main
 from lowshard.errors import CheckpointError, DTypeError
 from lowshard.fsdp import Param

@@ -15,8 +15,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from lowshard.checkpoint import Catalog, Delta, write_delta
-from lowshard.checkpoint.checkpoint_index import INDEX_NAME
-from lowshard.checkpoint.hf_index import HF_INDEX
+from lowshard.checkpoint.checkpoint_index import HF_INDEX, INDEX_NAME
 from lowshard.cli import main
 from lowshard.errors import CheckpointError
 from lowshard.launch import environment

@@ -18,7 +18,7 @@ from safetensors.numpy import load_file
 from support.checkpoints import on_ranks
 
 from lowshard.checkpoint import Catalog
-from lowshard.checkpoint import hf_index as hf
+from lowshard.checkpoint import checkpoint_index as hf
 from lowshard.checkpoint.checkpoint_index import INDEX_NAME
 from lowshard.comm import Communicator
 from lowshard.errors import CheckpointError, LowshardError

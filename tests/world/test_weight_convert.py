@@ -27,10 +27,9 @@ from lowshard.kernels import quantize_mxfp8
 from lowshard.tiling import Tiling
 from lowshard.weights import NamePatterns, Sizes, load, plan_load
 from lowshard.weights.checkpoint_convert import convert
-from lowshard.weights.checkpoint_grid import Grid
+from lowshard.weights.checkpoint_grid import Grid, RuledGrid
 from lowshard.weights.convert_plan import ConvertPlan, Settings
 from lowshard.weights.reshard_command import parse_size
-from lowshard.weights.ruled import RuledGrid
 
 ROOT = Path(__file__).resolve().parents[2]
 HEADS, KV, DIM, INNER, LAYERS = 9, 3, 32, 192, 2

@@ -22,10 +22,15 @@ from lowshard.errors import ShardingError
 from lowshard.kernels import quantize_mxfp8
 from lowshard.tiling import Tiling
 from lowshard.weights import NamePatterns, ShardingStrategy, Sizes, load, plan_load, saved_tilings
-from lowshard.weights.checkpoint_grid import Grid
+from lowshard.weights.checkpoint_grid import Grid, RuledGrid
 from lowshard.weights.name_pattern import Align, NameRule
-from lowshard.weights.ruled import RuledGrid
-from lowshard.weights.scale_rules import all_scales, blocks_of, scales_box, scales_strategy, weights_of_scales
+from lowshard.weights.scale_rules import (
+    all_scales,
+    blocks_of,
+    scales_box,
+    scales_strategy,
+    weights_of_scales,
+)
 
 HEADS, KV, DIM = 4, 2, 32
 HIDDEN, INNER = HEADS * DIM, 256
