@@ -1,4 +1,4 @@
-"""Copies between host memory and arrays on GPUs, through page-locked buffers (`comm.pinned`).
+"""Copies between host memory and arrays on GPUs, through page-locked buffers (`transfer.pinned`).
 
 They are for memory that a GPU cannot read by itself: received bytes, and snapshots mapped from other processes.
 """
@@ -15,11 +15,11 @@ import numpy as np
 
 from lowshard.comm.nccl_bindings import Binding
 from lowshard.comm.nccl_wait import wait_for
-from lowshard.comm.pinned import SLOT_BYTES, Round, Slots
 from lowshard.comm.work import Stream
 from lowshard.errors import CommError, StreamError
 from lowshard.kernels.buffer import allocate, is_gpu
 from lowshard.kernels.staging import assign, contiguous
+from lowshard.transfer.pinned import SLOT_BYTES, Round, Slots
 
 Array = Any
 Part = Callable[[np.ndarray], None]

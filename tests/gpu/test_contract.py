@@ -31,8 +31,7 @@ WAYS: dict[str, tuple[Way, int, Any]] = {
     "two ranks": (NCCL(2, late=True), 4, run_nccl),
     "never compared": (NCCL(3, compares=False), 2, partial(run_nccl, control=False)),
     "staged, one rank": (STAGED(1), 1, run_staged),
-    "staged in pieces": (STAGED(2), 5, partial(run_staged, slot_bytes=3000)),
-    "staged": (STAGED(3), 1, run_staged),
+    "staged": (STAGED(3), 6, run_staged),
 }
 """What cases need to know, how many are tried in a default run, what runs the ranks, which are threads."""
 ALWAYS = ("a_work_holds_its_buffers", "close_waits_for_messages_that_were_started")

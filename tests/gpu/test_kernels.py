@@ -14,13 +14,12 @@ import numpy as np
 import pytest
 from support import mode
 from support.comm_kit import refused, same
-from support.gpu import alone_staged, busy, host_waits, on_gpu, run_nccl, run_staged
+from support.gpu import busy, host_waits, on_gpu, run_nccl
 
 from lowshard import kernels as lk
 from lowshard.comm import Communicator
 from lowshard.comm.nccl_bindings import Binding
 from lowshard.comm.nccl_over_mpi import _find_device
-from lowshard.comm.pinned import Round, Slots
 from lowshard.errors import CaptureError, StreamError
 from lowshard.foreign_array import host_of
 from lowshard.kernels import BoxTable, MXFP8Tensor, pack
@@ -30,6 +29,7 @@ from lowshard.kernels.cuda.cuda_changes import device_search
 from lowshard.selftest.arrays import ordinary, put
 from lowshard.selftest.comparisons import Tally
 from lowshard.selftest.kernel_cases import FAMILIES
+from lowshard.transfer.pinned import Round, Slots
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 SHAPE = (6, 50, 320)
@@ -186,36 +186,6 @@ def test_what_searches_share_is_there_on_every_stream(cupy: Any) -> None:
     with cupy.cuda.Stream(non_blocking=True):
         found = ChangeBoxes([((0, 5000),)], 4).find(new, old, ScratchBuffer(), may_stop=False)
         assert found.changed_elems == 4999
-
-
-def test_page_locked_memory_is_made_at_first_and_bounded(cupy: Any, monkeypatch: Any) -> None:
-    locked, runtime = dict[int, int](), cupy.cuda.runtime
-    lock, unlock = runtime.hostRegister, runtime.hostUnregister
-    noting = lambda at, size, flags: (lock(at, size, flags), locked.update({at: size}))  # noqa: E731
-    monkeypatch.setattr(runtime, "hostRegister", noting)
-    monkeypatch.setattr(runtime, "hostUnregister", lambda at: (unlock(at), locked.pop(at)))
-    with alone_staged(slot_bytes=1 << 16) as comm:
-        for elems, size in ((10, 4096), (100_000, 1 << 16)):
-            buf = on_gpu(comm, np.ones(elems))
-            for _ in range(2):
-                comm.all_reduce(buf, buf)
-            same(buf, np.ones(elems))
-            assert list(locked.values()) == [size] * 2
-    assert not locked
-
-
-def test_a_slot_that_another_stream_still_reads_is_waited_for() -> None:
-    def check(comm: Communicator) -> None:
-        streams, bufs = [comm.xp.cuda.Stream(non_blocking=True) for _ in range(3)], []
-        for i in range(12):
-            with streams[i % 3]:
-                bufs.append(on_gpu(comm, np.full(300, float(i + comm.rank))))
-                comm.broadcast(bufs[i], i % 2) if i % 3 else comm.all_reduce(bufs[i], bufs[i])
-        for i, buf in enumerate(bufs):
-            with streams[i % 3]:
-                same(buf, np.full(300, float(i + i % 2 if i % 3 else 2 * i + 1)))
-
-    run_staged(2, check, slot_bytes=512)
 
 
 def test_slots_that_nobody_closed_ask_no_event_that_is_gone(cupy: Any) -> None:

@@ -22,9 +22,9 @@ from lowshard import comm as lc
 from lowshard.comm import Communicator
 from lowshard.comm.nccl_bindings import Binding
 from lowshard.comm.nccl_over_mpi import why_unusable
-from lowshard.comm.pinned import Slots
 from lowshard.errors import CommError, DependencyError, MismatchError, PeerFailed, TimedOut
 from lowshard.fsdp.groups import StreamQueue, _StreamWork
+from lowshard.transfer.pinned import Slots
 
 ROWS = [row for row in dtypes.all_dtypes() if not row.is_float8 and row.kind not in ("scale", "bool")]
 

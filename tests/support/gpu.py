@@ -134,9 +134,9 @@ def run_nccl(
     return _run(size, function, make, True, timeout_s)
 
 
-def run_staged(size: int, function: Callable[[Communicator], T], *, slot_bytes: int = 1 << 20) -> list[T]:
+def run_staged(size: int, function: Callable[[Communicator], T]) -> list[T]:
     """Run a function in threads, each a rank over staged communicators."""
-    return _run(size, function, partial(staged_communicator, slot_bytes=slot_bytes), False)
+    return _run(size, function, staged_communicator, False)
 
 
 def _run(

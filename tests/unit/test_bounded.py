@@ -48,7 +48,7 @@ CLOSED_TABLES = {
     "comm/caller._callers": "live communicators, weakly",
     "comm/work._failures": "live communicators, weakly",
     "comm/work._untold": "failed background calls of which nobody was told",
-    "comm/pinned._kept": "slots that a failed GPU may write to",
+    "comm/staged._kept": "the same", "transfer/pinned._kept": "slots that a failed GPU may write to",
     "comm/failure._channels": "groups of ranks", "comm/failure._hubs": "the same",
     "comm/failure._ending": "one flag", "comm/failure._from_launcher": "one",
     "compiled/loader.origins": "compiled functions", "compiled/native._methods": "compiled functions",

@@ -1,8 +1,7 @@
-"""Page-locked host memory between a GPU and a communicator of the host: two slots that take turns.
+"""Page-locked host memory between a GPU and what the host reads or writes: two slots that take turns.
 
 While the host works on what lies in one slot, the GPU fills the other. Of the stream only what the host needs
-is waited for; nothing else on the device is. The memory is the host communicator's own (`empty`), so that ranks of
-a node read each other's slots where they lie, and is page-locked in place.
+is waited for; nothing else on the device is.
 """
 
 from __future__ import annotations
