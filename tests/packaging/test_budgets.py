@@ -56,7 +56,7 @@ PRODUCT = {
         "lowshard/demo", "lowshard/selftest", "lowshard/interop", "lowshard/cli.py",
     )),
 }  # fmt: skip
-PRODUCT_LINES, PRODUCT_BYTES, PRODUCT_FUNCTIONS = 72_303, 3_155_000, 4_600
+PRODUCT_LINES, PRODUCT_BYTES, PRODUCT_FUNCTIONS = 72_304, 3_155_000, 4_600
 BENCH = Budget(5_800, 26, ("bench",))
 TESTS = Budget(57_700, 312, ("tests",))
 TEST_DATA_LINES = 3_550
