@@ -33,3 +33,10 @@ def test_groups_that_are_made_and_closed_leave_nothing(host_size: str) -> None:
         assert (descriptors, threads) == (0, 0), ended.text
         assert shared_kib < 1024, ended.text
         assert resident_kib < 4096, ended.text
+
+
+@pytest.mark.parametrize("copies", ["cma", "none"])
+def test_a_wait_in_shared_memory_lets_started_messages_go_on(copies: str) -> None:
+    env = {} if copies == "cma" else {"OMPI_MCA_smsc": "^cma", "MPIR_CVAR_CH4_CMA_ENABLE": "0"}
+    ended = start_ranks(HERE / "run_started.py", 2, timeout_s=60, env=env).ok()
+    assert ended.stdout.split() == ["done", "done"], ended.text

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from types import SimpleNamespace
+from typing import Any
 
 from lowshard.comm.node import fold, meeting, moves
 from lowshard.comm.node.combine import recipe_of, source_digest
@@ -20,10 +22,9 @@ FUNCTIONS = (
 def load_calls() -> SimpleNamespace:
     """Return the calls by name, compiled on first use and kept on disk."""
     recipe_of("float32", "sum")  # what programs most often reduce; the first call that needs another loads it
-    made = {}
-    for function in FUNCTIONS:
-        name, args = function.__name__, function.py_func.__code__.co_argcount
-        made[name] = load_compiled(
-            f"{name}_{source_digest()}", lambda function=function: function, Signature((INT,) * args)
-        )
-    return SimpleNamespace(**made)
+
+    def compiled(function: Any) -> Callable[..., int]:
+        args = Signature((INT,) * function.py_func.__code__.co_argcount)
+        return load_compiled(f"{function.__name__}_{source_digest()}", lambda: function, args)
+
+    return SimpleNamespace(**{function.__name__: compiled(function) for function in FUNCTIONS})
