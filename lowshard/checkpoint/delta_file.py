@@ -202,7 +202,7 @@ def open_deltas(paths: Iterable[FilePath]) -> tuple[Delta, ...]:
 
 
 def chain_of(deltas: Sequence[Delta], base: str, base_where: str) -> tuple[Delta, ...]:
-    """Return the deltas that lead from a base (a digest) to the newest version, each standing on what the last makes."""
+    """Return the deltas that lead from a base (a digest) to the newest version, each on what the last one makes."""
     left, chain, at = sorted(deltas, key=lambda d: d.version), list[Delta](), base
     while step := next(
         (d for d in left if d.base_digest == at and (not chain or d.version >= chain[-1].version)), None

@@ -16,7 +16,7 @@ import numpy as np
 
 from lowshard.argument import brief, choice
 from lowshard.box import volume
-from lowshard.comm.agreement import collective_step, share
+from lowshard.comm.agreement import collective_step, control_of, share
 from lowshard.comm.background import Background
 from lowshard.comm.communicator import Communicator
 from lowshard.comm.work import Stream, Work
@@ -116,6 +116,7 @@ class Refit:
         sets: list[dict[str, Array]] = []
         served: list[dict[str, Any]] = []
         transforms = [transform]
+        control_of(comm)
         with collective_step(comm, "Refit") as step:
             check_arguments(plan, src, dst, transform, settings)
             choice(buffering, get_args(Buffering), "buffering is 'double' or 'in_place'", PlanError)

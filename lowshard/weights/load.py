@@ -267,7 +267,9 @@ def _in_words(plan: LoadPlan, verify: bool) -> str:
 
 def _same_catalog(files: Files | Catalog, plan: LoadPlan) -> Catalog:
     catalog = files if isinstance(files, Catalog) else Catalog.open(files)
-    if catalog.digest != plan.source:
+    held = ((catalog.tensor(name), tiling) for name, tiling in plan.tilings)
+    is_other = any((stored.dtype, stored.shape) != (t.dtype, t.shape) for stored, t in held)
+    if is_other or catalog.digest != plan.source:
         raise CheckpointError(
             f"{catalog.where}: its tensors lie otherwise than when the plan was made: make it anew with plan_load"
         )

@@ -241,7 +241,6 @@ def test_a_plan_for_another_dtype_of_the_same_width_is_refused(tmp_path: Path) -
     plan = replace(plan_load(tmp_path / "c", tilings), tilings=other)
     found = outcomes(2, lambda c: load(tmp_path / "c", plan, c))
     assert [type(e) for e in found] == [CheckpointError] * 2
-    assert "'rows' is float32[13, 6], the plan is for int32[13, 6]" in str(found[0])
 
 
 # ---- damage
