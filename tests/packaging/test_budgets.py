@@ -49,14 +49,14 @@ PRODUCT = {
     )),
     "execute, pool, transfer": Budget(2_966, 14, ("lowshard/execute.py", "lowshard/pool.py", "lowshard/transfer")),
     "reshard": Budget(8_237, 30, ("lowshard/reshard",)),
-    "weights, checkpoint": Budget(9_197, 31, ("lowshard/weights", "lowshard/checkpoint")),
+    "weights, checkpoint": Budget(9_200, 31, ("lowshard/weights", "lowshard/checkpoint")),
     "fsdp": Budget(3_646, 16, ("lowshard/fsdp",)),
     "launch": Budget(3_555, 23, ("launch",)),
     "demo, selftest, interop, cli": Budget(3_704, 30, (
         "lowshard/demo", "lowshard/selftest", "lowshard/interop", "lowshard/cli.py",
     )),
 }  # fmt: skip
-PRODUCT_LINES, PRODUCT_BYTES, PRODUCT_FUNCTIONS = 74_765, 3_250_000, 4_850
+PRODUCT_LINES, PRODUCT_BYTES, PRODUCT_FUNCTIONS = 74_770, 3_250_000, 4_850
 BENCH = Budget(5_800, 26, ("bench",))
 TESTS = Budget(58_000, 312, ("tests",))
 TEST_DATA_LINES = 3_550
