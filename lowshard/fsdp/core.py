@@ -14,6 +14,7 @@ from lowshard import dtypes
 from lowshard.argument import MOST_ELEMS, brief, choice, in_words, instance, real, whole
 from lowshard.box import Box, full_box, shape_of
 from lowshard.comm import Communicator, collective_step
+from lowshard.comm.agreement import control_of
 from lowshard.errors import (
     BufferMismatchError,
     CommError,
@@ -67,6 +68,7 @@ class Core:
     ) -> None:
         self.strategy, self.precision = strategy, Precision() if precision is None else precision
         self._check, self._world = check, comm
+        control_of(comm)
         with collective_step(comm, "FSDP") as step:
             settings = (order, average, open_limit, prefetch, grad_limit, accumulate, communicators, check)
             _check_settings(strategy, *settings)

@@ -7,7 +7,6 @@ rounds: what a reader reads lies in its half, in reach of its peers; what others
 
 from __future__ import annotations
 
-import json
 import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +22,7 @@ from lowshard.box import Box, full_box, intersect, relative_slices, single_run, 
 from lowshard.checkpoint.bytesource import ByteSource
 from lowshard.checkpoint.catalog import Catalog, Files, Piece, StoredPart, Tally, chain, sum_of
 from lowshard.comm import Communicator, collective_step, share_text
-from lowshard.comm.agreement import control_of
+from lowshard.comm.agreement import control_of, share
 from lowshard.errors import CheckpointError, PlanError
 from lowshard.tiling import Tiling
 from lowshard.transfer.mover import RoundMessages, run_rounds
@@ -267,7 +266,9 @@ def _in_words(plan: LoadPlan, verify: bool) -> str:
 
 def _same_catalog(files: Files | Catalog, plan: LoadPlan) -> Catalog:
     catalog = files if isinstance(files, Catalog) else Catalog.open(files)
-    if catalog.digest != plan.source:
+    held = ((catalog.tensor(name), tiling) for name, tiling in plan.tilings)
+    is_other = any((stored.dtype, stored.shape) != (t.dtype, t.shape) for stored, t in held)
+    if is_other or catalog.digest != plan.source:
         raise CheckpointError(
             f"{catalog.where}: its tensors lie otherwise than when the plan was made: make it anew with plan_load"
         )
@@ -440,11 +441,15 @@ class Verification:
     def share(self, comm: Communicator | None) -> bool:
         """Tell all ranks what was compared, and the sums of parts; return whether nothing is left to do."""
         if comm is not None and self._arrays:
-            mine = [self._seen.tolist(), [(n, *p) for n, pieces in self._pieces.items() for p in pieces]]
-            self._pieces = {}
-            for seen, pieces in map(json.loads, share_text(comm.control, json.dumps(mine))):
-                self._seen |= np.array(seen, np.int64)
-                for number, *piece in pieces:
+            mine = [(n, *p) for n, pieces in self._pieces.items() for p in pieces]
+            told = share(comm.control, np.array([len(mine), *self._seen], np.int64))
+            self._seen = np.bitwise_or.reduce([t[1:] for t in told])
+            self._pieces, most = {}, max(int(t[0]) for t in told)
+            table = np.zeros((most, 4), np.int64)
+            table[: len(mine)] = np.array(mine, np.int64).reshape(-1, 4)
+            tables = share(comm.control, table.reshape(-1)) if most else []
+            for theirs, (count, *_) in zip(tables, told, strict=False):
+                for number, *piece in theirs.reshape(-1, 4)[: int(count)].tolist():
                     self._pieces.setdefault(number, []).append(tuple(piece))
         return bool(self._seen.all())
 

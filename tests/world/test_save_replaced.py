@@ -117,14 +117,15 @@ def test_ranks_between_whose_opens_a_file_was_replaced_load_no_mix(tmp_path: Pat
 def test_a_save_that_comes_before_the_index_of_another_is_the_one_in_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = hf.write_index
+    module = import_module("lowshard.weights.save")
+    real = module.write_hf_index
 
     def late(*args: Any) -> None:
-        monkeypatch.setattr(hf, "write_index", real)
+        monkeypatch.setattr(module, "write_hf_index", real)
         save(tmp_path / "c", state(w=2))
         real(*args)
 
-    monkeypatch.setattr(hf, "write_index", late)
+    monkeypatch.setattr(module, "write_hf_index", late)
     save(tmp_path / "c", state(w=1))
     assert seen_by_others(tmp_path / "c") == loaded(tmp_path / "c") == {"w": 2}
 
