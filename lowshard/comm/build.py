@@ -61,16 +61,6 @@ def build_host(mpi_comm: Any, timeout_s: float | None = None, fault: str = "") -
     Collective: all ranks of `mpi_comm` call this. Ranks of a node share memory, and those of several nodes exchange
     messages between these; LOWSHARD_CPU_PATH=mpi leaves everything to MPI, and =window insists on shared memory.
     LOWSHARD_NODE_SIZE=k, for trials on one machine, takes each k ranks of a node, in rank order, for a node.
-
-    Raises:
-        LaunchError: a launcher of another MPI started the ranks, so that each is a world of its own.
-        CommError: MPI is not running; mpi_comm is not a communicator of mpi4py; a rank has a fault, what is wrong with
-            its other arguments;
-            LOWSHARD_CPU_PATH, LOWSHARD_NODE_SIZE or LOWSHARD_CHECK is none of its values or not equal on all ranks;
-            another setting is none of its values, or shared memory is insisted on and cannot be
-            had.
-        PeerFailed: a rank has failed already.
-        TimedOut: not all ranks came; it names those that did not.
     """
     mpi = load_mpi()
     if not mpi.Is_initialized() or mpi.Is_finalized():
@@ -162,9 +152,6 @@ def _watch(mpi: Any, own: Any) -> Watch | None:
 
     Collective: all ranks of `own` call this. All communicators over the same ranks have one, however many are made
     and closed.
-
-    Raises:
-        PeerFailed: a rank has failed already.
     """
     ranks = world_ranks(mpi, own)
     if len(ranks) == 1:

@@ -266,14 +266,7 @@ class Channel:
     def __init__(
         self, connection: socket.socket, rank: int, ranks: Sequence[int] = (), hub: Hub | None = None
     ) -> None:
-        """Begin to listen.
-
-        Args:
-            connection: to the hub.
-            rank: this rank in the job.
-            ranks: the ranks that it connects, the hub's first; () where the hub is the launcher.
-            hub: where it is in this process.
-        """
+        """Begin to listen."""
         self.rank, self.ranks = rank, tuple(ranks)
         self.flag = np.zeros(1, np.int64)
         self.kind, self.cause = "", ""
@@ -507,9 +500,6 @@ def meet(mpi_comm: Any, world_ranks: Sequence[int]) -> Channel:
     Collective: all ranks of `mpi_comm` call this. Ranks of rank 0's machine reach it by a Unix socket in a private
     folder; where some are on other hosts, all reach it by TCP at the addresses that lead to those hosts, or at that of
     LOWSHARD_INTERFACE.
-
-    Raises:
-        CommError: some rank does not reach rank 0, or nothing can be listened on; the same on all ranks.
     """
     rank = mpi_comm.Get_rank()
     hosts = [a for some in interface_addresses().values() for a in some if not is_loopback(a)]

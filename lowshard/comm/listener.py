@@ -104,9 +104,6 @@ class Listener:
 
         Args:
             folder: a folder of this user that nobody else may enter (mode 0700); the socket is made in it.
-
-        Raises:
-            OSError: the folder is open to others, or its file system takes no sockets.
         """
         made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         with ExitStack() as stack:
@@ -119,11 +116,7 @@ class Listener:
 
     @classmethod
     def on_network(cls, hosts: Sequence[str]) -> Self:
-        """Return a listener at addresses of this host (IPv4 and IPv6), a port for each.
-
-        Raises:
-            OSError: one of them cannot be listened on.
-        """
+        """Return a listener at addresses of this host (IPv4 and IPv6), a port for each."""
         made, addresses = list[socket.socket](), list[str]()
         with ExitStack() as stack:
             for host in hosts:
@@ -232,9 +225,6 @@ def connect(
 
     Returns:
         A connection that blocks, without a time limit.
-
-    Raises:
-        ConnectionError: none of the addresses leads to it; the text says of each why.
     """
     said: dict[str, str] = {}
     end_s = time.monotonic() + limit_s
@@ -293,11 +283,7 @@ def _is_own_user(connection: socket.socket) -> bool:
 
 @contextmanager
 def _private(folder: Path) -> Iterator[str]:
-    """Give a short path to a folder that is checked to be this user's alone: a socket's path has 107 bytes at most.
-
-    Raises:
-        OSError: it is not there, or others may enter it.
-    """
+    """Give a short path to a folder that is checked to be this user's alone: a socket's path has 107 bytes at most."""
     fd = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         about = os.fstat(fd)
@@ -312,11 +298,7 @@ def _private(folder: Path) -> Iterator[str]:
 
 
 def _connected(address: str, token: bytes, purpose: int, rank: int, limit_s: float) -> socket.socket:
-    """Return a connection to the listener at an address, with both sides proven.
-
-    Raises:
-        OSError: nobody is there, or somebody else.
-    """
+    """Return a connection to the listener at an address, with both sides proven."""
     end_s = time.monotonic() + limit_s
     with ExitStack() as stack:
         connection = stack.enter_context(_opened(address, limit_s))

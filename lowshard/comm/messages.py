@@ -241,11 +241,7 @@ class Mailbox:
             self.mpi_comm.Free()
 
     def reserve(self, number: int, inner: bool = False) -> None:
-        """Take all numbers of groups below one; `inner` for those that end with this mailbox.
-
-        Raises:
-            CommError: there are no more.
-        """
+        """Take all numbers of groups below one; `inner` for those that end with this mailbox."""
         if number > self.post.groups:
             raise CommError(
                 f"MPI has tags for {self.post.groups} groups and each split() takes one; split less often"

@@ -285,11 +285,7 @@ def world_ranks(mpi: Any, mpi_comm: Any) -> tuple[int, ...]:
 
 
 def load_mpi() -> Any:
-    """Return the module mpi4py.MPI.
-
-    Raises:
-        DependencyError: mpi4py is missing, or it finds no MPI library.
-    """
+    """Return the module mpi4py.MPI."""
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:  # mpi4py raises RuntimeError when no libmpi loads

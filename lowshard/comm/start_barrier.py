@@ -36,9 +36,6 @@ def await_all(mpi_comm: Any, timeout_s: float) -> None:
     Args:
         mpi_comm: an mpi4py communicator, which may be the user's own.
         timeout_s: seconds to wait for the ranks that are late.
-
-    Raises:
-        TimedOut: not all came; it names the ranks that did not, alike on all that did.
     """
     rank, size = mpi_comm.Get_rank(), mpi_comm.Get_size()
     if size == 1:

@@ -107,10 +107,6 @@ class Lookout:
             missing: returns the ranks that have not come; None where that is not known.
             timeout_s: seconds to wait at most.
             watched: the group's ranks as ranks of the failure channel: one that has left is missed.
-
-        Raises:
-            PeerFailed: a rank has failed, or one that is missing has ended its program.
-            TimedOut: the time is over.
         """
         for _ in range(_SPIN_TESTS):
             if test():

@@ -62,15 +62,7 @@ class Arena:
     """
 
     def __init__(self, segments: int) -> None:
-        """Make the first segment.
-
-        Args:
-            segments: the most there may be.
-
-        Raises:
-            OSError: the system gives no anonymous file.
-            MemoryError: it gives none of that size.
-        """
+        """Make the first segment."""
         self._most = segments
         self._lock = threading.RLock()
         self.segments: list[Mapping] = []
@@ -83,11 +75,7 @@ class Arena:
         self.allocate(PAGE_BYTES)  # the list of all is the first block
 
     def allocate(self, size_bytes: int) -> Block:
-        """Return a block of at least so many bytes, 64-byte aligned, with whatever it held before.
-
-        Raises:
-            CommError: there are as many segments as there may be.
-        """
+        """Return a block of at least so many bytes, 64-byte aligned, with whatever it held before."""
         size = max(ALIGN_BYTES, -(-size_bytes // ALIGN_BYTES) * ALIGN_BYTES)
         if size >= PAGE_BYTES:
             size = -(-size // PAGE_BYTES) * PAGE_BYTES
@@ -169,21 +157,13 @@ class PeerMemory:
     """Another process's segments, mapped here as they are met."""
 
     def __init__(self, pid: int, descriptor: int) -> None:
-        """Map the first segment.
-
-        Raises:
-            OSError: this process may not open the other's files.
-        """
+        """Map the first segment."""
         self._pid = pid
         self._segments = [self._map(descriptor, _FIRST_BYTES)]
         self._words = self._segments[0].bytes[:PAGE_BYTES].view(np.int64)
 
     def segments(self) -> list[Mapping]:
-        """Return all segments that the other process has made, mapped here now.
-
-        Raises:
-            CommError: one cannot be mapped: there is no memory, or the other process is gone.
-        """
+        """Return all segments that the other process has made, mapped here now."""
         for number in range(len(self._segments), int(self._words[0])):
             fd, size = self._words[1 + 2 * number : 3 + 2 * number].tolist()
             try:
