@@ -32,12 +32,9 @@ def __dir__() -> list[str]:
 
 
 def from_mpi(
-    mpi_comm: Any,
-    device: Literal["auto", "cpu", "cuda"] = "auto",
-    *,
-    timeout_s: float | None = None,
-    transport: Literal["auto", "nccl", "staged"] = "auto",
-) -> Communicator:
+    mpi_comm: Any, device: Literal["auto", "cpu", "cuda"] = "auto", *, timeout_s: float | None = None, transport:
+    Literal["auto", "nccl", "staged"] = "auto",
+) -> Communicator:  # fmt: skip
     """Return a communicator over an mpi4py communicator, which it duplicates.
 
     Collective: all ranks of `mpi_comm` call this. On "cpu" buffers are NumPy arrays; ranks of one node move

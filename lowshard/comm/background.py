@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 from weakref import WeakSet
 
-from lowshard.comm.work import ThreadWork, Work
+from lowshard.comm.work import FirstFailure, ThreadWork, Work
 
 
 class Splits(Protocol):
@@ -69,7 +69,7 @@ class Background:
             call: what the thread runs.
             text: its name, for messages.
         """
-        work = ThreadWork(call, text, is_shown_at_exit=True)
+        work = ThreadWork(call, text, failure=FirstFailure())
         if threading.main_thread().is_alive():
             threading.Thread(target=work.run, name=self._name).start()
         else:  # Python ends, and waits for no thread that starts this late

@@ -164,14 +164,9 @@ class LoopbackTransport(Transport):
         self.leave()
 
     def all_to_all_v(
-        self,
-        send: Array,
-        send_counts: Sequence[int],
-        send_displs: Sequence[int],
-        recv: Array,
-        recv_counts: Sequence[int],
-        recv_displs: Sequence[int],
-    ) -> None:
+        self, send: Array, send_counts: Sequence[int], send_displs: Sequence[int], recv: Array, recv_counts:
+        Sequence[int], recv_displs: Sequence[int],
+    ) -> None:  # fmt: skip
         posted = self.meet((send, send_counts, send_displs))
         parts = []
         for peer, (data, counts, displs) in enumerate(posted):

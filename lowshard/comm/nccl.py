@@ -79,17 +79,9 @@ class NCCLTransport(Transport):
     name = "nccl"
 
     def __init__(
-        self,
-        handle: Any,
-        rank: int,
-        size: int,
-        host: Transport | None = None,
-        *,
-        owned: bool = True,
-        binding: Binding | None = None,
-        timeout_s: float | None = None,
-        watch: Watching | None = None,
-    ) -> None:
+        self, handle: Any, rank: int, size: int, host: Transport | None = None, *, owned: bool = True, binding:
+        Binding | None = None, timeout_s: float | None = None, watch: Watching | None = None,
+    ) -> None:  # fmt: skip
         """Wrap an NCCL communicator."""
         binding = Binding.load() if binding is None else binding
         given = {} if host is None else {"group": host.group, "activity": host.activity}
@@ -361,14 +353,9 @@ class NCCLTransport(Transport):
                 )
 
     def all_to_all_v(
-        self,
-        send: Array,
-        send_counts: Sequence[int],
-        send_displs: Sequence[int],
-        recv: Array,
-        recv_counts: Sequence[int],
-        recv_displs: Sequence[int],
-    ) -> None:
+        self, send: Array, send_counts: Sequence[int], send_displs: Sequence[int], recv: Array, recv_counts:
+        Sequence[int], recv_displs: Sequence[int],
+    ) -> None:  # fmt: skip
         spans = send_counts, send_displs, recv_counts, recv_displs
         self._exchange(exchange_of(wire_of(send.dtype), self.rank, *spans), send, recv)
 

@@ -47,14 +47,9 @@ class Breakable(Protocol):
 
 
 def wait_for(
-    awaited: Awaited,
-    deadline: float,
-    watch: Watching | None,
-    communicator: Breakable | None = None,
-    what: str = "work on the GPU",
-    *,
-    final: bool = True,
-) -> None:
+    awaited: Awaited, deadline: float, watch: Watching | None, communicator: Breakable | None = None, what: str =
+    "work on the GPU", *, final: bool = True,
+) -> None:  # fmt: skip
     """Return once `awaited` is done; give the communicator up and raise if that will not be.
 
     Args:

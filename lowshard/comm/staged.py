@@ -41,13 +41,8 @@ class StagedTransport(Transport):
     name = "staged"
 
     def __init__(
-        self,
-        host: Transport,
-        binding: Binding | None = None,
-        *,
-        device: int = 0,
-        watch: Watching | None = None,
-    ) -> None:
+        self, host: Transport, binding: Binding | None = None, *, device: int = 0, watch: Watching | None = None,
+    ) -> None:  # fmt: skip
         binding = Binding.load(with_nccl=False) if binding is None else binding
         self._binding = binding.of_device(device)
         self.buffers: GpuBuffers = GpuBuffers("staged", self._binding, device)

@@ -85,13 +85,9 @@ class StreamWork:
     """
 
     def __init__(
-        self,
-        communicator: Waiting,
-        binding: Binding,
-        what: str,
-        begin: Callable[[], None] | None = None,
+        self, communicator: Waiting, binding: Binding, what: str, begin: Callable[[], None] | None = None,
         failure: FirstFailure | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Describe what is started."""
         self.told, self._failure = False, failure
         self._communicator, self._binding, self.what = communicator, binding, what

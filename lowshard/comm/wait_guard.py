@@ -93,13 +93,9 @@ class Lookout:
         return PeerFailed(f"rank {rank} has ended its program; this rank was in {where}")
 
     def wait(
-        self,
-        test: Callable[[], Any],
-        what: str,
-        missing: Callable[[], Sequence[int]] | None,
-        timeout_s: float,
+        self, test: Callable[[], Any], what: str, missing: Callable[[], Sequence[int]] | None, timeout_s: float,
         watched: Sequence[int] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Return once `test` returns true: it asks MPI whether something is done, which also makes it go on.
 
         Args:

@@ -6,7 +6,6 @@ import atexit
 import queue
 import sys
 import threading
-import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
@@ -64,23 +63,24 @@ class FirstFailure:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._first: tuple[StartedCall, BaseException] | None = None
-        _failures.add(self)
 
     def add(self, work: StartedCall, error: BaseException) -> None:
         """Keep a call that has failed, unless an earlier one waits to be told."""
         with self._lock:
             if self._first is None or self._first[0].told:
                 self._first = work, error
+                _failures.add(self)
 
     def take(self) -> BaseException | None:
         """Return its error, once; None where there is none, or somebody was told."""
         with self._lock:
             first, self._first = self._first, None
+            _failures.discard(self)
         return None if first is None or first[0].told else first[1]
 
 
-_failures: weakref.WeakSet[FirstFailure] = weakref.WeakSet()
-"""Of this process's communicators."""
+_failures: set[FirstFailure] = set()
+"""Those with something to tell."""
 
 
 class ThreadWork:
@@ -93,16 +93,14 @@ class ThreadWork:
         call: what the thread runs.
         text: its name, for messages.
         place: where the program started it, for messages; by default the line that makes this.
-        is_shown_at_exit: True writes its error to stderr at the end of the program where nobody was told of it.
         failure: keeps it if it fails; None for one that is sure to be waited for.
     """
 
     def __init__(
-        self, call: Callable[[], Any], text: str, *, place: str = "", is_shown_at_exit: bool = False,
-        failure: FirstFailure | None = None,
-    ) -> None:  # fmt: skip
+        self, call: Callable[[], Any], text: str, *, place: str = "", failure: FirstFailure | None = None
+    ) -> None:
         self._failure = failure
-        self._call, self._text, self._is_shown_at_exit = call, text, is_shown_at_exit
+        self._call, self._text = call, text
         self._place = place or source_place()
         self.told = False
         self._ended = threading.Event()
@@ -116,10 +114,6 @@ class ThreadWork:
             self._result = self._call()
         except BaseException as error:
             self._error = error
-            if self._is_shown_at_exit:
-                _untold[self._ended] = (
-                    f"{self._text} failed, and the program ended before a call raised it: {_line_of(error)}"
-                )
             if self._failure is not None:
                 self._failure.add(self, error)
         finally:
@@ -140,27 +134,20 @@ class ThreadWork:
             )
         if self._error is not None:
             self.told = True
-            _untold.pop(self._ended, None)
             raise self._error
         return self._result
-
-
-_untold: dict[threading.Event, str] = {}
-"""What is shown at the end of the program; by a work's event, so that the work itself may go."""
 
 
 @atexit.register
 def _show_untold() -> None:
     """Write errors that nobody was told of. The exit code stays: Python lets nobody change it this late."""
-    lost = [error for failure in list(_failures) if (error := failure.take()) is not None]
-    said = [f"a call that was started failed, and nobody waited for it: {_line_of(error)}" for error in lost]
-    for text in (*_untold.values(), *said):
-        with suppress(Exception):  # there may be no stderr any more
-            sys.stderr.write(f"lowshard: {text}\n")
-
-
-def _line_of(error: BaseException) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())
+    for error in [failure.take() for failure in list(_failures)]:
+        if error is not None:
+            line = " ".join(f"{type(error).__name__}: {error}".split())
+            with suppress(Exception):  # there may be no stderr any more
+                sys.stderr.write(
+                    f"lowshard: a call that was started failed, and nobody waited for it: {line}\n"
+                )
 
 
 def failed_work(name: str, error: LowshardError, failure: FirstFailure | None = None) -> ThreadWork:
