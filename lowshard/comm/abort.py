@@ -152,9 +152,6 @@ def install_abort_hook(rank: int | None = None) -> None:
     May be called any number of times. Hooks that the program had put in `sys.excepthook` and `threading.excepthook`
     are called before the job ends. Nothing changes in an interactive session, in a forked child, or in a world of
     one rank. A nonzero `sys.exit` does not come through here (Python offers no hook for it); `lowshard run` handles it.
-
-    Args:
-        rank: this process's rank, if known before MPI is initialised; else MPI is asked when the time comes.
     """
     _wrap_thread_hook(rank)
     if _installed.get("pid") == os.getpid():

@@ -28,10 +28,6 @@ class Background:
 
     Collective: all ranks of the communicator make it and close it.
 
-    Args:
-        comm: what is split.
-        name: of the threads, with the rank behind it.
-
     Attributes:
         comm: a `Communicator` of the same ranks, for the calls.
         memory: what a call has set aside for the next one, or None.
@@ -63,12 +59,7 @@ class Background:
         return error
 
     def start(self, call: Callable[[], Any], text: str) -> Work:
-        """Start a call once the last one was settled.
-
-        Args:
-            call: what the thread runs.
-            text: its name, for messages.
-        """
+        """Start a call once the last one was settled."""
         work = ThreadWork(call, text, failure=FirstFailure())
         if threading.main_thread().is_alive():
             threading.Thread(target=work.run, name=self._name).start()

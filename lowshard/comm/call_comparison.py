@@ -123,14 +123,7 @@ def late_ranks(behind: Sequence[int], asked: Sequence[str], number: int) -> Time
 def counts_error(
     text: str, lines: Sequence[str], counts: Sequence[Sequence[Sequence[int]]], number: int
 ) -> MismatchError:
-    """Return the error of an exchange in which a rank expects another count than is sent to it.
-
-    Args:
-        text: of the call.
-        lines: of each rank, where it made the call.
-        counts: of each rank, its send_counts and its recv_counts.
-        number: of the call on the communicator.
-    """
+    """Return the error of an exchange in which a rank expects another count than is sent to it."""
     sent, expected = zip(*counts, strict=True)
     size = len(lines)
     pairs = [

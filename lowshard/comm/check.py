@@ -98,13 +98,7 @@ def extents(shape: object, itemsize: int) -> tuple[int, ...]:
 
 
 def apart(send: Array, recv: Array, own: Array | None = None) -> Array:
-    """Return what is sent, in host memory; copied where it overlaps what is received.
-
-    Args:
-        send: flat.
-        recv: flat.
-        own: this rank's part of the longer one, where the other may lie in place.
-    """
+    """Return what is sent, in host memory; copied where it overlaps what is received."""
     if not np.may_share_memory(send, recv):
         return send
     shorter = send if send.size <= recv.size else recv
@@ -263,10 +257,6 @@ class HostBuffers:
         """Make the device of the buffers and, unless it is None, a stream current for a block.
 
         The block gets what is wrong with the stream, for the caller to let all ranks raise; here there are none.
-
-        Args:
-            stream: as users name it.
-            grouped: whether a grouped() block is open.
         """
         if stream is None:
             return NOTHING_WRONG

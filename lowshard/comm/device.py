@@ -109,14 +109,7 @@ class GpuBuffers(HostBuffers):
             )
 
     def launch(self, call: Call, step: Callable[..., None], *args: Any, begins: bool = True) -> None:
-        """Run a step of a call with the device current; see `Transport.launch`.
-
-        Args:
-            call: the call.
-            step: does it.
-            args: of `step`.
-            begins: whether the step launches something, and not only keeps it for the end of a group.
-        """
+        """Run a step of a call with the device current; see `Transport.launch`."""
         binding = self.binding
         with binding.on_device(self.device):
             try:

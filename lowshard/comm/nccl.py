@@ -499,15 +499,7 @@ class NCCLTransport(Transport):
 def nccl_communicator(
     handle: Any, rank: int, size: int, host: Communicator | None = None, **options: Any
 ) -> Communicator:
-    """Return a communicator over an NCCL communicator.
-
-    Args:
-        handle: as for `NCCLTransport`, and so are rank, size and the options.
-        rank: this rank.
-        size: number of ranks.
-        host: a communicator of the host over the same ranks, its control; closed with it.
-        options: timeout_s, binding and the like.
-    """
+    """Return a communicator over an NCCL communicator."""
     return Communicator(
         NCCLTransport(handle, rank, size, None if host is None else host._transport, **options), host
     )

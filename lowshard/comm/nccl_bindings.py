@@ -78,11 +78,7 @@ class Binding:
 
     @classmethod
     def load(cls, *, with_nccl: bool = True) -> Binding:
-        """Return the installed libraries' binding.
-
-        Args:
-            with_nccl: whether NCCL must be there.
-        """
+        """Return the installed libraries' binding."""
         cupy = _load_cupy()
         nccl = _load_cupys_nccl() if with_nccl else None
         runtime, (new_stream, new_event, check) = cupy.cuda.runtime, _makers(cupy)

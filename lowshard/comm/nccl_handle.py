@@ -121,12 +121,7 @@ class NCCLHandle:
                 self._calling.release()
 
     def look(self, stream: Any, latest: str) -> None:
-        """Raise what has gone wrong in the calls so far, having told the other ranks and given up. Does not block.
-
-        Args:
-            stream: where the next call will go.
-            latest: the latest call, for the message: what comes late came from it, or from a call before it.
-        """
+        """Raise what has gone wrong in the calls so far, having told the other ranks and given up. Does not block."""
         self._check_state()
         try:
             self.ask()

@@ -67,12 +67,6 @@ def build_over_mpi(host: Communicator, mpi_comm: Any = None, transport: Transpor
     Collective: all ranks of the communicator call this. A rank takes the GPU whose number is its rank
     on the node, modulo the number of GPUs that it sees, and makes it CuPy's current device. All ranks are connected
     to each other before this returns (`NCCLHandle.connect`); NCCL_RUNTIME_CONNECT is set to 0 where it is not set.
-
-    Args:
-        host: moves host memory between the same ranks.
-        mpi_comm: an mpi4py communicator of these ranks; by default that of `host`.
-        transport: "nccl", "staged" (through host memory), or "auto": NCCL where it can be used, else staged, with a
-            RuntimeWarning on rank 0 that says why and what to set.
     """
     what = "a communicator over GPU arrays"
     if transport not in TRANSPORTS:
@@ -173,13 +167,7 @@ def barrier_within(
 
 
 def crowding(gpus: Sequence[str], version: int, environ: Mapping[str, str]) -> CommError | None:
-    """Return what is wrong with NCCL for the ranks of one node on these GPUs, or None.
-
-    Args:
-        gpus: what tells the GPU of each rank from others; empty where a rank has found no GPU.
-        version: NCCL's, as it writes it: 23007 is 2.30.7.
-        environ: the process's environment.
-    """
+    """Return what is wrong with NCCL for the ranks of one node on these GPUs, or None."""
     used = [gpu for gpu in gpus if gpu]
     if len(set(used)) == len(used):
         return None

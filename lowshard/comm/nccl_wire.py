@@ -87,16 +87,7 @@ def exchange_of(
 def exchange_parts(
     nccl: NCCLHandle, binding: Binding, exchange: Exchange, source: int, target: int, stream: int
 ) -> None:
-    """Send and receive the parts of two buffers in one group; what stays on this rank is copied on the device.
-
-    Args:
-        nccl: the communicator.
-        binding: copies on the device.
-        exchange: what goes where.
-        source: address of the buffer sent.
-        target: address of the buffer received into, apart from the other but for parts that stay where they are.
-        stream: that all of it is put on.
-    """
+    """Send and receive the parts of two buffers in one group; what stays on this rank is copied on the device."""
     code, call, send, recv = exchange.code, nccl.call, nccl.raw.send, nccl.raw.recv
     if exchange.messages:
         with nccl.group():

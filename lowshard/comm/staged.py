@@ -222,10 +222,5 @@ class StagedTransport(Transport):
 
 
 def staged_communicator(host: Communicator, binding: Binding | None = None, **options: Any) -> Communicator:
-    """Return a communicator over GPU arrays that pass through the memory of the host.
-
-    Args:
-        host: a communicator of the host, its control; closed with it.
-        binding: as for `StagedTransport`, and so are the options.
-    """
+    """Return a communicator over GPU arrays that pass through the memory of the host."""
     return Communicator(StagedTransport(host._transport, binding, **options), host)

@@ -32,10 +32,6 @@ def await_all(mpi_comm: Any, timeout_s: float) -> None:
 
     Collective: all ranks of `mpi_comm` call this. Where a rank is more than a second late, messages with a tag of their
     own go over it; all of them are received before this returns.
-
-    Args:
-        mpi_comm: an mpi4py communicator, which may be the user's own.
-        timeout_s: seconds to wait for the ranks that are late.
     """
     rank, size = mpi_comm.Get_rank(), mpi_comm.Get_size()
     if size == 1:

@@ -49,12 +49,7 @@ class SideStream:
         return self._stream
 
     def run(self, call: Callable[[], Any], what: str) -> tuple[Any, Any]:
-        """Make a call with the side stream current; return an event that is done when its work is, and its result.
-
-        Args:
-            call: what is started.
-            what: its name, for messages.
-        """
+        """Make a call with the side stream current; return an event that is done when its work is, and its result."""
         with self._stream:
             result = call()
         done = self._binding.new_event()
@@ -113,9 +108,6 @@ class StreamWork:
 
         Without a time an error that shows later is raised by a later call. The results may be used on the
         current stream, and the buffers be reused there, once this has returned. Waiting twice is safe.
-
-        Args:
-            timeout_s: seconds that the host waits, at most, for the call to be done.
         """
         if self._begin is not None:
             self._begin()

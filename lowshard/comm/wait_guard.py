@@ -96,14 +96,7 @@ class Lookout:
         self, test: Callable[[], Any], what: str, missing: Callable[[], Sequence[int]] | None, timeout_s: float,
         watched: Sequence[int] | None = None,
     ) -> None:  # fmt: skip
-        """Return once `test` returns true: it asks MPI whether something is done, which also makes it go on.
-
-        Args:
-            what: what is waited for, in words.
-            missing: returns the ranks that have not come; None where that is not known.
-            timeout_s: seconds to wait at most.
-            watched: the group's ranks as ranks of the failure channel: one that has left is missed.
-        """
+        """Return once `test` returns true: it asks MPI whether something is done, which also makes it go on."""
         for _ in range(_SPIN_TESTS):
             if test():
                 return

@@ -95,10 +95,6 @@ def world_mismatch(environ: Mapping[str, str], world_size: int) -> str | None:
     """Returns what is wrong, and what to do, if the launcher started more processes than MPI's world has; else None.
 
     Only a world of one rank is ever wrong: a larger one is MPI's own doing. Local call, no MPI.
-
-    Args:
-        environ: the process's environment, usually `os.environ`.
-        world_size: size of MPI's COMM_WORLD (not of a part of it).
     """
     if world_size != 1:
         return None

@@ -34,12 +34,7 @@ def accumulator(dtype: str) -> str:
 
 
 def schedule(ranks: int, order: str) -> np.ndarray:
-    """Return the steps `[ranks - 1, 3]` (into, left, right) of a reduction; the last one's `into` is -1.
-
-    Args:
-        ranks: number of operands.
-        order: "rank" combines from the left; anything else halves the ranks, the left half the larger.
-    """
+    """Return the steps `[ranks - 1, 3]` (into, left, right) of a reduction; the last one's `into` is -1."""
     steps: list[tuple[int, int, int]] = []
 
     def tree(first: int, count: int, depth: int) -> int:

@@ -128,13 +128,7 @@ def head_bytes(users: int) -> int:
 
 
 def let_go_with(owner: object, address: int, user: int) -> Callable[[], Any]:
-    """Mark a lent block as let go by one of its users when an object is gone; returns what does so at once.
-
-    Args:
-        owner: the object.
-        address: where this process sees the block.
-        user: this rank among the users.
-    """
+    """Mark a lent block as let go by one of its users when an object is gone; returns what does so at once."""
     done = weakref.finalize(owner, _let_go, address + 8 * user, os.getpid())
     done.atexit = False
     return done

@@ -16,15 +16,7 @@ Array = Any
 
 
 class NodeReach(Reach):
-    """The ranks of one machine: all of a communicator's, or those of this host in a communicator over several.
-
-    Args:
-        over: the transport of this machine's ranks.
-        memory: of its processes.
-        members: the ranks as ranks of that.
-        homes: by rank of the communicator, a number of its host; by default it has this host alone.
-        home: of this host.
-    """
+    """The ranks of one machine: all of a communicator's, or those of this host in a communicator over several."""
 
     def __init__(
         self, over: Transport, memory: NodeMemory, members: Sequence[int], homes: Sequence[int] | None = None,
