@@ -470,7 +470,6 @@ def channels() -> tuple[Channel, ...]:
 
 
 def begin_end() -> None:
-    """Note that this process is ending by itself."""
     _ending.append(True)
 
 
