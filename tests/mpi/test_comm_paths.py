@@ -19,7 +19,7 @@ HERE = Path(__file__).parent
 F = TypeVar("F")
 ABSENT_LIMIT_S = 60.0
 
-NEW = ("memory", "shared", "start", "message", "check", "bit", "repeat")
+NEW = ("memory", "start", "message", "check", "bit", "repeat")
 
 
 def of(*modules: str) -> tuple[str, ...]:
@@ -55,7 +55,7 @@ def test_the_contract_holds_where_ranks_compare_whole_texts(name: str, size: int
     check_case(name, size, "cpu", FULLY_COMPARED, LOWSHARD_CHECK="full")
 
 
-UNCOMPARED = of("memory", "shared", "repeat")
+UNCOMPARED = of("memory", "repeat")
 
 
 @in_turn("off")
