@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from hashlib import blake2b
 from itertools import accumulate
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 from weakref import WeakKeyDictionary
 
@@ -22,8 +21,7 @@ from lowshard.comm.communicator import Communicator
 from lowshard.comm.transport import Transport
 from lowshard.errors import CommError, LowshardError, cause_of
 
-_DIGEST_BYTES = 16
-_MOST_KEPT = 4096
+_DIGEST_BYTES, _MOST_KEPT = 16, 4096
 _agreed_before: WeakKeyDictionary[Transport, set[int]] = WeakKeyDictionary()
 """By transport that compares nothing without stopping a GPU, what its ranks have agreed on."""
 
@@ -49,14 +47,10 @@ class collective_step:
         digest: what must be equal on all ranks, where no rank has an error; the first 16 bytes count.
         said: returns what the digest is of, in words, for the message where digests differ.
         path: the files that the block reads or writes: what the system refuses is a CheckpointError that names them.
-        meets: the ranks meet inside, too: what may fail between goes through `attempt`, and what the block itself
-            raises leaves it without the meeting.
-        once: over NCCL alone, where a meeting stops the GPU, ranks do not meet again for what they have agreed on
-            before, and an error of such a rank is its own.
+        meets: the ranks meet inside, too: what may fail between goes through `attempt`; what is raised leaves at once.
+        once: over NCCL alone, where a meeting stops the GPU, ranks do not meet again for what they have agreed on.
 
-    Attributes:
-        digest, said: as above; the block may set them.
-        error: an error that the block has kept, to be raised at its end in place of what it raises.
+    The block may set `digest`, `said`, and `error`: what it has kept, to be raised at its end.
 
     Raises:
         LowshardError: a rank had an error: that of the lowest such rank, of its class where it is one of ours.
@@ -89,9 +83,7 @@ class collective_step:
                 self.error = error
         return None
 
-    def __exit__(
-        self, kind: type[BaseException] | None, raised: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, raised: BaseException | None, trace: object) -> None:
         if raised is not None and (self._meets or not isinstance(raised, Exception)):
             return
         error, what = raised if self.error is None else self.error, self._what
@@ -103,8 +95,7 @@ class collective_step:
             if error is not None and error is not raised:
                 raise error
             return
-        rows: list[list[str]] = []
-        t = self._comm._transport
+        t, rows = self._comm._transport, list[list[str]]()
         with self._comm.turn(what), naming(what):
             signature, digest = ERROR_SIGNATURE, b""
             if error is None:
@@ -113,9 +104,8 @@ class collective_step:
                 signature = int.from_bytes(signed, "little") >> 2 | 16  # no small one, which has a meaning
             if not (t.size == 1 or self._is_same(t, signature)) or error is not None:
                 said = self.said() if error is None and self.said is not None else ""
-                mine = [f"{what}{AGREED}{digest.hex()} {said}", source_line()]
-                if error is not None:
-                    mine += [type(error).__name__, str(error)]
+                wrong = [] if error is None else [type(error).__name__, str(error)]
+                mine = [f"{what}{AGREED}{digest.hex()} {said}", source_line(), *wrong]
                 rows = [json.loads(row) for row in share_texts(t, json.dumps(mine))]
         if rows:
             raise _verdict(rows, t.sequence) from cause_of(error)
@@ -126,13 +116,13 @@ class collective_step:
             return len(set(share_texts(t, f"{self._what}{AGREED}{signature}"))) == 1
         if t.compares:
             return t.compare(signature)
-        before = _agreed_before.setdefault(t, set())
-        if self._once and signature in before:
-            return True
-        is_same = bool((t.gather_facts(np.array([signature], np.int64)) == signature).all())
-        if is_same and self._once and len(before) < _MOST_KEPT:
-            before.add(signature)
-        return is_same
+        before = _agreed_before.setdefault(t, set()) if self._once else set()
+        if signature not in before:
+            if (t.gather_facts(np.array([signature], np.int64)) != signature).any():
+                return False
+            if len(before) < _MOST_KEPT:
+                before.add(signature)
+        return True
 
 
 def _verdict(rows: Sequence[Sequence[str]], sequence: int) -> LowshardError:
@@ -174,10 +164,10 @@ def share(
     Collective: all ranks of the communicator call this.
     """
     with control.turn(what), naming(what):
-        t, n, size = control._transport, record.size, control.size
-        recv = control.xp.empty((size, n), record.dtype)
-        t.all_gather_v(control.xp.asarray(record), recv.reshape(-1), [n] * size, [n * i for i in range(size)])
-        return list(recv if control.xp is np else t.to_host(recv))
+        t, xp, n, size = control._transport, control.xp, record.size, control.size
+        recv = xp.empty((size, n), record.dtype)
+        t.all_gather_v(xp.asarray(record), recv.reshape(-1), [n] * size, [n * i for i in range(size)])
+        return list(recv if xp is np else t.to_host(recv))
 
 
 def trade(
@@ -185,7 +175,7 @@ def trade(
 ) -> np.ndarray:
     """Return what each rank has for this one, in rank order, from what this one has for each.
 
-    Collective: all ranks of the communicator call this. Both ways, `counts` elements a rank, one behind the other.
+    Collective: all ranks of the communicator call this.
     """
     control = control_of(comm)
     xp = control.xp
@@ -197,12 +187,9 @@ def trade(
 
 
 def share_text(control: Communicator, text: str) -> list[str]:
-    """Return every rank's text, in rank order.
+    """Return every rank's text, in rank order; raise CommError for what UTF-8 cannot hold.
 
     Collective: all ranks of the communicator call this.
-
-    Raises:
-        CommError: no communicator of lowshard, or no text that UTF-8 can hold.
     """
     control_of(control)
     try:
