@@ -26,9 +26,6 @@ FORMS: tuple[dict[str, Any], ...] = (
     {"op": "all_reduce", "dtypes": ("bfloat16", "int8"), "redops": ("sum", "avg"), "compare_mpi": True},
     {"op": "all_reduce", "window": True, "order": "tree"},
     {"op": "reduce_scatter", "window": True, "average": 1, "each": True},
-    {"op": "all_reduce", "shared": True},
-    {"op": "all_gather", "shared": True, "window": True},
-    {"op": "broadcast", "shared": True, "root": 1},
 )
 
 
