@@ -10,7 +10,6 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from time import monotonic
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
-from lowshard.bounded import BoundedCache
 from lowshard.comm import collectives as table
 from lowshard.comm.call import Call, signature_of
 from lowshard.comm.collectives import Collective, planned
@@ -22,10 +21,8 @@ from lowshard.foreign_array import is_foreign, view_in_call
 Array = Any  # a NumPy or CuPy array; CuPy ships no types
 T = TypeVar("T")
 
-PLANS_BYTES = 4 << 20
-"""What a communicator keeps of plans, at most."""
-_PLAN_BYTES = 2048
-"""Of one plan, beside some numbers for every rank."""
+MOST_PLANS = 2048
+"""That a communicator keeps; then it makes them anew."""
 
 
 class Traffic:
@@ -110,9 +107,7 @@ class Caller:
         self.lock = threading.RLock()
         self.batch: list[tuple[Call, Array, int]] | None = None
         self._batch_thread: int | None = None  # whose block it is
-        size = transport.size
-        # A plan holds some numbers for every rank, in closures that weighing does not see.
-        self._plans = BoundedCache[Any, Planned](None, PLANS_BYTES, lambda key, plan: _PLAN_BYTES + 64 * size)
+        self._plans: dict[Any, Planned] = {}
         self._ready, self._activity = transport.buffers.ready, transport.activity
         self._end_of_turn = _EndOfTurn(self.lock)
         self._worker: Worker | None = None
@@ -222,8 +217,13 @@ class Caller:
         run = planned(t, what, call, asked.dtype, asked.elems, *(asked.detail or detail))
         made = Planned(call, run)
         with suppress(TypeError):  # counts that cannot be hashed
-            self._plans.put(_key(what, detail, send, recv), made)
+            self._keep(_key(what, detail, send, recv), made)
         return made, send, recv
+
+    def _keep(self, key: Any, plan: Planned) -> None:
+        if len(self._plans) >= MOST_PLANS:
+            self._plans.clear()
+        self._plans[key] = plan
 
     def make(
         self, name: str, text: str, sent_bytes: int = 0, received_bytes: int = 0, reached_bytes: int = 0
@@ -293,7 +293,7 @@ class Caller:
             *((table.SEND, (peer,), buf, None) if sends else (table.RECV, (peer,), None, buf))
         )
         buf = buffers[not sends]
-        self._plans.put((name, peer, buf.dtype, buf.size), plan)
+        self._keep((name, peer, buf.dtype, buf.size), plan)
         return plan.call, buf if buf.ndim == 1 else buf.reshape(-1)
 
     def _run_message(self, call: Call, buf: Array, peer: int) -> None:

@@ -50,6 +50,11 @@ def wait_s(timeout_s: object) -> float | None:
     return min(number(timeout_s, rule, CommError, 0), MOST_S)
 
 
+def is_plain(dtype: Any) -> bool:
+    """Say whether a dtype is one of NumPy's own that need no look into the table: they are all in it."""
+    return dtype.kind in "fiub" and dtype.itemsize <= 8
+
+
 def flat(buf: Array, name: str, xp: ModuleType, transport: str, writes: bool) -> Array:
     """Return a buffer as a flat view, or raise what is wrong with it."""
     if not isinstance(buf, xp.ndarray):
@@ -62,7 +67,8 @@ def flat(buf: Array, name: str, xp: ModuleType, transport: str, writes: bool) ->
             f"{name} of a communicator over {transport} is a {xp.__name__} array, or one of another library {place}, "
             f"got {kind_of(buf)}{_array_instead(buf, name, xp, writes)}"
         )
-    dtypes.get(buf.dtype)
+    if not is_plain(buf.dtype):
+        dtypes.get(buf.dtype)
     if not buf.dtype.isnative:  # same name in the table, but other bytes than the peers'
         require_native(buf, name)
     if not buf.flags.c_contiguous:
@@ -208,9 +214,10 @@ def reducible(buf: Array, op: str, order: str) -> None:
         raise CommError(f"op is one of {', '.join(OPS)}, got {op!r}{nearest(op, OPS)}")
     if order not in ORDERS:
         raise CommError(f"order is one of {', '.join(ORDERS)}, got {order!r}{nearest(order, ORDERS)}")
-    row = dtypes.get(buf.dtype)
-    if (row.kind == "bool" and op == "avg") or row.kind == "scale":
-        raise DTypeError(f"{op} is not defined for dtype {row.name}")
+    if (buf.dtype.kind == "b" and op == "avg") or not (
+        is_plain(buf.dtype) or dtypes.get(buf.dtype).kind != "scale"
+    ):
+        raise DTypeError(f"{op} is not defined for dtype {dtypes.get(buf.dtype).name}")
 
 
 NOTHING_WRONG: AbstractContextManager[LowshardError | None] = nullcontext()

@@ -277,6 +277,7 @@ class Channel:
         self._wire = Wire(connection)
         self._lock = threading.Lock()
         self._failed_s, self._left, self._hub_ends = 0.0, False, False
+        self._ends = settings.ON_FAILURE.text() == "end"
         self._threads = [threading.Thread(target=self._listen, name="lowshard-failures", daemon=True)]
         if hub is not None:
             self._threads.append(threading.Thread(target=self._serve, name="lowshard-hub", daemon=True))
@@ -346,7 +347,7 @@ class Channel:
         Not after a failure: then this process is ended after the grace.
         """
         while self.ranks and not set(self.ranks) <= self.gone.keys() and self._threads[0].is_alive():
-            if self.flag[0] and settings.ON_FAILURE.text() == "raise":
+            if self.flag[0] and not self._ends:
                 return
             let_mpi_go_on()  # what others wait for may still lie here
             self._threads[0].join(0.002)
@@ -405,7 +406,7 @@ class Channel:
     def _fail(self, kind: str, rank: int | None, cause: str) -> None:
         self.kind, self.failed_rank, self.cause = kind, rank, cause
         self.flag[0] = 1
-        if settings.ON_FAILURE.text() == "end":
+        if self._ends:
             self._failed_s = time.monotonic()
         if kind == "timed out":
             for watch in self._watches[:1]:

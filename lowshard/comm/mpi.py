@@ -99,7 +99,7 @@ class MPITransport(ByMailbox, Transport):
     def new_reach(self) -> Reach:
         if self.node is None:
             return super().new_reach()
-        from lowshard.comm.node.node_reach import NodeReach
+        from lowshard.comm.node.node_transport import NodeReach
 
         shared = self.node.shared
         return NodeReach(self.node, shared.memory, shared.members, self.homes, self.homes[self.rank])

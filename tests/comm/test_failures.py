@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import os
 import re
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,10 +16,9 @@ from pathlib import Path
 import pytest
 from comm.run_failure import CAUSES, PLACES
 from support import mode
-from support.launching import ROOT, own_files
-from support.starting import start_ranks
+from support.starting import start_bare, start_ranks
 
-from lowshard.launch.mpiexec import find_mpi, rank_environment
+from lowshard.launch.mpiexec import find_mpi
 
 pytestmark = [pytest.mark.mpi, pytest.mark.time_limit(110)]
 
@@ -54,20 +52,10 @@ def start(launcher: str, killing: str, args: list[str]) -> Ended:
     if launcher == "run":
         done = start_ranks(PROGRAM, RANKS, args, LIMIT_S, env=env)
         return Ended(done.returncode, done.text, done.stderr.strip().splitlines()[-1])
-    command = mpi.command(RANKS, [sys.executable, PROGRAM, *args])
+    more: list[str] = []
     if killing == "spares":
         more = ["-disable-auto-cleanup"] if mpi.family == "mpich" else ["--rtos", "recoverable,continuous"]
-        command[1:1] = more
-    base = {**os.environ, **env, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
-    with own_files():
-        done = subprocess.run(
-            command,
-            env=rank_environment(mpi, RANKS, base),
-            capture_output=True,
-            text=True,
-            timeout=LIMIT_S,
-            check=False,
-        )
+    done = start_bare([sys.executable, PROGRAM, *args], RANKS, LIMIT_S, env, more)
     return Ended(done.returncode, done.stdout + done.stderr, "")
 
 

@@ -7,7 +7,11 @@ The first all_reduce is the first of the process; of the others, a call after tw
 from __future__ import annotations
 
 import json
+import os
+import socket
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -20,6 +24,8 @@ import lowshard
 from lowshard import DeviceMesh, Layout, Replicated, Sharded, execute, plan_redistribute
 from lowshard import comm as lc
 from lowshard.checkpoint import Catalog
+from lowshard.comm.failure import channels
+from lowshard.errors import PeerFailed
 from lowshard.kernels import quantize_mxfp8
 from lowshard.reshard import Refit, TensorLayout, build_reshard_plan
 from lowshard.tiling import Tiling
@@ -29,6 +35,7 @@ ROOT = Path(lowshard.__file__).resolve().parents[1]
 HOMES = tuple(str(ROOT / name) + "/" for name in ("lowshard", "kernels", "launch", "bench"))
 
 
+CLOSED = ("comm/failure.py", "Hub._hear")
 Walk = list[tuple[str, str]]
 """File, as of the package, and function."""
 
@@ -87,5 +94,35 @@ def main(folder: Path) -> None:
             print(json.dumps(walks))
 
 
+def death(folder: Path) -> None:
+    """Have the connection of rank 1 close while rank 0, where the hub is, waits in a barrier."""
+    entered: Walk = []
+
+    def look(frame: FrameType, event: str, arg: object) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(HOMES):
+            entered.append((code.co_filename.removeprefix(f"{ROOT}/lowshard/"), code.co_qualname))
+
+    threading.setprofile(look)  # of those that the communicator starts
+    comm = lc.from_mpi(MPI.COMM_WORLD, device="cpu")
+    for _ in range(2):
+        comm.barrier()
+    if comm.rank:
+        channels()[0]._socket.shutdown(socket.SHUT_RDWR)
+        end_s = time.monotonic() + 30
+        while not (folder / "death").exists() and time.monotonic() < end_s:
+            time.sleep(0.01)
+        os._exit(0)
+    sys.setprofile(look)
+    try:
+        comm.barrier()
+    except PeerFailed as error:
+        sys.setprofile(None)
+        made = folder / "made"
+        made.write_text(json.dumps([error.ranks, entered[entered.index(CLOSED) :]]))
+        made.rename(folder / "death")
+    os._exit(0)
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    (death if sys.argv[2:] == ["death"] else main)(Path(sys.argv[1]))

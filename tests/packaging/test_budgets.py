@@ -56,7 +56,7 @@ PRODUCT = {
         "lowshard/demo", "lowshard/selftest", "lowshard/interop", "lowshard/cli.py",
     )),
 }  # fmt: skip
-PRODUCT_LINES, PRODUCT_BYTES, PRODUCT_FUNCTIONS = 67_633, 2_905_000, 4_200
+PRODUCT_LINES, PRODUCT_BYTES, PRODUCT_FUNCTIONS = 67_619, 2_975_000, 4_290
 BENCH = Budget(5_770, 26, ("bench",))
 TESTS = Budget(50_000, 297, ("tests",))
 TEST_DATA_LINES = 3_550

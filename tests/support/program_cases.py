@@ -225,9 +225,13 @@ def a_rank_that_can_share_no_more_memory_is_named_on_all(comm: Communicator, rng
         with contextlib.suppress(CommError):
             while True:
                 kept.append(comm.empty(size_bytes, np.uint8))
-    with pytest.raises(CommError, match="rank 0"):
+
+    def split_until_full() -> None:
         while True:  # there is room where groups of before were
             groups.append(comm.split(0))
+
+    with pytest.raises(CommError, match="rank 0"):
+        split_until_full()
     kept.clear()
     comm.split(0)
 

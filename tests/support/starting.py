@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import lowshard
 from lowshard.errors import TimedOut
 from lowshard.launch.job import JobResult, python_command, run_ranks
+from lowshard.launch.mpiexec import find_mpi, rank_environment
 
 _TESTS = Path(__file__).resolve().parents[1]
 _PACKAGE_PARENT = Path(lowshard.__file__).resolve().parents[1]
@@ -84,6 +86,26 @@ def start_ranks(
     if result.exit_code == TimedOut.exit_code and result.cause == "timeout" and not may_time_out:
         raise RanksTimedOut(f"{n} ranks of {target} were not over after {timeout_s:g} s\n{finished.text}")
     return finished
+
+
+def start_bare(
+    argv: Sequence[str],
+    n: int,
+    limit_s: float,
+    env: Mapping[str, str] | None = None,
+    options: Sequence[str] = (),
+) -> subprocess.CompletedProcess[str]:
+    """Run a program on n ranks under a plain mpiexec, which gets these options first."""
+    mpi = find_mpi()
+    command = mpi.command(n, list(argv))
+    command[1:1] = options
+    from support.launching import own_files
+
+    base = {**os.environ, **(env or {}), "PYTHONPATH": os.pathsep.join([str(_PACKAGE_PARENT), str(_TESTS)])}
+    with own_files():
+        return subprocess.run(
+            command, env=rank_environment(mpi, n, base), capture_output=True, text=True, timeout=limit_s, check=False
+        )  # fmt: skip
 
 
 def _environment(more: Mapping[str, str] | None) -> dict[str, str]:

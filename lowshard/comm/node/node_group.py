@@ -5,12 +5,10 @@ from __future__ import annotations
 import ctypes
 import mmap
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 from mpi4py import MPI
 
-from lowshard.comm.call_comparison import differ
 from lowshard.comm.node import meeting as m
 from lowshard.comm.node.arena import Block
 from lowshard.comm.node.calls import load_calls
@@ -19,10 +17,6 @@ from lowshard.comm.node.fold import scratch_blocks
 from lowshard.comm.node.node_memory import NodeMemory, head_bytes, let_go_with
 from lowshard.comm.progress import progress_words
 from lowshard.comm.wait_guard import Lookout
-from lowshard.errors import CommError
-
-if TYPE_CHECKING:
-    from lowshard.comm.transport import Transport
 
 address_of = MPI.Get_address  # a tenth of the time that NumPy takes to tell
 
@@ -42,7 +36,7 @@ class NodeGroup:
         rank: this one.
         size: of the group.
         slot_bytes: what goes through a slot at one meeting.
-        ctx: address of the words that compiled code works on; `lowshard.comm.node.meeting` says which is what.
+        words: what compiled code works on, and `ctx` their address; `lowshard.comm.node.meeting` says which is what.
         steps_at: by order, the address of the steps of a fold.
         watched: the ranks as ranks of the side channel.
         names: the ranks as errors name them.
@@ -65,8 +59,8 @@ class NodeGroup:
         self._scratch = np.frombuffer(mmap.mmap(-1, scratch_bytes), np.uint8)
         self._progress = progress_words()
         self._rows = np.array([[memory.pids[i] for i in members], members, watched], np.int64)
-        self._parts, self._words = np.zeros(2 * size, np.int64), np.zeros(m.CONTEXT_WORDS, np.int64)
-        words, cards = self._words, block + head_bytes(size)
+        self._parts, self.words = np.zeros(2 * size, np.int64), np.zeros(m.CONTEXT_WORDS, np.int64)
+        words, cards = self.words, block + head_bytes(size)
         words[m.SIZE], words[m.ME], words[m.CARDS] = size, rank, cards
         words[m.SLOTS], words[m.SLOT_BYTES] = cards + _cards_bytes(size), self.slot_bytes
         words[m.FLAG], words[m.GONE] = lookout.flag_address, lookout.gone_address
@@ -79,32 +73,6 @@ class NodeGroup:
         words[m.SCRATCH], words[m.PIECE_BYTES] = address_of(self._scratch), piece
         self.ctx = address_of(words)
         self.let_go = let_go_with(self, block, rank)
-
-    def end(self, over: Transport, code: int, text: str) -> None:
-        """Raise what a call of a transport ended with."""
-        if code == m.OK:
-            return
-        if code == m.DIFFERENT:
-            differ(over, text)
-        if code == m.FAULTY:
-            raise CommError(
-                f"{text}: the memory of a rank could not be read; set LOWSHARD_CROSS_MEMORY=off to go without"
-            )
-        over.failed = True
-        self._fail(code, text)
-
-    def _fail(self, code: int, text: str) -> NoReturn:
-        """Raise why a wait has ended early."""
-        if code == m.FAILED:
-            raise self.lookout.failure()
-        waited_for = int(self._words[m.MISSING])
-        if code == m.LEFT:
-            raise self.lookout.left(self.watched[waited_for])
-        cards, number = int(self._words[m.CARDS]), int(self._words[m.NUMBER])
-        numbers = [ctypes.c_int64.from_address(cards + i * m.CARD_BYTES).value for i in range(self.size)]
-        late = [rank for rank, other in enumerate(numbers) if other < number] or [waited_for]
-        names, watched = ([row[rank] for rank in late] for row in (self.names, self.watched))
-        raise self.lookout.late(text, names, self.timeout_s, watched)
 
 
 def slot_bytes(size: int) -> int:

@@ -7,6 +7,7 @@ they go through the slots in chunks. Signatures are compared at the meeting that
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
@@ -16,16 +17,16 @@ import numpy as np
 from lowshard import dtypes
 from lowshard.comm import check
 from lowshard.comm.call import Call
-from lowshard.comm.call_comparison import STEP_SIGNATURE, compare_texts, differ_in_counts
+from lowshard.comm.call_comparison import STEP_SIGNATURE, compare_texts, differ, differ_in_counts
 from lowshard.comm.messages import ByMailbox, Mailbox
+from lowshard.comm.node import meeting as m
 from lowshard.comm.node.arena import Block
 from lowshard.comm.node.combine import HALVES, NATIVE, OPS, recipe_of
 from lowshard.comm.node.fold import EVERYWHERE, PART, TO_ROOT
 from lowshard.comm.node.fold_views import fold_views, may_fold
-from lowshard.comm.node.meeting import DIFFERENT, OK, UNEQUAL
 from lowshard.comm.node.node_group import NodeGroup, address_of, lend_group
 from lowshard.comm.node.node_memory import NodeMemory
-from lowshard.comm.node.node_reach import NodeReach
+from lowshard.comm.reach import Published, Reach
 from lowshard.comm.transport import Planner, Run, Transport
 from lowshard.comm.wait_guard import names_of
 from lowshard.errors import CommError
@@ -96,7 +97,25 @@ class NodeTransport(ByMailbox, Transport):
         """Do what is left after a compiled call, or raise what it ended with."""
         if self._wanted[0]:
             self._memory.map_new()
-        self.shared.end(self, code, text)
+        if code == m.OK:
+            return
+        if code == m.DIFFERENT:
+            differ(self, text)
+        if code == m.FAULTY:
+            raise CommError(
+                f"{text}: the memory of a rank could not be read; set {CROSS_MEMORY.name}=off to go without"
+            )
+        self.failed, shared = True, self.shared
+        if code == m.FAILED:
+            raise shared.lookout.failure()
+        waited_for = int(shared.words[m.MISSING])
+        if code == m.LEFT:
+            raise shared.lookout.left(shared.watched[waited_for])
+        cards, number = int(shared.words[m.CARDS]), int(shared.words[m.NUMBER])
+        numbers = [ctypes.c_int64.from_address(cards + i * m.CARD_BYTES).value for i in range(self.size)]
+        late = [rank for rank, other in enumerate(numbers) if other < number] or [waited_for]
+        names, watched = ([row[rank] for rank in late] for row in (shared.names, shared.watched))
+        raise shared.lookout.late(text, names, self.timeout_s, watched)
 
     def _sign(self, call: Call) -> tuple[str, int]:
         """Return a call's text and what ranks compare as they meet. Its run must not hold the call, which holds it."""
@@ -119,9 +138,9 @@ class NodeTransport(ByMailbox, Transport):
 
     def compare(self, signature: int) -> bool:
         code = self._compiled.barrier(self._ctx, signature)
-        if code not in (OK, DIFFERENT):
+        if code not in (m.OK, m.DIFFERENT):
             self.end_call(code, "the meeting of its ranks")
-        return bool(code == OK)
+        return bool(code == m.OK)
 
     def all_gather_v(self, send: Array, recv: Array, counts: Sequence[int], displs: Sequence[int]) -> None:
         self._plan_all_gather_v(_STEPS["all_gather_v"], send.dtype, send.size, counts, displs)(send, recv)
@@ -274,7 +293,7 @@ class NodeTransport(ByMailbox, Transport):
                 SMALL_BYTES,
                 self._crosses,
             )
-            if code == UNEQUAL:
+            if code == m.UNEQUAL:
                 differ_in_counts(self, text, spans[0], spans[2])
             if code or wanted[0]:
                 self.end_call(code, text)
@@ -392,6 +411,62 @@ class NodeTransport(ByMailbox, Transport):
             self.mailbox.free()
 
 
+class NodeReach(Reach):
+    """The ranks of one machine: all of a communicator's, or those of this host in a communicator over several."""
+
+    def __init__(
+        self, over: Transport, memory: NodeMemory, members: Sequence[int], homes: Sequence[int] | None = None,
+        home: int = 0,
+    ) -> None:  # fmt: skip
+        homes = (home,) * over.size if homes is None else tuple(homes)
+        super().__init__(over.rank, len(homes))
+        self.homes, self.peers = homes, tuple(rank for rank, other in enumerate(homes) if other == home)
+        self._over, self._memory = over, memory
+        self.crosses = bool(self._memory.reads_across)
+        self._members = dict(zip(self.peers, members, strict=True))
+
+    def maps(self, array: Array) -> bool:
+        """Say whether an array lies in memory that the peers map."""
+        return self._memory.arena.where(address_of(array), array.nbytes)[0] >= 0
+
+    def publish(self, arrays: Sequence[Array | None], note: int = 0) -> Published:
+        """Tell where arrays lie, in one meeting; see `Reach.publish`."""
+        arena, row = self._memory.arena, [note]
+        for array in arrays:
+            if array is None or not array.nbytes:
+                row += (-1, 0, 0, 0)
+            else:
+                at = address_of(array)
+                row += (*arena.where(at, array.nbytes), at, array.nbytes)
+        rows = self._over.gather_facts(np.array(row, np.int64))
+        return _Rows(self._memory, self._members, rows.tolist())
+
+    def barrier(self) -> None:
+        """Return once all peers have come."""
+        self._over.barrier()
+
+    def pid(self, rank: int) -> int:
+        """Return the process of a peer."""
+        return int(self._memory.pids[self._members[rank]])
+
+
+class _Rows(Published):
+    """A row a peer: its note; then of each array segment and offset, address and bytes."""
+
+    def __init__(self, memory: NodeMemory, members: Mapping[int, int], rows: list[list[int]]) -> None:
+        self._memory, self._members, self._rows = memory, members, dict(zip(members, rows, strict=True))
+        self.notes = {rank: row[0] for rank, row in self._rows.items()}
+
+    def view(self, rank: int, index: int = 0) -> np.ndarray | None:
+        segment, offset, _, size_bytes = self._rows[rank][1 + 4 * index : 5 + 4 * index]
+        if segment < 0:
+            return None
+        return self._memory.segment(self._members[rank], segment).bytes[offset : offset + size_bytes]
+
+    def address(self, rank: int, index: int = 0) -> int:
+        return self._rows[rank][3 + 4 * index]
+
+
 class Lent:
     """A block that this rank may lend others, who learn with its place whether it could.
 
@@ -417,8 +492,8 @@ class Lent:
             self._memory.withdraw(self._block)
         if short:
             raise CommError(
-                f"{names_of(short)} can share no more memory; let go of what empty() and shared=True have returned, "
-                "and of communicators"
+                f"{names_of(short)} can share no more memory; let go of what empty() has returned, and of "
+                "communicators"
             ) from self._error
         return rows
 
