@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections import Counter
@@ -139,7 +140,10 @@ class Caller:
     def open(self) -> None:
         """Raise CommError where the communicator is closed."""
         if self.transport.closed:
-            raise CommError(f"this {self.transport.name} communicator is closed, or MPI is; make a new one")
+            raise CommError(
+                f"this {self.transport.name} communicator is closed, or MPI is, or this process was forked from its "
+                "rank; make a new one"
+            )
 
     def settle_all(self) -> BaseException | None:
         """Wait for all that was started; return an error of it that nobody was told of."""
@@ -416,3 +420,13 @@ def end_with_mpi() -> None:
     for caller in list(_callers):
         if not caller.transport.closed and caller.transport.end_with_mpi():
             caller._plans.clear()
+
+
+def _close_in_child() -> None:
+    """Leave a forked process none of its parent's communicators: its calls would be taken for the rank's."""
+    for caller in list(_callers):
+        caller.transport.closed = caller.transport.ended = True
+        caller._plans.clear()
+
+
+os.register_at_fork(after_in_child=_close_in_child)

@@ -108,6 +108,7 @@ def death(folder: Path) -> None:
     for _ in range(2):
         comm.barrier()
     if comm.rank:
+        time.sleep(1.0)  # rank 0 waits by then
         channels()[0]._socket.shutdown(socket.SHUT_RDWR)
         end_s = time.monotonic() + 30
         while not (folder / "death").exists() and time.monotonic() < end_s:

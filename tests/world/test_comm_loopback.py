@@ -256,3 +256,22 @@ for comm in (closed, told, lost):
     assert line.startswith(
         "lowshard: a call that was started failed, and nobody waited for it: BufferMismatchError: "
     )
+
+
+def test_a_forked_process_has_no_communicator_of_its_parent() -> None:
+    code = """
+import os
+from lowshard.comm import loopback
+from lowshard.errors import CommError
+
+comm = loopback(1)[0]
+if os.fork() == 0:
+    try:
+        comm.barrier()
+    except CommError:
+        os._exit(3)
+    os._exit(0)
+assert os.waitstatus_to_exitcode(os.wait()[1]) == 3
+comm.barrier()
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=60)
