@@ -353,11 +353,8 @@ class Caller:
             return
         self.open()
         self.transport.run_batch(self, batch)
-        traffic = self.traffic
         for call, _, _ in batch:
-            traffic.calls[call.name] += 1
-            traffic.sent_bytes += call.sent_bytes
-            traffic.received_bytes += call.received_bytes
+            self.traffic.add(call.name, call.sent_bytes, call.received_bytes)
 
     def in_group(self) -> bool:
         """Say whether a grouped() block of this thread is open."""

@@ -8,10 +8,10 @@ the end of a buffer: Open MPI writes a message that is longer than expected whol
 
 from __future__ import annotations
 
-import ctypes
 import threading
 import time
 from collections.abc import Callable, Sequence
+from ctypes import memmove
 from itertools import count
 from typing import Any
 
@@ -156,7 +156,7 @@ class MessageWork:
         if is_note:
             self._requests = box.receive_pieces(buf, self.peer, tag)
         elif self._error is None:
-            ctypes.memmove(box.address_of(buf), room.address, came)
+            memmove(box.address_of(buf), room.address, came)
         box.rooms.append(room)
         return self._requests
 
@@ -306,47 +306,63 @@ class Mailbox:
             self.post.add(work)
         return work
 
-    def run_all(self, messages: Sequence[tuple[bool, Array, int]]) -> None:
-        """Start messages, (sends, buffer, peer) each, and wait for all of them.
+    def run_all(self, batch: Sequence[tuple[Call, Array, int]]) -> None:
+        """Start messages, the calls of send and recv with buffer and peer, and wait for all of them.
 
-        Short ones come out of their rooms when all is sent, so what is sent may be received over. One of another length
-        is told of when the others have ended.
+        One of another length is told of when the others have ended.
         """
-        if any(buf.nbytes > SHORT_BYTES for _, buf, _ in messages):
-            works = [self._begin(*message) for message in messages]
+        if any(buf.nbytes > SHORT_BYTES for _, buf, _ in batch):
+            works = [self._begin(call.name == "send", buf, peer) for call, buf, peer in sent_apart(batch)]
             self.await_all(works)
         else:
-            works = self._run_short(messages)
+            works = self._run_short(batch)
         for work in works:
             if work._error is not None:
                 raise work._error
 
-    def _run_short(self, messages: Sequence[tuple[bool, Array, int]]) -> list[MessageWork]:
-        """As `run_all`; returns those messages that have not simply come."""
-        sent, taken = [], []
-        for sends, buf, peer in messages:
-            if sends:
-                sent.append((self.isend([_raw(buf), self.byte], self.ranks[peer], self.tag), buf, peer))
+    def _run_short(self, batch: Sequence[tuple[Call, Array, int]]) -> list[MessageWork]:
+        """As `run_all`; returns those messages that have not simply come.
+
+        They come out of their rooms when all is sent, so what is sent may be received over.
+        """
+        isend, irecv, ranks, tag, byte, rooms = (
+            self.isend,
+            self.irecv,
+            self.ranks,
+            self.tag,
+            self.byte,
+            self.rooms,
+        )
+        sent, sent_statuses, coming, statuses, taken = [], [], [], [], []
+        for message in batch:
+            call, buf, peer = message
+            if call.name == "send":
+                raw = buf if buf.dtype.kind in "fiu" else buf.view(np.uint8)
+                sent.append(isend([raw, byte], ranks[peer], tag))
+                sent_statuses.append(self._any_status)
             else:
-                room = self._room()
-                taken.append((self.irecv(room.spec, self.ranks[peer], self.tag), buf, peer, room))
-        requests = [row[0] for row in (*sent, *taken)]
-        statuses = [self._any_status] * len(sent) + [row[3].status for row in taken]
+                room = rooms.pop() if rooms else _Room(byte, self.new_status())
+                coming.append(irecv(room.spec, ranks[peer], tag))
+                statuses.append(room.status)
+                taken.append((buf, room, peer))
+        testall, requests, all_statuses = self._testall, sent + coming, sent_statuses + statuses
         for _ in range(_SPINS):
-            if self._testall(requests, statuses):
+            if testall(requests, all_statuses):
                 break
         else:
-            works = [MessageWork(self, True, buf, peer, [one]) for one, buf, peer in sent]
+            sends = [(buf, peer) for call, buf, peer in batch if call.name == "send"]
+            works = [MessageWork(self, True, *row, [one]) for row, one in zip(sends, sent, strict=True)]
             self.await_all(works)
-            works = [MessageWork(self, False, buf, peer, [one], room) for one, buf, peer, room in taken]
+            rows = zip(taken, coming, strict=True)
+            works = [MessageWork(self, False, buf, peer, [one], room) for (buf, room, peer), one in rows]
             self.await_all(works)
             return works
         works = []
-        for _, buf, peer, room in taken:
-            came = room.status.Get_count(self.byte)
+        for buf, room, peer in taken:
+            came = room.status.Get_count(byte)
             if came == buf.nbytes:
-                ctypes.memmove(self.address_of(buf), room.address, came)
-                self.rooms.append(room)
+                memmove(self.address_of(buf), room.address, came)
+                rooms.append(room)
             else:
                 works.append(MessageWork(self, False, buf, peer, []))
                 works[-1].take(room)
@@ -436,9 +452,7 @@ class ByMailbox:
 
     def run_batch(self, front: Front, batch: Sequence[tuple[Call, Array, int]]) -> None:
         """Start all sends and recvs of a group, then wait for them."""
-        if any(buf.nbytes > SHORT_BYTES for _, buf, _ in batch):
-            batch = sent_apart(batch)
-        self.mailbox.run_all([(call.name == "send", buf, peer) for call, buf, peer in batch])
+        self.mailbox.run_all(batch)
 
     def settle(self) -> None:
         """Wait for the messages that were started."""
