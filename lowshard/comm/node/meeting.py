@@ -27,7 +27,8 @@ from lowshard.comm.node.atomic import (
     write_process,
     yield_core,
 )
-from lowshard.compiled.emitted import copy_bytes
+from lowshard.compiled.emitted import copy_bytes, fence
+from lowshard.kernels.cpu.memory_steps import stream_lines
 
 # ---- places of a context, in int64
 
@@ -53,8 +54,8 @@ CLOCK, CLOCK_NS, VECTORS, CONTEXT_WORDS = 22, 23, 24, 28
 
 SEGMENTS = 64
 """Segments of a rank that peers map; buffers in others are read as private memory is."""
-READ_BYTES = 1 << 20
-"""What one system call copies."""
+READ_BYTES, PAST_BYTES = 1 << 20, 4 << 20
+"""What one system call copies; what is copied past the caches, from mapped memory."""
 
 # ---- bytes of a card: the number, then two lines of eight int64
 
@@ -237,13 +238,28 @@ def transfer(ctx: int, rank: int, local: int, remote: int, size_bytes: int, writ
 
 
 @inner
+def copy_part(target: int, source: int, size_bytes: int) -> None:
+    """Copy bytes; many go past the caches, which would read each line before they write it."""
+    end = target + size_bytes
+    if size_bytes >= PAST_BYTES:
+        head = -target & 63
+        copy_bytes(target, source, head)
+        source, target = source + head, target + head
+        while target + 256 <= end:
+            stream_lines(target, source, 4)
+            source, target = source + 256, target + 256
+        fence()
+    copy_bytes(target, source, end - target)
+
+
+@inner
 def fetch(ctx: int, rank: int, buffer: int, offset: int, target: int, size_bytes: int) -> None:
     """Copy a part of a rank's buffer (SEND or RECV) to an address of this process."""
     base = seen_at(ctx, rank, buffer)
     if base == 0:
         transfer(ctx, rank, target, field(line(ctx, rank), buffer) + offset, size_bytes, False)
     elif base + offset != target:
-        copy_bytes(target, base + offset, size_bytes)
+        copy_part(target, base + offset, size_bytes)
 
 
 @inner
@@ -253,4 +269,4 @@ def put(ctx: int, rank: int, offset: int, source: int, size_bytes: int) -> None:
     if base == 0:
         transfer(ctx, rank, source, field(line(ctx, rank), RECV) + offset, size_bytes, True)
     elif base + offset != source:
-        copy_bytes(base + offset, source, size_bytes)
+        copy_part(base + offset, source, size_bytes)
