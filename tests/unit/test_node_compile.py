@@ -34,11 +34,11 @@ from lowshard.compiled import origins
 def run(dtype, op):
     recipe = recipe_of(dtype, op)
     kept = [made for made in recipe.kept if made is not None]
-    call = ctypes.CFUNCTYPE(None, *(ctypes.c_int64,) * 4)(int(recipe.words[COMBINE]))
+    call = ctypes.CFUNCTYPE(None, *(ctypes.c_int64,) * 5)(int(recipe.words[COMBINE]))
     wide = "float32" if dtype.endswith("16") and "int" not in dtype else dtype
     a, b, c = np.array([3, 5], wide), np.array([4, 2], wide), np.zeros(2, wide)
-    call(a.ctypes.data, b.ctypes.data, b.ctypes.data, 0)  # nothing
-    call(c.ctypes.data, a.ctypes.data, b.ctypes.data, 2)
+    call(a.ctypes.data, b.ctypes.data, b.ctypes.data, 0, 0)  # nothing
+    call(c.ctypes.data, a.ctypes.data, b.ctypes.data, 2, 0)
     return c.tolist()
 
 result = {" ".join(pair): run(*pair) for pair in json.loads(sys.argv[1])}

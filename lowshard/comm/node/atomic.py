@@ -146,11 +146,11 @@ def call_three(builder: ir.IRBuilder, function: ir.Value, a: ir.Value, b: ir.Val
 
 
 @emitted("void")
-def call_four(
-    builder: ir.IRBuilder, function: ir.Value, a: ir.Value, b: ir.Value, c: ir.Value, d: ir.Value
+def call_five(
+    builder: ir.IRBuilder, function: ir.Value, a: ir.Value, b: ir.Value, c: ir.Value, d: ir.Value, e: ir.Value
 ) -> None:
-    """Call a C function of four int64 by its address."""
-    _call(builder, function, a, b, c, d)
+    """Call a C function of five int64 by its address."""
+    _call(builder, function, a, b, c, d, e)
 
 
 @emitted("void")

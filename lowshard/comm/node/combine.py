@@ -61,8 +61,9 @@ class Recipe:
 
     Attributes:
         words: int64: bytes of an element, of one of its accumulator, and the addresses of four functions (0 for none).
-            combine(into, left, right, n) combines n elements of the accumulator's dtype, divide(at, n, divisor) divides
-            n of them in place, widen(into, source, n) and narrow(into, source, n) go to that dtype and back.
+            combine(into, left, right, n, past) combines n elements of the accumulator's dtype, past the caches or not,
+            divide(at, n, divisor) divides n of them in place, widen(into, source, n) and narrow(into, source, n) go to
+            that dtype and back.
         kept: keeps the functions alive.
     """
 
@@ -117,12 +118,18 @@ def combine_line(typingctx: Any, code: Any, into: Any, left: Any, right: Any) ->
 
 
 @intrinsic(prefer_literal=True)
+def combine_line_past(typingctx: Any, code: Any, into: Any, left: Any, right: Any) -> Any:
+    """As `combine_line`, past the caches; `into` is a multiple of 64."""
+    return _combine_step(code, LINE_BYTES, True)
+
+
+@intrinsic(prefer_literal=True)
 def combine_element(typingctx: Any, code: Any, into: Any, left: Any, right: Any) -> Any:
     """As `combine_line`, one element at any address."""
     return _combine_step(code, 0)
 
 
-def _combine_step(code: Any, size_bytes: int) -> Any:
+def _combine_step(code: Any, size_bytes: int, past: bool = False) -> Any:
     if not isinstance(code, types.StringLiteral):
         return None
     dtype, op = code.literal_value.split()
@@ -132,7 +139,9 @@ def _combine_step(code: Any, size_bytes: int) -> Any:
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
         into, *operands = (builder.inttoptr(at, kind.as_pointer()) for at in values[1:])
         a, b = (builder.load(at, align=1) for at in operands)
-        builder.store(pair(builder, dtype, op, a, b), into, align=1)
+        made = builder.store(pair(builder, dtype, op, a, b), into, align=LINE_BYTES if past else 1)
+        if past:
+            made.set_metadata("nontemporal", builder.module.add_metadata([ir.IntType(32)(1)]))
         return context.get_dummy_value()
 
     return types.void(code, *(types.int64,) * 3), codegen
@@ -144,14 +153,18 @@ def _combiner(dtype: str, op: str) -> Any:
     per_line = LINE_BYTES // item
     code = f"{dtype} {op}"
 
-    def combine(into: int, left: int, right: int, n: int) -> None:
+    def combine(into: int, left: int, right: int, n: int, past: int) -> None:
         whole = n // per_line * LINE_BYTES
-        for i in range(0, whole, LINE_BYTES):
-            combine_line(code, into + i, left + i, right + i)
+        if past != 0 and into & (LINE_BYTES - 1) == 0:
+            for i in range(0, whole, LINE_BYTES):
+                combine_line_past(code, into + i, left + i, right + i)
+        else:
+            for i in range(0, whole, LINE_BYTES):
+                combine_line(code, into + i, left + i, right + i)
         for i in range(whole, n * item, item):
             combine_element(code, into + i, left + i, right + i)
 
-    return _callback(combine, f"{dtype}_{op}", 4)
+    return _callback(combine, f"{dtype}_{op}", 5)
 
 
 @cache

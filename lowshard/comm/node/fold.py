@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 from lowshard.comm.node import meeting as m
-from lowshard.comm.node.atomic import call_four, call_three, field, inner, peek, set_field
+from lowshard.comm.node.atomic import call_five, call_three, field, inner, peek, set_field
 from lowshard.comm.node.combine import BLOCK_BYTES, COMBINE, DIVIDE, ITEM, NARROW, WIDE_ITEM, WIDEN
-from lowshard.compiled.emitted import copy_bytes
+from lowshard.compiled.emitted import copy_bytes, fence
 
 PART, EVERYWHERE, TO_ROOT = range(3)
 """Where a fold's result goes: this rank's part to itself (reduce_scatter); everything to all ranks, each folding a part
@@ -32,8 +32,8 @@ def part_of(elems: int, ranks: int, rank: int) -> Any:
 
 
 @inner
-def fold_block(ctx: int, out: int, n: int, divisor: int, steps: int, recipe: int) -> None:
-    """Combine the blocks that PARTS names into out; their addresses are used up."""
+def fold_block(ctx: int, out: int, n: int, divisor: int, steps: int, recipe: int, past: bool) -> None:
+    """Combine the blocks that PARTS names into out, `past` the caches or not; their addresses are used up."""
     size, parts, free = field(ctx, m.SIZE), field(ctx, m.PARTS), field(ctx, m.SCRATCH)
     combine, widen = field(recipe, COMBINE), field(recipe, WIDEN)
     result = out
@@ -48,7 +48,9 @@ def fold_block(ctx: int, out: int, n: int, divisor: int, steps: int, recipe: int
         into, left, right = field(steps, 3 * i), field(steps, 3 * i + 1), field(steps, 3 * i + 2)
         a = field(parts, left) if left < size else free + (left - size) * BLOCK_BYTES
         b = field(parts, right) if right < size else free + (right - size) * BLOCK_BYTES
-        call_four(combine, result if into < 0 else free + (into - size) * BLOCK_BYTES, a, b, n)
+        # What is still to be divided or narrowed is wanted again.
+        goes_past = 1 if past and into < 0 and divisor == 1 and widen == 0 else 0
+        call_five(combine, result if into < 0 else free + (into - size) * BLOCK_BYTES, a, b, n, goes_past)
     if divisor != 1:
         call_three(field(recipe, DIVIDE), result, n, divisor)
     if widen != 0:
@@ -57,7 +59,7 @@ def fold_block(ctx: int, out: int, n: int, divisor: int, steps: int, recipe: int
 
 @inner
 def fold_rows(
-    ctx: int, out: int, sources: int, table: int, levels: int, n: int, divisor: int, steps: int, recipe: int
+    ctx: int, out: int, sources: int, table: int, levels: int, n: int, divisor: int, steps: int, recipe: int, past: int
 ) -> Any:  # fmt: skip
     """Fold rows of n elements that lie at regular distances, as many operands as the context has ranks.
 
@@ -83,7 +85,8 @@ def fold_rows(
         for start in range(0, n, block_elems):
             for term in range(size):
                 set_field(parts, term, field(here, term) + start * item)
-            fold_block(ctx, to + start * item, min(block_elems, n - start), divisor, steps, recipe)
+            fold_block(ctx, to + start * item, min(block_elems, n - start), divisor, steps, recipe, past != 0)
+    fence()
     return m.OK
 
 
@@ -101,7 +104,7 @@ def _fold_slots(
         for rank in range(field(ctx, m.SIZE)):
             set_field(parts, rank, m.slot(ctx, rank) + offset + start * item)
         set_field(parts, field(ctx, m.ME), own + start * item)
-        fold_block(ctx, out + start * item, min(block_elems, elems - start), divisor, steps, recipe)
+        fold_block(ctx, out + start * item, min(block_elems, elems - start), divisor, steps, recipe, False)
 
 
 @inner
@@ -164,8 +167,13 @@ def fold_parts_by_slots(
 
 
 @inner
-def _fold_piece(ctx: int, out: int, first: int, elems: int, divisor: int, steps: int, recipe: int) -> None:
-    """Fold a piece of all operands: private ones are read as a whole, then all folded block by block."""
+def _fold_piece(
+    ctx: int, out: int, first: int, elems: int, divisor: int, steps: int, recipe: int, past: bool, block: int
+) -> None:
+    """Fold a piece of all operands: private ones are read as a whole, then all folded block by block.
+
+    Results go `past` the caches or not; where `block` is not 0 they are made there, and go to the result of every rank.
+    """
     me, size, parts, item = field(ctx, m.ME), field(ctx, m.SIZE), field(ctx, m.PARTS), field(recipe, ITEM)
     block_elems = BLOCK_BYTES // field(recipe, WIDE_ITEM)
     pieces = field(ctx, m.SCRATCH) + scratch_blocks(size) * BLOCK_BYTES
@@ -181,7 +189,25 @@ def _fold_piece(ctx: int, out: int, first: int, elems: int, divisor: int, steps:
     for start in range(0, elems, block_elems):
         for rank in range(size):
             set_field(parts, rank, field(bases, rank) + start * item)
-        fold_block(ctx, out + start * item, min(block_elems, elems - start), divisor, steps, recipe)
+        count, into = min(block_elems, elems - start), out + start * item
+        fold_block(ctx, into if block == 0 else block, count, divisor, steps, recipe, past and block == 0)
+        for i in range(0 if block == 0 else size):
+            rank, at = (me + i) % size, (first + start) * item
+            base = m.seen_at(ctx, rank, m.RECV)
+            if base != 0:
+                m.copy_past(base + at, block, count * item)
+            else:
+                m.put(ctx, rank, at, block, count * item)
+
+
+@inner
+def _are_mapped(ctx: int) -> Any:
+    """Say, on all ranks alike, whether all results lie in memory that ranks map."""
+    for rank in range(field(ctx, m.SIZE)):
+        segment = field(m.line(ctx, rank), m.RECV + 1)
+        if segment < 0 or segment >= m.SEGMENTS:
+            return False
+    return True
 
 
 @inner
@@ -202,16 +228,18 @@ def fold(
         first, count = me * elems, elems
     piece_elems = field(ctx, m.PIECE_BYTES) // item
     own = field(ctx, m.SCRATCH) + scratch_blocks(size) * BLOCK_BYTES + size * field(ctx, m.PIECE_BYTES)
+    past = elems * item >= m.PAST_BYTES * (1 if mode == PART else size)
+    shared = mode == EVERYWHERE and past and _are_mapped(ctx)
     for begin in range(0, count, piece_elems):
         n, at = min(piece_elems, count - begin), (first + begin) * item
         if mode == TO_ROOT and me != root:
-            _fold_piece(ctx, own, first + begin, n, divisor, steps, recipe)
+            _fold_piece(ctx, own, first + begin, n, divisor, steps, recipe, False, 0)
             m.put(ctx, root, at, own, n * item)
         else:
-            _fold_piece(
-                ctx, recv + (begin * item if mode == PART else at), first + begin, n, divisor, steps, recipe
-            )
-    if mode == EVERYWHERE:
+            into = recv + (begin * item if mode == PART else at)
+            _fold_piece(ctx, into, first + begin, n, divisor, steps, recipe, past, own if shared else 0)
+    fence()  # what went past the caches is there before anybody is told
+    if mode == EVERYWHERE and not shared:
         code = _meet_again(ctx, recv, recv_bytes)
         if code != m.OK:
             return code

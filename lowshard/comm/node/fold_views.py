@@ -18,6 +18,7 @@ from lowshard.comm.node.combine import BLOCK_BYTES, HALVES, NATIVE, OPS, recipe_
 from lowshard.comm.node.fold import scratch_blocks
 from lowshard.comm.node.meeting import CONTEXT_WORDS, PARTS, SCRATCH, SIZE
 from lowshard.comm.node.node_group import address_of
+from lowshard.kernels.buffer import STREAM_FROM_BYTES
 
 Array = Any
 Strides = tuple[int, ...]
@@ -48,6 +49,7 @@ class Folder:
         load_calls().fold_rows(
             address_of(self._words), out.__array_interface__["data"][0], address_of(self._sources),
             address_of(table), len(table), n, divisor, address_of(self._steps), address_of(recipe.words),
+            out.nbytes >= STREAM_FROM_BYTES,
         )  # fmt: skip
 
 

@@ -238,18 +238,25 @@ def transfer(ctx: int, rank: int, local: int, remote: int, size_bytes: int, writ
 
 
 @inner
-def copy_part(target: int, source: int, size_bytes: int) -> None:
-    """Copy bytes; many go past the caches, which would read each line before they write it."""
-    end = target + size_bytes
-    if size_bytes >= PAST_BYTES:
-        head = -target & 63
-        copy_bytes(target, source, head)
-        source, target = source + head, target + head
-        while target + 256 <= end:
-            stream_lines(target, source, 4)
-            source, target = source + 256, target + 256
-        fence()
+def copy_past(target: int, source: int, size_bytes: int) -> None:
+    """Copy bytes past the caches, which would read each line before they write it."""
+    end, head = target + size_bytes, min(-target & 63, size_bytes)
+    copy_bytes(target, source, head)
+    source, target = source + head, target + head
+    while target + 256 <= end:
+        stream_lines(target, source, 4)
+        source, target = source + 256, target + 256
     copy_bytes(target, source, end - target)
+    fence()
+
+
+@inner
+def copy_part(target: int, source: int, size_bytes: int) -> None:
+    """Copy bytes, past the caches where they are many."""
+    if size_bytes >= PAST_BYTES:
+        copy_past(target, source, size_bytes)
+    else:
+        copy_bytes(target, source, size_bytes)
 
 
 @inner
