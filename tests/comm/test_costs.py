@@ -16,6 +16,7 @@ GROUPED_US, STARTED_US = {1: 12.0, 4: 32.0}, 5.0
 
 @pytest.mark.mpi
 @pytest.mark.quiet
+@pytest.mark.full_only  # beside other tests it measures those
 @pytest.mark.time_limit(120)
 def test_small_calls_cost_little_more_than_those_of_mpi4py() -> None:
     ended = start_ranks(Path(__file__).with_name("run_costs.py"), 2, [], 100).ok()
