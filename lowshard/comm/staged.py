@@ -177,10 +177,12 @@ class StagedTransport(Transport):
 
         def run(send: Array, recv: Array | None) -> None:
             self.lend_name()
-            given, *found = self._rooms(send) if recv is None else self._rooms(send, recv)
-            plan(self._fetch(send, given), *(found or [None]))
-            if recv is not None:
-                self._store(recv, *found)
+            if recv is None:
+                plan(self._fetch(send, *self._rooms(send)), None)
+                return
+            given, found = self._rooms(send, recv)
+            plan(self._fetch(send, given), found)
+            self._store(recv, found)
 
         return run
 
