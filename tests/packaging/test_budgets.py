@@ -56,7 +56,7 @@ PRODUCT = {
         "lowshard/demo", "lowshard/selftest", "lowshard/interop", "lowshard/cli.py",
     )),
 }  # fmt: skip
-PRODUCT_LINES, PRODUCT_BYTES, PRODUCT_FUNCTIONS = 67_690, 2_980_000, 4_300
+PRODUCT_LINES, PRODUCT_BYTES, PRODUCT_FUNCTIONS = 67_700, 2_980_000, 4_300
 BENCH = Budget(5_770, 26, ("bench",))
 TESTS = Budget(50_000, 299, ("tests",))
 TEST_DATA_LINES = 3_550
