@@ -151,8 +151,10 @@ def _in_turns(paths: list[Path]) -> dict[Path, float]:
     The former are all begun when four fifths of the others are done, the largest first, so that none ends alone.
     """
     place: dict[Path, float] = {}
-    for name, last in (("mpi", 0.8), ("", 1.0)):
-        sizes = Counter(path for path in paths if (path.parent.name == "mpi") == bool(name))
+    for starts_ranks, last in ((True, 0.8), (False, 1.0)):
+        sizes = Counter(
+            path for path in paths if (path.parent.name in ("mpi", "comm", "launch")) == starts_ranks
+        )
         total, so_far = sum(sizes.values()), 0
         for path, size in sizes.most_common():
             place[path] = last * so_far / total

@@ -59,6 +59,7 @@ PRODUCT = {
 PRODUCT_LINES, PRODUCT_BYTES, PRODUCT_FUNCTIONS = 67_700, 2_980_000, 4_300
 BENCH = Budget(5_770, 26, ("bench",))
 TESTS = Budget(50_000, 299, ("tests",))
+TESTS_OF_COMM = Budget(5_100, 45, ("tests/comm", "tests/launch"))
 TEST_DATA_LINES = 3_550
 EXAMPLES = Budget(1_403, 18, ("examples", "docs"))
 EXAMPLES_AND_BLOCKS_LINES = 1_900
@@ -108,6 +109,7 @@ def weights() -> dict[str, tuple[Weight, Budget]]:
     rows["bench"] = Weight.of(list(files_of(*BENCH.places))), BENCH
     tests = [path for path in files_of(*TESTS.places) if data not in path.parents]
     rows["tests"] = Weight.of(tests), TESTS
+    rows["tests of comm and launch"] = Weight.of(list(files_of(*TESTS_OF_COMM.places))), TESTS_OF_COMM
     rows["examples, Python in docs"] = Weight.of(list(files_of(*EXAMPLES.places))), EXAMPLES
     return rows
 

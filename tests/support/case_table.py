@@ -13,7 +13,7 @@ from support import mode
 from support.comm_cases import CASES, Way, cases_for
 from support.starting import start_ranks
 
-_RUNNER = Path(__file__).resolve().parents[1] / "mpi" / "run_cases.py"
+_RUNNER = Path(__file__).resolve().parents[1] / "comm" / "run_cases.py"
 _DEADLINE_S = 60  # of a wait: what hangs is to end by an error that says where, before the job's own limit
 
 LIMIT_S = 250.0  # ranks of MPICH that wait take cores from those that work
@@ -65,7 +65,7 @@ def check_case(name: str, size: int, device: str, names: tuple[str, ...] | None 
     Args:
         name: of the case.
         size: number of ranks.
-        device: "cpu", "cuda", "nccl" or "staged"; see tests/mpi/run_cases.py.
+        device: "cpu", "cuda", "nccl" or "staged"; see tests/comm/run_cases.py.
         names: of all cases to run in one job with this one, as far as they mean something there; by default, of all
             there are.
         env: variables to set for the ranks.

@@ -1,6 +1,6 @@
 """The one table of cases of the communicator contract.
 
-The table runs on threads (tests/world), on MPI ranks (tests/mpi), over a stand-in for NCCL (tests/unit) and,
+The table runs on threads and on MPI ranks (tests/comm), over a stand-in for NCCL (tests/gpu) and,
 where there are GPUs, on NCCL (tests/gpu).
 """
 

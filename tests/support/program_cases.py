@@ -1,6 +1,6 @@
 """Cases of what programs do with a communicator: moves, ops, reshards, training, odd calls. One table for every way.
 
-The table runs on threads (tests/world/test_programs.py) and on MPI ranks (tests/mpi/test_programs.py).
+The table runs on threads (tests/comm/test_programs.py) and on MPI ranks (tests/comm/test_programs_on_ranks.py).
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.mpi
 HERE = Path(__file__).parent
 
 
-ON_RANKS = some_cases(24, "on ranks")  # tests/world/test_comm_loopback.py has all of them, on threads
+ON_RANKS = some_cases(24, "on ranks")  # tests/comm/test_loopback.py has all of them, on threads
 
 
 @pytest.mark.time_limit(LIMIT_S + 30)  # the first case of a size waits for all of them
