@@ -39,7 +39,7 @@ from lowshard.launch.leftover import processes_of, signal_group, signal_process
 from lowshard.launch.mpiexec import MpiInstall, find_mpi, rank_environment
 from lowshard.launch.output import Output
 from lowshard.launch.streams import open_closed_streams
-from lowshard.launch.supervisor import PURPOSE, STREAMS, link_text, shared_folder
+from lowshard.launch.supervisor import PURPOSE, STREAMS, link_text, shared_folder, sweep_mpich
 from lowshard.launch.verdict import JobResult, Leaver, failure_text, first_cause, judge, place_in, unwritten
 
 __all__ = ["JobResult", "first_cause", "python_command", "run_ranks"]
@@ -165,6 +165,8 @@ def run_ranks(
     with contextlib.ExitStack() as stack:
         for made in (folder, shared_folder(folder)):
             stack.callback(shutil.rmtree, made, ignore_errors=True)
+        if mpi.family == "mpich":
+            stack.callback(sweep_mpich, time.time())
         hub = JobHub(n, _listener(None if everywhere else Path(folder), spread), Output(files, prefix_output))
         stack.callback(hub.close)
         assert hub.listener is not None

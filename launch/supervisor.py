@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import re
 import select
 import shutil
 import signal
@@ -25,7 +24,7 @@ from lowshard.comm.listener import connect, tune
 from lowshard.errors import LaunchError, PeerFailed
 from lowshard.settings import JOB_DIR, LINK, change, environment
 
-__all__ = ["PURPOSE", "STACK_SIGNAL", "STREAMS", "Supervisor", "link_text", "shared_folder"]
+__all__ = ["PURPOSE", "STACK_SIGNAL", "STREAMS", "Supervisor", "link_text", "shared_folder", "sweep_mpich"]
 
 PURPOSE = 2
 """Of a supervisor's connection."""
@@ -88,7 +87,7 @@ class Supervisor:
         self._writes = [write for _, write in ends]
         for fd in self._pipes:
             os.set_blocking(fd, False)
-        self._own_pid, self._environment = os.getpid(), environment()
+        self._own_pid, self._environment, self._begun_s = os.getpid(), environment(), time.time()
 
     def become_rank(self) -> None:
         """To be called in the rank: ties its output, its failure channel and its life to this process."""
@@ -116,12 +115,10 @@ class Supervisor:
         for fd in self._writes:
             os.close(fd)
         self._ranks_end.close()
-        self._files = set[str]()
         self._pid, self._has_ended, self._is_over, self._kill_s = pid, False, False, float("inf")
         rank_fd = os.pidfd_open(pid)
         while True:
             ready = self._wait(rank_fd)
-            self._note_files()
             self._hear_launcher()
             if self._launcher.closed:
                 self._is_over, self._kill_s = True, 0.0
@@ -143,8 +140,8 @@ class Supervisor:
             self._launcher.flush()
             time.sleep(0.01)
         shutil.rmtree(self._shared, ignore_errors=True)
-        for file in self._files:
-            Path(file).unlink(missing_ok=True)
+        if "PMI_RANK" in self._environment:
+            sweep_mpich(self._begun_s)
         if self._launcher.closed and self._is_near:  # whoever made it can no longer do so
             shutil.rmtree(self._folder, ignore_errors=True)
         os._exit(0)
@@ -162,13 +159,6 @@ class Supervisor:
             poll.register(rank_fd, select.POLLIN)
         wait_s = 0.02 if self._is_over or self._kill_s < float("inf") else _TURN_S
         return {fd for fd, _ in poll.poll(1000 * wait_s)}
-
-    def _note_files(self) -> None:
-        """Notes what MPICH has in shared memory, under a name that nobody can choose, while the rank maps it."""
-        if "PMI_RANK" in self._environment and not self._files:
-            with contextlib.suppress(OSError):
-                maps = Path(f"/proc/{self._pid}/maps").read_text(errors="replace")
-                self._files.update(re.findall(r"/dev/shm/mpich_shm_\S+", maps))
 
     def _hear_launcher(self) -> None:
         if self._launcher.closed:
@@ -226,3 +216,16 @@ def _reap_orphans(rank_pid: int) -> bool:
     except ChildProcessError:
         return False
     return True
+
+
+def sweep_mpich(since_s: float) -> None:
+    """Removes what MPICH has left in shared memory since then: files of this user that no process maps."""
+    with contextlib.suppress(OSError):
+        found = [path for path in Path("/dev/shm").glob("mpich_shm_*") if path.stat().st_mtime >= since_s]
+        used = ""
+        for maps in Path("/proc").glob("[0-9]*/maps") if found else ():
+            with contextlib.suppress(OSError):  # it has ended, or is another user's
+                used += maps.read_text(errors="replace")
+        for path in found:
+            if path.stat().st_uid == os.geteuid() and str(path) not in used:
+                path.unlink(missing_ok=True)

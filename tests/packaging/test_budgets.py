@@ -51,12 +51,12 @@ PRODUCT = {
     "reshard": Budget(8_242, 30, ("lowshard/reshard",)),
     "weights, checkpoint": Budget(9_200, 31, ("lowshard/weights", "lowshard/checkpoint")),
     "fsdp": Budget(3_646, 16, ("lowshard/fsdp",)),
-    "launch": Budget(2_650, 18, ("launch",)),
+    "launch": Budget(2_655, 18, ("launch",)),
     "demo, selftest, interop, cli": Budget(3_704, 30, (
         "lowshard/demo", "lowshard/selftest", "lowshard/interop", "lowshard/cli.py",
     )),
 }  # fmt: skip
-PRODUCT_LINES, PRODUCT_BYTES, PRODUCT_FUNCTIONS = 67_700, 2_980_000, 4_300
+PRODUCT_LINES, PRODUCT_BYTES, PRODUCT_FUNCTIONS = 67_705, 2_980_000, 4_300
 BENCH = Budget(5_770, 26, ("bench",))
 TESTS = Budget(50_000, 299, ("tests",))
 TESTS_OF_COMM = Budget(5_100, 45, ("tests/comm", "tests/launch"))
