@@ -135,7 +135,9 @@ def end_job(exit_code: int) -> NoReturn:
         channel.tell("exit", f"exit code {exit_code}")
     if not any(channel.is_launchers for channel in channels()):
         speak_s = [_SPEAK_S if c.failed_rank == c.rank else _SURVIVOR_SPEAK_S for c in channels()]
-        time.sleep(max(speak_s, default=0.0))
+        # One after the other: Open MPI's launcher may hang where several ranks abort at once.
+        turn_s = min(0.1 * max((c.rank for c in channels()), default=0), 1.0)
+        time.sleep(max(speak_s, default=0.0) + turn_s)
         # The abort itself may hang (a broken network, a library in a bad state); this process ends all the same.
         backstop = threading.Timer(_ABORT_LIMIT_S, os._exit, (exit_code,))
         backstop.daemon = True

@@ -72,11 +72,6 @@ class MPITransport(ByMailbox, Transport):
         }
         self._ops = {"sum": self._mpi.SUM, "prod": self._mpi.PROD, "min": self._mpi.MIN, "max": self._mpi.MAX}
 
-    @property
-    def mpi_comm(self) -> Any:
-        """The mpi4py communicator underneath."""
-        return self._comm
-
     def share_node(self, node: NodeTransport, homes: Sequence[int]) -> None:
         """Have the memory of a node beside, where its ranks are those of one home."""
         numbers = {home: number for number, home in enumerate(dict.fromkeys(homes))}

@@ -98,11 +98,11 @@ def what_a_communicator_has_of_mpi_it_gives_back() -> None:
         group = comm.split(0)
         assert group is not None
         group.close()
-        assert group._transport.mpi_comm == MPI.COMM_NULL
+        assert group._transport.mailbox.mpi_comm == MPI.COMM_NULL
     refused(comm.barrier, CommError, "closed")
     with lc.from_mpi(WORLD, "cpu") as comm:
         pass
-    assert comm._transport.mpi_comm == MPI.COMM_NULL
+    assert comm._transport.mailbox.mpi_comm == MPI.COMM_NULL
     assert comm._transport.node.closed
 
 

@@ -179,13 +179,13 @@ def test_leaving_a_with_block_by_an_error_waits_for_no_other_rank(tmp_path: Path
 
         with lc.from_mpi(MPI.COMM_WORLD, "cpu") as well:
             pass
-        assert well._transport.mpi_comm == MPI.COMM_NULL
+        assert well._transport.mailbox.mpi_comm == MPI.COMM_NULL
         try:
             with lc.from_mpi(MPI.COMM_WORLD, "cpu") as failed, failed.split(0) as group:
                 raise ValueError("on every rank, or on one")
         except ValueError:
-            assert failed._transport.mpi_comm != MPI.COMM_NULL, "freed, which is collective"
-            assert group._transport.mpi_comm != MPI.COMM_NULL
+            assert failed._transport.mailbox.mpi_comm != MPI.COMM_NULL, "freed, which is collective"
+            assert group._transport.mailbox.mpi_comm != MPI.COMM_NULL
         if MPI.COMM_WORLD.rank == 0:
             print("left well")
         """,

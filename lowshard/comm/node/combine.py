@@ -18,6 +18,7 @@ from llvmlite import ir
 from lowshard.compiled import INT, Signature, digest_of, load_native
 from lowshard.compiled.deferred import carray, intrinsic, types
 from lowshard.compiled.emitted import elements_at
+from lowshard.kernels.cpu import memory_steps
 
 BLOCK_BYTES = 16 << 10
 """Bytes of a block in its accumulator's dtype: operands and temporaries stay in the core's first cache."""
@@ -206,7 +207,8 @@ def _callback(function: Callable[..., None], what: str, args: int) -> Any:
 def source_digest() -> str:
     """Return a digest of the source files that the compiled code of this package is made from."""
     names = ("atomic", "combine", "fold", "meeting", "moves")
-    return digest_of(Path(__file__).with_name(f"{name}.py") for name in names)
+    files = [Path(__file__).with_name(f"{name}.py") for name in names]
+    return digest_of([*files, Path(str(memory_steps.__file__))])
 
 
 def _widen_bfloat16(into: int, source: int, n: int) -> None:

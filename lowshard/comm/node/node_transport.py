@@ -399,11 +399,6 @@ class NodeTransport(ByMailbox, Transport):
             group=f"{self.group}/{number}.{color}", timeout_s=self.timeout_s, activity=self.activity,
         )  # fmt: skip
 
-    @property
-    def mpi_comm(self) -> Any:
-        """The mpi4py communicator that messages go over; a group's is that of the ranks it was split from."""
-        return self.mailbox.mpi_comm
-
     def end(self) -> None:
         super().end()
         self.shared.let_go()
