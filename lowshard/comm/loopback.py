@@ -75,6 +75,7 @@ class Board:
         self.size, self.timeout_s, self.names = size, timeout_s, list(names)
         self.programs = Programs() if programs is None else programs
         self.slots: list[Any] = [None] * size
+        self.word = np.zeros(1, np.int64)
         self.mail: dict[tuple[int, int], queue.Queue[np.ndarray]] = {}
         self.children: weakref.WeakSet[Board] = weakref.WeakSet()
         self.failure: tuple[type[CommError], str, Sequence[int]] | None = None
@@ -225,7 +226,7 @@ class _ThreadReach(Reach):
     def __init__(self, over: LoopbackTransport) -> None:
         super().__init__(over.rank, over.size)
         self.peers, self.homes = tuple(range(over.size)), (0,) * over.size
-        self._over = over
+        self._over, self.word = over, over._board.word
 
     def maps(self, array: Array) -> bool:
         return True

@@ -96,8 +96,7 @@ class MPITransport(ByMailbox, Transport):
             return super().new_reach()
         from lowshard.comm.node.node_transport import NodeReach
 
-        shared = self.node.shared
-        return NodeReach(self.node, shared.memory, shared.members, self.homes, self.homes[self.rank])
+        return NodeReach(self.node, self.homes, self.homes[self.rank])
 
     def empty(self, shape: int | Sequence[int], dtype: Any) -> Array:
         return super().empty(shape, dtype) if self.node is None else self.node.empty(shape, dtype)

@@ -51,6 +51,8 @@ class Reach:
         """By rank of the communicator, a number of the group of peers it belongs to; equal on all ranks."""
         self.crosses = False
         """Whether peers may read and write each other's private memory by a system call; the same on all peers."""
+        self.word: Array | None = None
+        """int64[1], 0 at first, that all peers see, and that outlives any of them; None where no peer is reached."""
 
     @property
     def whole(self) -> bool:

@@ -11,7 +11,6 @@ from dataclasses import replace
 from operator import index
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, Self, Unpack, get_args, overload
-from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -36,8 +35,6 @@ Buffering = Literal["double", "in_place"]
 Delta = Literal["off", "auto", "always"]
 _NONE = -1
 _COMMIT, _ABORT = 1, 2
-_words: WeakKeyDictionary[Communicator, list[Any]] = WeakKeyDictionary()
-"""Of votes, kept as long as the communicator is."""
 _LINE_BYTES, _FEW_LINES, _STEP_BYTES = 64, 64, 64 << 10
 
 
@@ -510,26 +507,17 @@ class Vote:
     """Commit or abort of each attempt, decided once: survivors on one host always decide alike, through a shared word.
 
     All ranks have agreed that they are ready before any asks for a commit; a rank that notices a failure asks for an
-    abort. The first to ask decides. The word outlives the process that made it.
+    abort. The first to ask decides. There is one vote a communicator.
     """
 
     def __init__(self, comm: Communicator) -> None:
-        control = comm.control
-        self._word: Any = None
-        if len(control.reach.peers) == 1:
-            return
-        mine = control.empty(1, np.int64)
-        mine[0] = 0
-        # A rank that is late to decide still finds the word of the first.
-        _words.setdefault(control, []).append(mine)
-        with control.turn("Refit"):
-            first = control.reach.publish([mine]).view(control.reach.peers[0])
-        assert first is not None
-        self._word = first.view(np.int64)
-        from lowshard.reshard.atomic_word import compare_swap
+        self._reach = comm.control.reach
+        self._word = self._reach.word if len(self._reach.peers) > 1 else None
+        if self._word is not None:
+            from lowshard.reshard.atomic_word import compare_swap
 
-        self._swap = compare_swap()
-        self._at = int(self._word.ctypes.data)
+            self._swap = compare_swap()
+            self._at = int(self._word.ctypes.data)
 
     @property
     def shared(self) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support import mode
 from support.comm_kit import outcome
 from support.starting import start_ranks
 
@@ -25,7 +26,8 @@ from lowshard.fsdp import FSDP, Param
 from lowshard.reshard import Refit, TensorLayout, build_reshard_plan, digest
 from lowshard.weights import load, plan_load, save
 
-ABSENT, LATE_S = 1, 0.6
+ABSENT, LATE_S = 1, 1.5
+"""Which rank does not come, and the deadline, which what comes before has too: a save, on a busy machine."""
 Act = Callable[[], Any]
 
 
@@ -90,7 +92,7 @@ def stay_away(folder: Path) -> None:
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD
-    for call in CALLS:
+    for call in CALLS if mode.full() else CALLS[::4]:
         acts = moved(lc.from_mpi(world, "cpu", timeout_s=LATE_S), folder)
         world.Barrier()
         ends = ("", "") if world.rank == ABSENT else outcome(acts[call])

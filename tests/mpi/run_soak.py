@@ -56,17 +56,17 @@ def holdings(comm: lc.Communicator) -> dict[str, int]:
         "mappings": Path("/proc/self/maps").read_text().count("\n"),
         "threads": len(os.listdir("/proc/self/task")),
     }
-    place: Any = getattr(comm._transport, "place", None)
-    if place is not None:
-        place.memory._take_back()
-        place.memory.arena._take_back()
-        arena = place.memory.arena
+    shared: Any = getattr(comm._transport, "shared", None)
+    if shared is not None:
+        memory, arena = shared.memory, shared.memory.arena
+        memory._take_back()
+        arena._take_back()
         sizes = [int(arena.table[2 + 2 * i]) for i in range(int(arena.table[0]))]
         found["arena_bytes"] = sum(sizes) - sum(n for free in arena._free for _, n in free)
         found["segments"] = len(sizes)
         # Pages of these come to be resident one by one, as blocks are handed out.
         found["segments_kib"] = sum(sizes) >> 10
-        found["lent"] = len(place.memory._lent)
+        found["lent"] = len(memory._lent)
     return found
 
 

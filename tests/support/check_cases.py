@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 from support.comm_kit import (
+    LONG,
     case,
     compared,
     compared_before,
     equal_everywhere,
-    long,
     outcome,
     put,
     refused,
@@ -44,7 +44,7 @@ def agree(comm: Communicator, digest: bytes, error: Exception | None, what: str)
 
 def go_on(comm: Communicator) -> None:
     """Demand that the communicator is as good as before: small, large, shared, in groups."""
-    for elems in (3, long(comm)):
+    for elems in (3, LONG):
         buf = put(comm, np.full(elems, float(comm.rank + 1)))
         comm.all_reduce(buf, buf)
         same(buf, np.full(elems, comm.size * (comm.size + 1) / 2))
@@ -142,7 +142,7 @@ def mismatches_of_started_calls_are_told_by_each_wait(comm: Communicator, rng: n
     with untouched(comm) as board:
         odd = comm.rank == comm.size - 1
         works: list[Work] = []
-        for elems in (5, long(comm)):
+        for elems in (5, LONG):
             send, recv = board.send(elems), board.recv(elems)
             buf = put(comm, np.full(elems, 1.0))
             works += [

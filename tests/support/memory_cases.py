@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from support import mode
 from support.comm_kit import (
+    LONG,
     SHORT,
     Canvas,
     carried,
@@ -17,7 +18,7 @@ from support.comm_kit import (
     every_call,
     get,
     lend,
-    long,
+    memory_of_a_node,
     numpy_arrays,
     operands,
     put,
@@ -89,7 +90,7 @@ def empty_refuses_what_cannot_be_and_goes_on(comm: Communicator, rng: np.random.
                 except MemoryError:
                     continue
                 raise AssertionError("it was given out")
-    data = rng.standard_normal((comm.size, long(comm)))
+    data = rng.standard_normal((comm.size, LONG))
     recv = lend(comm, np.zeros(data.shape))
     comm.all_gather(lend(comm, data[comm.rank]), recv)
     same(recv, data)
@@ -122,7 +123,7 @@ def memory_of_arrays_that_are_gone_is_given_out_again(comm: Communicator, rng: n
 @case()
 def collectives_work_from_and_into_empty_memory(comm: Communicator, rng: np.random.Generator) -> None:
     for name, lent in mixtures(comm).items():
-        for elems, in_place in ((SHORT, False), (SHORT, True), (long(comm), name == "all")):
+        for elems, in_place in ((SHORT, False), (SHORT, True), (LONG, name == "all")):
             calls = every_call(comm, rng, elems=elems, lent=lent, in_place=in_place)
             for call in calls:
                 with told(call=call.name, memory=name, elems=elems, in_place=in_place):
@@ -134,7 +135,7 @@ def collectives_work_from_and_into_empty_memory(comm: Communicator, rng: np.rand
 def each_rank_says_for_itself_whether_it_works_in_place(comm: Communicator, rng: np.random.Generator) -> None:
     for who in {0, comm.size - 1}:
         # Open MPI takes another algorithm for the longest, unless it is told of in-place buffers.
-        for elems, lent in ((SHORT, False), (long(comm), False), (long(comm), True), (75_001, False)):
+        for elems, lent in ((SHORT, False), (LONG, False), (LONG, True), (75_001, False)):
             calls = every_call(comm, rng, elems=elems, lent=lent, in_place=comm.rank == who)
             for call in calls:
                 with told(call=call.name, in_place=f"rank {who}", lent=lent, elems=elems):
@@ -164,7 +165,7 @@ def buffers_may_lie_behind_the_first_segment(comm: Communicator, rng: np.random.
     for size_bytes in (70 << 20, 300 << 20):
         with told(size_bytes=size_bytes):
             far = comm.empty(size_bytes, np.uint8).view(np.float32)
-            elems = long(comm)
+            elems = LONG
             data = rng.integers(-99, 99, (comm.size, elems)).astype(np.float32)
             for buf in (far[:elems], far[-elems:]):
                 buf[...] = put(comm, data[comm.rank])
@@ -195,7 +196,7 @@ def buffers_may_lie_at_any_address(comm: Communicator, rng: np.random.Generator)
     size, shift = comm.size, 2 * comm.rank + 1
     for name in ("float16", "bfloat16", "float32", "float64", "int64"):
         row = dtypes.get(name)
-        for elems in (40, long(comm)):
+        for elems in (40, LONG):
             with told(dtype=name, elems=elems):
                 terms = operands(rng, size, elems, row, "sum")
                 send, recv = at(terms[comm.rank], shift), at(np.zeros_like(terms[0]), shift + 2)
@@ -215,7 +216,7 @@ def buffers_may_lie_at_any_address(comm: Communicator, rng: np.random.Generator)
 @case()
 def what_comes_later_does_not_reach_results_of_before(comm: Communicator, rng: np.random.Generator) -> None:
     """Ranks write their operands anew as soon as a call is over, and go on with other buffers in the same memory."""
-    elems = long(comm)
+    elems = LONG
     late = np.random.default_rng(comm.rank)
     results = []
     for turn in range(12):
@@ -243,7 +244,7 @@ def calls_that_are_over_hold_no_buffers(comm: Communicator, rng: np.random.Gener
             if isinstance(buf, np.ndarray):
                 held.append((name, weakref.ref(buf)))
 
-    for elems in (SHORT, long(comm)):
+    for elems in (SHORT, LONG):
         for call in every_call(comm, rng, elems=elems):
             getattr(comm, call.name)(*call.args)
             watch(call.name, *call.args)
@@ -268,3 +269,26 @@ def calls_that_are_over_hold_no_buffers(comm: Communicator, rng: np.random.Gener
     comm.barrier()
     alive = {name for name, buf in held if buf() is not None}
     assert not alive, f"buffers are held after {sorted(alive)}"
+
+
+@case(memory_of_a_node)
+def large_results_are_right_past_the_caches(comm: Communicator, rng: np.random.Generator) -> None:
+    """In mapped memory each rank writes its part of a sum to all results; also over the operands."""
+    elems = comm.size * (1 << 20) + 13  # a part has 4 MiB and more
+    terms = operands(rng, comm.size, elems, dtypes.get("float32"), "sum")
+    total, mine = plain_fold(terms, "sum", "tree"), terms[comm.rank]
+    for send_kind, recv_kind in ((np.empty, np.empty), (comm.empty, comm.empty), (np.empty, comm.empty)):
+        for _ in range(2):  # segments that are new to others are not mapped at the first time
+            send, recv = send_kind(elems, np.float32), recv_kind(elems, np.float32)
+            send[...], recv[...] = mine, -1
+            comm.all_reduce(send, recv, order="tree")
+            same(recv, total)
+            comm.all_reduce(send, send, order="tree")
+            same(send, total)
+        send[...] = mine
+        part = recv_kind(1 << 20, np.float32)
+        comm.reduce_scatter(send[13:], part, order="tree")
+        same(part, plain_fold(terms[:, 13:], "sum", "tree").reshape(comm.size, -1)[comm.rank])
+        whole = recv_kind((comm.size, elems), np.float32)
+        comm.all_gather(send, whole)
+        same(whole, terms)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from support.comm_kit import Canvas, long, put
+from support.comm_kit import LONG, Canvas, put
 
 from lowshard.comm import Communicator
 from lowshard.errors import BufferMismatchError, CommError, DTypeError, LowshardError
@@ -64,7 +64,7 @@ class Board:
 
 def mismatches(board: Board) -> list[Mismatch]:
     """Return the ways in which one rank may differ; each call stands on a line of its own."""
-    c, n, big = board.comm, board.comm.size, long(board.comm)
+    c, n, big = board.comm, board.comm.size, LONG
     send, recv, found = board.send, board.recv, list[tuple[str, str, Ask, str, Ask]]()
     for few, more in ((5, 6), (big, big + 1), (5, big), (0, 1)):
         found += [
@@ -144,7 +144,7 @@ def wrong_arguments(board: Board) -> list[tuple[type[LowshardError], str, Ask]]:
     """Return (class, telling word, call that is wrong in itself)."""
     c, n, send, recv = board.comm, board.comm.size, board.send, board.recv
     found: list[tuple[type[LowshardError], str, Ask]] = [(CommError, "color", lambda: c.split(-2))]
-    for k in (4, long(c)):
+    for k in (4, LONG):
         found += [
             (BufferMismatchError, "as many", lambda k=k: c.all_reduce(send(k), recv(k - 1))),
             (BufferMismatchError, "one dtype", lambda k=k: c.all_reduce(send(k), recv(k, np.float32))),

@@ -168,12 +168,15 @@ def many_refits_leave_nothing_behind(comm: Communicator, rng: Rng) -> None:
 def a_rank_that_is_late_to_decide_finds_the_decision_and_writes_to_nothing_else(
     comm: Communicator, rng: Rng
 ) -> None:
-    """Rank 0 decides, lets go of its vote and uses its memory anew; then the others decide."""
-    vote, arrays = Vote(comm), list[Any]()
+    """Rank 0 decides, closes and uses its memory anew, as a Refit does at its end; then the others decide."""
+    own, arrays = comm.split(0), list[Any]()
+    vote = Vote(own)
     assert vote.shared
     if comm.rank == 0:
         assert vote.decide(1, True)
-        del vote
+        own.close()
+        del vote, own
+        gc.collect()
         arrays = [comm.empty(8, "int64") for _ in range(200)]
         for array in arrays:
             array[...] = 0

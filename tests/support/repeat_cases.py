@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from support.check_cases import check_mismatch, go_on, untouched
 from support.comm_kit import (
+    LONG,
     SHORT,
     Canvas,
     case,
@@ -19,7 +20,6 @@ from support.comm_kit import (
     equal_everywhere,
     every_call,
     lend,
-    long,
     numpy_arrays,
     others,
     outcome,
@@ -51,7 +51,7 @@ def huge_bytes(comm: Communicator) -> int:
 
 @case()
 def calls_that_are_repeated_are_as_right_as_the_first(comm: Communicator, rng: np.random.Generator) -> None:
-    for elems in (SHORT, long(comm), huge_bytes(comm) // 4 // comm.size):
+    for elems in (SHORT, LONG, huge_bytes(comm) // 4 // comm.size):
         for lent, in_place in (
             (False, False),
             (False, True),
@@ -146,7 +146,7 @@ def parts_of_many_bytes_are_gathered_whole(comm: Communicator, rng: np.random.Ge
 
 @case(numpy_arrays)
 def what_has_changed_since_a_call_was_made_counts(comm: Communicator, rng: np.random.Generator) -> None:
-    for elems in (6 * comm.size, long(comm) * comm.size):
+    for elems in (6 * comm.size, LONG * comm.size):
         n = elems // comm.size
         send, recv = put(comm, np.arange(elems, dtype=np.float32)), put(comm, np.zeros(elems, np.float32))
         total = np.arange(elems, dtype=np.float32) * comm.size

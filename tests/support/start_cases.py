@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 from support.comm_kit import (
+    LONG,
     SHORT,
     by_the_host,
     case,
@@ -15,7 +16,6 @@ from support.comm_kit import (
     every_call,
     get,
     lend,
-    long,
     numpy_arrays,
     operands,
     others,
@@ -57,7 +57,7 @@ def compute(until: Callable[[], bool]) -> None:
 
 @case()
 def every_collective_may_be_started(comm: Communicator, rng: np.random.Generator) -> None:
-    for elems in (SHORT, long(comm)):
+    for elems in (SHORT, LONG):
         for lent, in_place in ((False, True), (True, False)):
             for call in every_call(comm, rng, elems=elems, lent=lent, in_place=in_place):
                 with told(call=call.name, elems=elems, lent=lent):
@@ -74,7 +74,7 @@ def every_collective_may_be_started(comm: Communicator, rng: np.random.Generator
 @case()
 def many_calls_may_be_in_flight_and_run_in_order(comm: Communicator, rng: np.random.Generator) -> None:
     calls = []
-    for elems in (SHORT, long(comm), 1, 500):
+    for elems in (SHORT, LONG, 1, 500):
         calls += every_call(comm, rng, elems=elems, lent=comm.rank % 2 == 0)
     works = [getattr(comm.start, call.name)(*call.args) for call in calls]
     for i in rng.permutation(len(calls)):
@@ -133,7 +133,7 @@ def a_call_that_waits_comes_after_those_that_were_started(
 
 @case()
 def a_work_holds_its_buffers(comm: Communicator, rng: np.random.Generator) -> None:
-    data = rng.integers(-9, 9, (comm.size, long(comm)))
+    data = rng.integers(-9, 9, (comm.size, LONG))
     works, results = [], []
     for turn in range(6):
         recv = put(comm, np.zeros(data.shape[1], np.int64))
@@ -172,7 +172,7 @@ def done_is_false_until_all_ranks_have_come(comm: Communicator, rng: np.random.G
 @case(others, by_the_host)
 def what_was_started_goes_on_while_the_caller_computes(comm: Communicator, rng: np.random.Generator) -> None:
     other = beside(comm)
-    elems = long(comm)
+    elems = LONG
     for make in (put, lend):
         send, recv = make(comm, np.ones(elems)), make(comm, np.zeros(elems))
         last = get(recv)[-1:] if isinstance(recv, np.ndarray) else None

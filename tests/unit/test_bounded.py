@@ -42,7 +42,7 @@ CLOSED_ARGUMENTS = {
 CLOSED_TABLES = {
     "bounded.MOST_BYTES": "caches",
     "comm/abort._installed": "hooks of the process",
-    "comm/agreement._agreed_before": "live communicators, weakly", "reshard/refit._words": "the same",
+    "comm/agreement._agreed_before": "live communicators, weakly",
     "comm/build._memories": "live communicators",
     "comm/build._watches": "live communicators",
     "comm/caller._callers": "live communicators, weakly",

@@ -57,10 +57,11 @@ SEGMENTS = 64
 READ_BYTES, PAST_BYTES = 1 << 20, 4 << 20
 """What one system call copies; what is copied past the caches, from mapped memory."""
 
-# ---- bytes of a card: the number, then two lines of eight int64
+# ---- bytes of a card: the number, two lines of eight int64, a word of the group
 
 CARD_BYTES = 256
-_LINES, _LINE_BYTES = 64, 64
+_LINES, _LINE_BYTES, WORD = 64, 64, 192
+"""Where the first of the two lines begins; and on the first card, a word of the group."""
 SIGNATURE, SEND, RECV = 0, 1, 4
 """Places in a line; behind SEND and RECV, where a buffer begins, a segment's number and where in that."""
 NO_SEGMENT = -1

@@ -40,6 +40,7 @@ class NodeGroup:
         steps_at: by order, the address of the steps of a fold.
         watched: the ranks as ranks of the side channel.
         names: the ranks as errors name them.
+        word: `Reach.word`.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class NodeGroup:
         words[m.WANTED], words[m.PARTS] = address_of(memory.wanted), address_of(self._parts)
         words[m.SCRATCH], words[m.PIECE_BYTES] = address_of(self._scratch), piece
         self.ctx = address_of(words)
+        self.word = np.ctypeslib.as_array(ctypes.c_int64.from_address(cards + m.WORD)).reshape(1)
         self.let_go = let_go_with(self, block, rank)
 
 

@@ -84,7 +84,7 @@ class NodeTransport(ByMailbox, Transport):
 
     def new_reach(self) -> NodeReach:
         """Return what this rank reaches: all ranks of the group."""
-        return NodeReach(self, self._memory, self.shared.members)
+        return NodeReach(self)
 
     def fold(self, terms: Sequence[Array], out: Array, op: str, divisor: int = 1) -> None:
         """Write the reduction of arrays of any strides into `out`, in tree order; a step of this rank alone."""
@@ -409,16 +409,13 @@ class NodeTransport(ByMailbox, Transport):
 class NodeReach(Reach):
     """The ranks of one machine: all of a communicator's, or those of this host in a communicator over several."""
 
-    def __init__(
-        self, over: Transport, memory: NodeMemory, members: Sequence[int], homes: Sequence[int] | None = None,
-        home: int = 0,
-    ) -> None:  # fmt: skip
+    def __init__(self, over: NodeTransport, homes: Sequence[int] | None = None, home: int = 0) -> None:
         homes = (home,) * over.size if homes is None else tuple(homes)
         super().__init__(over.rank, len(homes))
         self.homes, self.peers = homes, tuple(rank for rank, other in enumerate(homes) if other == home)
-        self._over, self._memory = over, memory
-        self.crosses = bool(self._memory.reads_across)
-        self._members = dict(zip(self.peers, members, strict=True))
+        self._over, self._memory = over, over.shared.memory
+        self.crosses, self.word = bool(self._memory.reads_across), over.shared.word
+        self._members = dict(zip(self.peers, over.shared.members, strict=True))
 
     def maps(self, array: Array) -> bool:
         """Say whether an array lies in memory that the peers map."""
