@@ -39,7 +39,7 @@ from lowshard.launch.leftover import processes_of, signal_group, signal_process
 from lowshard.launch.mpiexec import MpiInstall, find_mpi, rank_environment
 from lowshard.launch.output import Output
 from lowshard.launch.streams import open_closed_streams
-from lowshard.launch.supervisor import PURPOSE, STREAMS, link_text, shared_folder, sweep_mpich
+from lowshard.launch.supervisor import PURPOSE, STREAMS, link_text, shared_folder
 from lowshard.launch.verdict import JobResult, Leaver, failure_text, first_cause, judge, place_in, unwritten
 
 __all__ = ["JobResult", "first_cause", "python_command", "run_ranks"]
@@ -165,10 +165,9 @@ def run_ranks(
     with contextlib.ExitStack() as stack:
         for made in (folder, shared_folder(folder)):
             stack.callback(shutil.rmtree, made, ignore_errors=True)
-        if mpi.family == "mpich":
-            stack.callback(sweep_mpich, time.time())
         hub = JobHub(n, _listener(None if everywhere else Path(folder), spread), Output(files, prefix_output))
         stack.callback(hub.close)
+        stack.callback(lambda: [Path(file).unlink(missing_ok=True) for file in hub.files])
         assert hub.listener is not None
         environment[settings.LINK.name] = link_text(hub.listener.token, hub.listener.addresses)
         environment[settings.JOB_DIR.name] = folder
@@ -229,6 +228,7 @@ class JobHub(Hub):
     Attributes:
         states: what is known of the ranks that have come, by rank.
         records: of the ranks that have failed, in order of arrival.
+        files: what MPICH has in this host's shared memory.
     """
 
     def __init__(self, n: int, listener: Listener, output: Output) -> None:
@@ -237,6 +237,7 @@ class JobHub(Hub):
         self.states: dict[int, _Rank] = {}
         self.records: dict[int, FailureRecord] = {}
         self._is_ending = False
+        self.files = set[str]()
 
     @property
     def are_all_over(self) -> bool:
@@ -258,6 +259,9 @@ class JobHub(Hub):
                 state.left_s, state.is_in_order = now_s, True
             case "tell" if message["record"] is not None:
                 self.records.setdefault(rank, FailureRecord.from_fields({**message["record"], "rank": rank}))
+            case "maps":
+                self.files.update(message["files"])
+                return
             case "ended":
                 self._ended(rank, state, int(message["status"]), bool(message["swept"]))
                 return

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import select
 import shutil
 import signal
@@ -24,7 +25,7 @@ from lowshard.comm.listener import connect, tune
 from lowshard.errors import LaunchError, PeerFailed
 from lowshard.settings import JOB_DIR, LINK, change, environment
 
-__all__ = ["PURPOSE", "STACK_SIGNAL", "STREAMS", "Supervisor", "link_text", "shared_folder", "sweep_mpich"]
+__all__ = ["PURPOSE", "STACK_SIGNAL", "STREAMS", "Supervisor", "link_text", "shared_folder"]
 
 PURPOSE = 2
 """Of a supervisor's connection."""
@@ -37,6 +38,8 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # what mpiexec ends a job with
 _CONNECT_S = 60.0
 _TURN_S = 0.25
+_STARTING_S = 60.0
+_MPICH_FILE = re.compile(r"/dev/shm/mpich_shm_\w+")
 _TERM_S = 1.0  # from SIGTERM to SIGKILL
 _ORPHAN_S = 0.5  # for what a rank left behind (a resource tracker, say) to end by itself
 _LAST_WORDS_S = 2.0
@@ -87,7 +90,7 @@ class Supervisor:
         self._writes = [write for _, write in ends]
         for fd in self._pipes:
             os.set_blocking(fd, False)
-        self._own_pid, self._environment, self._begun_s = os.getpid(), environment(), time.time()
+        self._own_pid, self._environment, self._begun_s = os.getpid(), environment(), time.monotonic()
 
     def become_rank(self) -> None:
         """To be called in the rank: ties its output, its failure channel and its life to this process."""
@@ -115,10 +118,12 @@ class Supervisor:
         for fd in self._writes:
             os.close(fd)
         self._ranks_end.close()
+        self._files = set[str]()
         self._pid, self._has_ended, self._is_over, self._kill_s = pid, False, False, float("inf")
         rank_fd = os.pidfd_open(pid)
         while True:
             ready = self._wait(rank_fd)
+            self._note_files()
             self._hear_launcher()
             if self._launcher.closed:
                 self._is_over, self._kill_s = True, 0.0
@@ -140,8 +145,8 @@ class Supervisor:
             self._launcher.flush()
             time.sleep(0.01)
         shutil.rmtree(self._shared, ignore_errors=True)
-        if "PMI_RANK" in self._environment:
-            sweep_mpich(self._begun_s)
+        for file in self._files:
+            Path(file).unlink(missing_ok=True)
         if self._launcher.closed and self._is_near:  # whoever made it can no longer do so
             shutil.rmtree(self._folder, ignore_errors=True)
         os._exit(0)
@@ -157,8 +162,23 @@ class Supervisor:
                 poll.register(fd, select.POLLIN)
         if not self._has_ended:
             poll.register(rank_fd, select.POLLIN)
-        wait_s = 0.02 if self._is_over or self._kill_s < float("inf") else _TURN_S
+        is_short = self._is_over or self._kill_s < float("inf") or self._seeks_files()
+        wait_s = 0.02 if is_short else _TURN_S
         return {fd for fd, _ in poll.poll(1000 * wait_s)}
+
+    def _seeks_files(self) -> bool:
+        """Says whether MPICH may be starting: a rank that is killed then must not leave what it has made."""
+        is_young = time.monotonic() < self._begun_s + _STARTING_S
+        return "PMI_RANK" in self._environment and not self._files and is_young
+
+    def _note_files(self) -> None:
+        """Notes what MPICH has in shared memory, under a name that nobody can choose, while the rank maps it."""
+        if self._seeks_files():
+            with contextlib.suppress(OSError):
+                maps = Path(f"/proc/{self._pid}/maps").read_text(errors="replace")
+                self._files.update(_MPICH_FILE.findall(maps))
+            if self._files and self._is_near:  # mpiexec may kill this process too
+                self._launcher.say(do="maps", files=sorted(self._files))
 
     def _hear_launcher(self) -> None:
         if self._launcher.closed:
@@ -216,16 +236,3 @@ def _reap_orphans(rank_pid: int) -> bool:
     except ChildProcessError:
         return False
     return True
-
-
-def sweep_mpich(since_s: float) -> None:
-    """Removes what MPICH has left in shared memory since then: files of this user that no process maps."""
-    with contextlib.suppress(OSError):
-        found = [path for path in Path("/dev/shm").glob("mpich_shm_*") if path.stat().st_mtime >= since_s]
-        used = ""
-        for maps in Path("/proc").glob("[0-9]*/maps") if found else ():
-            with contextlib.suppress(OSError):  # it has ended, or is another user's
-                used += maps.read_text(errors="replace")
-        for path in found:
-            if path.stat().st_uid == os.geteuid() and str(path) not in used:
-                path.unlink(missing_ok=True)
