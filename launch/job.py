@@ -167,7 +167,7 @@ def run_ranks(
             stack.callback(shutil.rmtree, made, ignore_errors=True)
         hub = JobHub(n, _listener(None if everywhere else Path(folder), spread), Output(files, prefix_output))
         stack.callback(hub.close)
-        stack.callback(lambda: [Path(file).unlink(missing_ok=True) for file in hub.files])
+        stack.callback(hub.remove_files)
         assert hub.listener is not None
         environment[settings.LINK.name] = link_text(hub.listener.token, hub.listener.addresses)
         environment[settings.JOB_DIR.name] = folder
@@ -290,6 +290,11 @@ class JobHub(Hub):
         for rank, wire in self.peers.items():
             if not wire.closed and (word != b"stacks" or self.states[rank].takes_stack_signal):
                 wire.send(MESSAGE, word)
+
+    def remove_files(self) -> None:
+        """Remove what MPICH has left, where mpiexec has killed the supervisors too."""
+        for file in self.files:
+            Path(file).unlink(missing_ok=True)
 
     def _let_in(self, client: Client) -> None:
         if client.purpose != PURPOSE or client.rank not in self.ranks or client.rank in self.states:
