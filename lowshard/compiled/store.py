@@ -64,7 +64,8 @@ def keep(name: str, code: bytes) -> bool:
     folder = cache_folder() / key
     part = folder / f"{name}.{secrets.token_hex(8)}.part"
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for made in (folder.parent, folder):  # a mode is the last one's alone
+            made.mkdir(mode=0o700, parents=True, exist_ok=True)
         with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             file.write(_digest(key, name, code) + code)
         part.rename(folder / f"{name}.o")
@@ -81,7 +82,8 @@ def locked(name: str) -> Iterator[None]:
     """Let one process compile a function; after a time, or where there are no locks, go on without."""
     path = cache_folder() / target_key() / f"lock{zlib.crc32(name.encode()) % _LOCKS}"
     try:
-        path.parent.mkdir(parents=True, mode=0o700, exist_ok=True)
+        for made in (path.parents[1], path.parent):
+            made.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     except OSError:
         yield

@@ -103,7 +103,9 @@ def main(cause: str, place: str, victim: int, folder: Path) -> None:
         call()
     except CommError as error:
         ranks = " ".join(map(str, error.ranks))
-        (folder / f"said-{comm.rank}").write_text(f"{time.time()} {type(error).__name__} {ranks}\n{error}")
+        part = folder / f"part-{comm.rank}"  # mpiexec may kill a rank that writes
+        part.write_text(f"{time.time()} {type(error).__name__} {ranks}\n{error}")
+        part.rename(folder / f"said-{comm.rank}")
         raise
     (folder / f"not-reached-{comm.rank}").touch()
 
