@@ -43,7 +43,6 @@ def calls(comm: lc.Communicator) -> dict[str, Callable[[], Any]]:
         "barrier": lambda: comm.barrier(),
         "split": lambda: comm.split(0),
         "started": lambda: comm.start.all_reduce(small, small).wait(),
-        "wrong arguments": lambda: comm.all_reduce(small, small[1:]),
         "recv": lambda: comm.recv(small, ABSENT),
         "large send": lambda: comm.send(large, ABSENT),
         "grouped": lambda: grouped(comm, large),

@@ -105,19 +105,20 @@ def test_a_rank_that_stays_away_is_missed_in_time_on_every_call(path: str) -> No
     }  # which ends a job after the first time-out
     ended = start_ranks(HERE / "run_absent.py", 3, ["late"], ABSENT_LIMIT_S, env=env)
     found = {name: rows for name, rows in map(json.loads, ended.stdout.splitlines())}
-    assert len(found) == 14, ended.text
+    assert len(found) == 12, ended.text
     for cls, text, took_s, _ in found.pop("many small sends"):
-        assert cls in ("TimedOut", ""), text  # MPI may have room for all of them
+        assert cls in ("TimedOut", "PeerFailed", ""), text  # MPI may have room for all of them
         assert took_s < 1.5, f"sends waited for {took_s} s, the time that the other rank was asleep"
     for name, rows in found.items():
         assert len(rows) == 2
+        assert "TimedOut" in [cls for cls, *_ in rows], f"{name}: {rows}"
         for cls, text, took_s, later in rows:
-            assert cls == "TimedOut", f"{name}: {text}"
+            assert cls in ("TimedOut", "PeerFailed"), f"{name}: {text}"  # told of the other one's first
             # MPI's own collectives do not say who is missing.
             named = path == "window" or name in ("recv", "large send", "grouped")
             assert ("rank 1 did not come" if named else "some rank did not come") in text, f"{name}: {text}"
             assert 0.3 <= took_s < 3.0, f"{name} took {took_s} s"
-            assert later in ("TimedOut", "CommError"), f"after {name} a barrier gave {later!r}"
+            assert later in ("TimedOut", "PeerFailed", "CommError"), f"after {name} a barrier gave {later!r}"
 
 
 @pytest.mark.parametrize("path", mode.sample(["window", "mpi"], 1, "ended"))
