@@ -74,7 +74,7 @@ class ToyTransport(Transport):
         except queue.Empty:
             raise TimedOut(f"recv: rank {src} sent nothing within {TIMEOUT_S:g} s") from None
         if found.nbytes != buf.nbytes:
-            raise BufferMismatchError(f"rank {src} sent {found.nbytes} bytes, {buf.nbytes} are expected")
+            raise BufferMismatchError(f"rank {src} sent {found.nbytes} bytes, this rank expects {buf.nbytes}")
         buf[...] = found.view(buf.dtype)
 
     def compare(self, signature: int) -> bool:

@@ -84,7 +84,7 @@ def closed(comm: Communicator, rng: Rng) -> None:
     live.close()
 
 
-@case(table=PROGRAMS)
+@case(others, table=PROGRAMS)
 def strict_errors(comm: Communicator, rng: Rng) -> None:
     """NumPy's errors and warnings, which the user may have made exceptions, take no rank out of a reduction."""
     values = np.ones(ELEMS, np.float32)

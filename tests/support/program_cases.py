@@ -239,7 +239,7 @@ def a_rank_that_can_share_no_more_memory_is_named_on_all(comm: Communicator, rng
     comm.split(0)
 
 
-@case(processes, table=PROGRAMS)
+@case(processes, others, table=PROGRAMS)
 def messages_of_more_elements_than_mpi_counts_arrive(comm: Communicator, rng: Rng) -> None:
     with pytest.MonkeyPatch.context() as patch:  # they are small ones here
         patch.setattr(mpi, "_MOST_ELEMS", 100)
