@@ -342,12 +342,13 @@ class Channel:
             self.say(do="bye")
 
     def await_others(self) -> None:
-        """Wait until all ranks have left where rank 0 is the hub, as MPI's finalize would.
+        """Wait until all ranks have left, as MPI's finalize would, which may let no message go on.
 
-        Not after a failure: then this process is ended after the grace.
+        Not after a failure: then this process is ended after the grace, or by the launcher.
         """
-        while self.ranks and not set(self.ranks) <= self.gone.keys() and self._threads[0].is_alive():
-            if self.flag[0] and not self._ends:
+        ranks = set(self.ranks).union(*(watch.world_ranks for watch in self._watches))
+        while not ranks <= self.gone.keys() and self._threads[0].is_alive():
+            if self.flag[0] and (self.is_launchers or not self._ends):
                 return
             let_mpi_go_on()  # what others wait for may still lie here
             self._threads[0].join(0.002)
