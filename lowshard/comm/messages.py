@@ -325,14 +325,8 @@ class Mailbox:
 
         They come out of their rooms when all is sent, so what is sent may be received over.
         """
-        isend, irecv, ranks, tag, byte, rooms = (
-            self.isend,
-            self.irecv,
-            self.ranks,
-            self.tag,
-            self.byte,
-            self.rooms,
-        )
+        isend, irecv, ranks = self.isend, self.irecv, self.ranks
+        tag, byte, rooms = self.tag, self.byte, self.rooms
         sent, sent_statuses, coming, statuses, taken = [], [], [], [], []
         for message in batch:
             call, buf, peer = message

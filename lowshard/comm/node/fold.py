@@ -58,6 +58,12 @@ def fold_block(ctx: int, out: int, n: int, divisor: int, steps: int, recipe: int
 
 
 @inner
+def _next_block(into: int, item: int, most: int) -> Any:
+    """Return how many elements come next: those up to a cache line, as NumPy's arrays begin amid one, or most."""
+    return (-into & 63) // item or most
+
+
+@inner
 def fold_rows(
     ctx: int, out: int, sources: int, table: int, levels: int, n: int, divisor: int, steps: int, recipe: int, past: int
 ) -> Any:  # fmt: skip
@@ -82,10 +88,13 @@ def fold_rows(
             to += i * field(at, 1)
             for term in range(size):
                 set_field(here, term, field(here, term) + i * field(at + 16, term))
-        for start in range(0, n, block_elems):
+        start = 0
+        while start < n:
             for term in range(size):
                 set_field(parts, term, field(here, term) + start * item)
-            fold_block(ctx, to + start * item, min(block_elems, n - start), divisor, steps, recipe, past != 0)
+            count = min(_next_block(to + start * item, item, block_elems), n - start)
+            fold_block(ctx, to + start * item, count, divisor, steps, recipe, past != 0)
+            start += count
     fence()
     return m.OK
 
@@ -185,11 +194,13 @@ def _fold_piece(
             set_field(bases, rank, base + first * item)
         else:
             set_field(bases, rank, pieces + rank * field(ctx, m.PIECE_BYTES))
-            m.fetch(ctx, rank, m.SEND, first * item, field(bases, rank), elems * item)
-    for start in range(0, elems, block_elems):
+            m.fetch(ctx, rank, m.SEND, first * item, field(bases, rank), elems * item, False)
+    start = 0
+    while start < elems:
         for rank in range(size):
             set_field(parts, rank, field(bases, rank) + start * item)
-        count, into = min(block_elems, elems - start), out + start * item
+        into = out + start * item
+        count = min(_next_block(into, item, block_elems), elems - start)
         fold_block(ctx, into if block == 0 else block, count, divisor, steps, recipe, past and block == 0)
         for i in range(0 if block == 0 else size):
             rank, at = (me + i) % size, (first + start) * item
@@ -198,6 +209,7 @@ def _fold_piece(
                 m.copy_past(base + at, block, count * item)
             else:
                 m.put(ctx, rank, at, block, count * item)
+        start += count
 
 
 @inner
@@ -246,7 +258,7 @@ def fold(
         for i in range(1, size):
             rank = (me + i) % size
             first, count = part_of(elems, size, rank)
-            m.fetch(ctx, rank, m.RECV, first * item, recv + first * item, count * item)
+            m.fetch(ctx, rank, m.RECV, first * item, recv + first * item, count * item, past)
     return m.leave(ctx)
 
 

@@ -252,22 +252,22 @@ def copy_past(target: int, source: int, size_bytes: int) -> None:
 
 
 @inner
-def copy_part(target: int, source: int, size_bytes: int) -> None:
-    """Copy bytes, past the caches where they are many."""
-    if size_bytes >= PAST_BYTES:
+def copy_part(target: int, source: int, size_bytes: int, past: bool) -> None:
+    """Copy bytes, `past` the caches or not."""
+    if past:
         copy_past(target, source, size_bytes)
     else:
         copy_bytes(target, source, size_bytes)
 
 
 @inner
-def fetch(ctx: int, rank: int, buffer: int, offset: int, target: int, size_bytes: int) -> None:
-    """Copy a part of a rank's buffer (SEND or RECV) to an address of this process."""
+def fetch(ctx: int, rank: int, buffer: int, offset: int, target: int, size_bytes: int, past: bool) -> None:
+    """Copy a part of a rank's buffer (SEND or RECV) to an address of this process, `past` the caches or not."""
     base = seen_at(ctx, rank, buffer)
     if base == 0:
         transfer(ctx, rank, target, field(line(ctx, rank), buffer) + offset, size_bytes, False)
     elif base + offset != target:
-        copy_part(target, base + offset, size_bytes)
+        copy_part(target, base + offset, size_bytes, past)
 
 
 @inner
@@ -277,4 +277,4 @@ def put(ctx: int, rank: int, offset: int, source: int, size_bytes: int) -> None:
     if base == 0:
         transfer(ctx, rank, source, field(line(ctx, rank), RECV) + offset, size_bytes, True)
     elif base + offset != source:
-        copy_part(base + offset, source, size_bytes)
+        copy_part(base + offset, source, size_bytes, size_bytes >= PAST_BYTES)

@@ -51,10 +51,15 @@ def move(
     code = m.meet(ctx, signature)
     if code != m.OK:
         return code
-    for i in range(ranks):
-        # Each begins with another, so that no memory is asked by all at once.
-        at = (field(ctx, m.ME) + i) % ranks
-        m.fetch(ctx, first + at, m.SEND, row * row_bytes, recv + at * row_bytes, row_bytes)
+    past = row_bytes >= m.PAST_BYTES
+    # What all ranks take goes by turns: it lies in a cache, which they may share, when the next reads it.
+    turn = m.READ_BYTES if send_bytes == row_bytes else row_bytes
+    for begin in range(0, row_bytes, turn):
+        n = min(turn, row_bytes - begin)
+        for i in range(ranks):
+            # Each begins with another, so that no memory is asked by all at once.
+            at = (field(ctx, m.ME) + i) % ranks
+            m.fetch(ctx, first + at, m.SEND, row * row_bytes + begin, recv + at * row_bytes + begin, n, past)
     return m.leave(ctx)
 
 
@@ -70,7 +75,7 @@ def spread(ctx: int, signature: int, buf: int, size_bytes: int, root: int) -> An
     me, size = field(ctx, m.ME), field(ctx, m.SIZE)
     cut = size_bytes // size * (size - 1) // _PAGE_BYTES * _PAGE_BYTES
     if me != root:
-        m.fetch(ctx, root, m.SEND, 0, buf, cut)
+        m.fetch(ctx, root, m.SEND, 0, buf, cut, cut >= m.PAST_BYTES)
     else:
         for i in range(1, size):
             m.put(ctx, (me + i) % size, cut, buf + cut, size_bytes - cut)
@@ -130,7 +135,7 @@ def exchange(
             continue
         all_small = False
         if crosses and part != 0:
-            m.fetch(ctx, rank, m.SEND, at, into, part)
+            m.fetch(ctx, rank, m.SEND, at, into, part, part >= m.PAST_BYTES)
     if all_small:
         return m.OK
     return m.leave(ctx) if crosses else _exchange_by_slots(ctx, table, places, send, recv, longest)

@@ -282,17 +282,8 @@ class NodeTransport(ByMailbox, Transport):
             ):
                 send = send.copy()
                 at = address_of(send)
-            code = exchange(
-                ctx,
-                signature,
-                address_of(table),
-                address_of(places),
-                at,
-                size_bytes,
-                to,
-                SMALL_BYTES,
-                self._crosses,
-            )
+            tables = address_of(table), address_of(places)
+            code = exchange(ctx, signature, *tables, at, size_bytes, to, SMALL_BYTES, self._crosses)
             if code == m.UNEQUAL:
                 differ_in_counts(self, text, spans[0], spans[2])
             if code or wanted[0]:
