@@ -23,8 +23,10 @@ from lowshard.errors import CommError
 
 PAGE_BYTES = 4096
 ALIGN_BYTES = 64
-_FIRST_BYTES = 64 << 20
-_NEXT_BYTES = 256 << 20
+_UNIT_BYTES = 2 << 20
+"""Segments have an odd number of these. Equal places of segments that are mapped side by side, a sum's operands, would
+lie a power of two apart: AMD's caches find lines by a hash of address bits 12 to 27, and hold one of those at a time."""
+_FIRST_BYTES, _NEXT_BYTES = 33 * _UNIT_BYTES, 129 * _UNIT_BYTES
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,7 @@ class Arena:
             raise CommError(
                 f"a rank shares at most {self._most} segments of memory; free arrays of empty(), or make larger ones"
             )
-        size = -(-size_bytes // (2 << 20)) * (2 << 20)
+        size = (-(-size_bytes // _UNIT_BYTES) | 1) * _UNIT_BYTES
         fd = os.memfd_create("lowshard", os.MFD_CLOEXEC)
         try:
             os.ftruncate(fd, size)

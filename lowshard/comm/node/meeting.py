@@ -240,7 +240,7 @@ def transfer(ctx: int, rank: int, local: int, remote: int, size_bytes: int, writ
 
 @inner
 def copy_past(target: int, source: int, size_bytes: int) -> None:
-    """Copy bytes past the caches, which would read each line before they write it."""
+    """Copy bytes past the caches, which would read each line before they write it; a fence must follow."""
     end, head = target + size_bytes, min(-target & 63, size_bytes)
     copy_bytes(target, source, head)
     source, target = source + head, target + head
@@ -248,7 +248,6 @@ def copy_past(target: int, source: int, size_bytes: int) -> None:
         stream_lines(target, source, 4)
         source, target = source + 256, target + 256
     copy_bytes(target, source, end - target)
-    fence()
 
 
 @inner
@@ -256,6 +255,7 @@ def copy_part(target: int, source: int, size_bytes: int, past: bool) -> None:
     """Copy bytes, `past` the caches or not."""
     if past:
         copy_past(target, source, size_bytes)
+        fence()
     else:
         copy_bytes(target, source, size_bytes)
 
