@@ -22,6 +22,7 @@ from lowshard.foreign_array import is_foreign, view_in_call
 Array = Any  # a NumPy or CuPy array; CuPy ships no types
 T = TypeVar("T")
 
+_HALVES = Call("send", "a half of send_recv", 0), Call("recv", "a half of send_recv", 0)
 MOST_PLANS = 2048
 """That a communicator keeps; then it makes them anew."""
 
@@ -331,7 +332,7 @@ class Caller:
         self.settle("send", dst)
         self.settle("recv", src)
         self.enter(call.name)
-        halves = (Call("send", call.text, 0), s, dst), (Call("recv", call.text, 0), r, src)
+        halves = (_HALVES[0], s, dst), (_HALVES[1], r, src)
         self._activity.enter(call, 0)
         try:
             self.transport.run_batch(self, [(half, buf.reshape(-1), peer) for half, buf, peer in halves])

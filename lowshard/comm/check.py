@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate, pairwise
 from math import prod
@@ -113,22 +113,24 @@ def apart(send: Array, recv: Array, own: Array | None = None) -> Array:
     return send.copy()
 
 
-def sent_apart(batch: Sequence[tuple[Any, Array, int]]) -> list[tuple[Any, Array, int]]:
+def sent_apart(
+    batch: Sequence[tuple[Any, Array, int]], address: Callable[[Array], int] = address
+) -> list[tuple[Any, Array, int]]:
     """Return messages that go together (call, buffer, peer); what is sent is copied where one is received over it."""
+    spans = [(at := address(buf), at + buf.nbytes) for _, buf, _ in batch]
     received = sorted(
-        (address(buf), address(buf) + buf.nbytes)
-        for call, buf, _ in batch
-        if call.name == "recv" and buf.nbytes
+        span for (call, buf, _), span in zip(batch, spans, strict=True) if call.name == "recv" and buf.nbytes
     )
     begins = [begin for begin, _ in received]
     ends = list(accumulate((end for _, end in received), max))  # the furthest of it and those before it
 
-    def is_hit(buf: Array) -> bool:
-        before = bisect_left(begins, address(buf) + buf.nbytes)
-        return before > 0 and ends[before - 1] > address(buf)
+    def apart(call: Any, buf: Array, begin: int, end: int) -> Array:
+        before = bisect_left(begins, end)
+        is_hit = call.name == "send" and before > 0 and ends[before - 1] > begin
+        return buf.copy() if is_hit else buf
 
     return [
-        (call, buf.copy() if call.name == "send" and is_hit(buf) else buf, peer) for call, buf, peer in batch
+        (call, apart(call, buf, *span), peer) for (call, buf, peer), span in zip(batch, spans, strict=True)
     ]
 
 

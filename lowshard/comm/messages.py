@@ -1,18 +1,16 @@
 """Messages between two ranks over MPI: none waits without a deadline, and groups share one MPI communicator.
 
 A group is told apart by its tag, so splitting one costs no MPI communicator, of which there are few thousand. A message
-of up to SHORT_BYTES goes whole. Of a longer one a note goes in its place, with its length and the tag of its bytes.
-Messages and notes are received into memory of the mailbox, and so in the order in which they were sent, and never past
-the end of a buffer: Open MPI writes a message that is longer than expected whole before it says so.
+is received once MPI has matched it and told its length, in the order in which recvs were called, and so never past the
+end of a buffer: Open MPI writes a message that is longer than expected whole before it says so.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from ctypes import memmove
-from itertools import count
 from typing import Any
 
 import numpy as np
@@ -26,37 +24,18 @@ from lowshard.errors import BufferMismatchError, CommError, LowshardError, Timed
 
 Array = Any
 
-NOTE_BYTES = 2048
-"""Of a note, which no short message has. Below what any MPI sends without asking the receiver."""
-SHORT_BYTES = NOTE_BYTES - 8
-PIECE_BYTES = 1 << 30
-"""Longer messages go in such pieces: MPI before version 4, so Open MPI 5, counts in C ints."""
-_LONG_TAGS = 1 << 13
-"""Of the bytes of long messages, odd ones below 2^14, taken in turn by each sender; those of groups are even."""
+SHORT_BYTES = 2048
+"""What any MPI sends without asking the receiver."""
+MOST_BYTES = 1 << 30
+"""Longer messages have a datatype of their own: MPI before version 4, so Open MPI 5, counts in C ints."""
 _PAUSE_S, _SPINS = 1e-4, 200
 _KEPT = 64
 """Messages that were started and may have ended, from which on those that have are let go of."""
 
 
-def pieces(buf: Array) -> list[Array]:
-    """Return a flat buffer as bytes, in pieces that MPI can count."""
-    raw = buf.view(np.uint8)
-    return [raw[at : at + PIECE_BYTES] for at in range(0, raw.size, PIECE_BYTES)]
-
-
-def _raw(buf: Array) -> Array:
-    """Return a flat buffer as mpi4py takes it, which does not know the dtypes of ml_dtypes."""
-    return buf if buf.dtype.kind in "fiu" else buf.view(np.uint8)
-
-
-class _Room:
-    """Memory for a short message or a note."""
-
-    def __init__(self, byte: Any, status: Any) -> None:
-        self.memory, self.status = np.zeros(NOTE_BYTES, np.uint8), status
-        self.spec = [self.memory, byte]
-        self.address = self.memory.ctypes.data
-        self.note = self.memory[:16].view(np.int64)  # of a long message: its bytes, their tag
+def _ends(request: Any, times: int) -> bool:
+    test = request.Test
+    return any(test() for _ in range(times))
 
 
 class Post:
@@ -67,12 +46,11 @@ class Post:
 
     def __init__(self, mpi: Any, mpi_comm: Any) -> None:
         self.next_group = self.inner_groups = 1
-        self.groups = int(mpi_comm.Get_attr(mpi.TAG_UB) or 32767) // 2
-        self.numbers = count()
-        self.rooms: list[_Room] = []
+        self.groups = int(mpi_comm.Get_attr(mpi.TAG_UB) or 32767)
         self.abandoned: list[object] = []
         """What MPI may still read or write, though nobody waits for it any more."""
         self.lock = threading.RLock()
+        """Of whoever lets messages go on."""
         self._works: list[MessageWork] = []
         self._thread: threading.Thread | None = None
 
@@ -114,67 +92,48 @@ class MessageWork:
     failure: FirstFailure | None = None
     _error: LowshardError | None = None
 
-    def __init__(
-        self, box: Mailbox, sends: bool, buf: Array, peer: int, requests: list[Any], room: _Room | None = None
-    ) -> None:  # fmt: skip
-        self._box, self.sends, self._buf, self.peer = box, sends, buf, peer
-        self._requests, self._room, self.is_long = requests, room, buf.nbytes > SHORT_BYTES
+    def __init__(self, box: Mailbox, sends: bool, buf: Array, peer: int, request: Any = None) -> None:
+        """Make the work of a message that MPI has, or (no request) that is still to come."""
+        self._box, self.sends, self._buf, self.peer, self._request = box, sends, buf, peer, request
 
     def advance(self) -> bool:
         """Let it go on, and say whether it has ended."""
-        if self.ended:
-            return True
-        if not self.is_long:
-            return self._advance()
-        with self._box.post.lock:
-            return self.ended or self._advance()
+        return self.comes(1)
 
-    def _advance(self) -> bool:
-        room, requests = self._room, self._requests
-        if room is not None:
-            if not requests[0].Test(room.status):
-                return False
-            requests = self.take(room)
-        while requests and requests[-1].Test():
-            requests.pop()
-        if requests:
-            return False
-        self.end(self._error)
-        return True
+    def comes(self, times: int = _SPINS) -> bool:
+        """Look at it so many times, and say whether it has ended."""
+        if not self.ended:
+            with self._box.post.lock:
+                if self._request is None and not self.ended:
+                    self._box.match(self, times)
+                if not self.ended and self._request is not None and _ends(self._request, times):
+                    self.end(self._error)
+        return self.ended
 
-    def take(self, room: _Room) -> list[Any]:
-        """Take a short message out of its room, or ask for the bytes of a long one: their requests."""
-        box, buf, came, tag = self._box, self._buf, room.status.Get_count(self._box.byte), 0
-        is_note = came == NOTE_BYTES
-        self._room, self._requests = None, []
-        if is_note:
-            came, tag = room.note.tolist()
-        if came != buf.nbytes:
-            text = f"recv: rank {self.peer} sent {came} bytes, this rank expects {buf.nbytes}"
+    def take(self, message: Any, came_bytes: int) -> None:
+        """Receive a message that MPI has matched."""
+        if came_bytes != self._buf.nbytes:
+            text = f"recv: rank {self.peer} sent {came_bytes} bytes, this rank expects {self._buf.nbytes}"
             self._error = BufferMismatchError(text)
-            buf = np.empty(came, np.uint8)  # what nobody wants must come all the same
-        if is_note:
-            self._requests = box.receive_pieces(buf, self.peer, tag)
-        elif self._error is None:
-            memmove(box.address_of(buf), room.address, came)
-        box.rooms.append(room)
-        return self._requests
+            self._buf = np.empty(came_bytes, np.uint8)  # what nobody wants must come all the same
+        self._request = self._box.begin(message.Irecv, self._buf)
 
     def end(self, error: LowshardError | None) -> None:
         """Note the end; the buffer is free."""
-        self.ended, self._error, self._buf, self._room = True, error, None, None
+        self.ended, self._error, self._buf, self._request = True, error, None, None
         if error is not None and self.failure is not None:
             self.failure.add(self, error)
 
     def abandon(self, error: CommError) -> None:
         """End what may never end by itself."""
-        with self._box.post.lock:
+        box = self._box
+        with box.post.lock:
             if self.ended:
                 return
-            self._box.post.abandoned.append((self._requests, self._room, self._buf))
-            if not self.sends and not self._box.mpi_ended():
-                for request in self._requests:
-                    request.Cancel()
+            if self._request is None:
+                box.expected[self.peer].remove(self)
+            else:
+                box.post.abandoned.append((self._request, self._buf))
             self.end(error)
 
     @property
@@ -189,7 +148,7 @@ class MessageWork:
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait for the end; see `Work.wait`."""
         timeout_s = None if timeout_s is None else wait_s(timeout_s)
-        if not self.advance():
+        if not self.comes():
             try:
                 self._box.await_all([self], timeout_s)
             except CommError:
@@ -200,9 +159,9 @@ class MessageWork:
             raise self._error
 
 
-_SENT = object.__new__(MessageWork)
-"""A message that has gone."""
-_SENT.ended = True
+_DONE = object.__new__(MessageWork)
+"""A message that has gone, or come."""
+_DONE.ended = True
 
 
 class Mailbox:
@@ -215,16 +174,17 @@ class Mailbox:
         """Make the mailbox of a group over an MPI communicator of our own.
 
         `ranks` are the group's as those of the communicator, `watched` as those of the side channel (the same by
-        default); `rank` is this one in the group, `group` its number, `post` that of the communicator.
+        default); `rank` is this one in the group, `group` its number and tag, `post` that of the communicator.
         """
         self._mpi, self.mpi_comm, self.ranks, self.rank = mpi, mpi_comm, list(ranks), rank
-        self.lookout, self.timeout_s, self.tag = lookout, timeout_s, 2 * group
+        self.lookout, self.timeout_s, self.tag = lookout, timeout_s, group
         self.watched = self.ranks if watched is None else list(watched)
         self.post = Post(mpi, mpi_comm) if post is None else post
-        self.byte, self.new_status, self.address_of = mpi.BYTE, mpi.Status, mpi.Get_address
-        self.mpi_ended = mpi.Is_finalized
-        self.isend, self.irecv, self.rooms = mpi_comm.Isend, mpi_comm.Irecv, self.post.rooms
-        self._testall, self._any_status = mpi.Request.Testall, mpi.Status()
+        self.expected: defaultdict[int, deque[MessageWork]] = defaultdict(deque)
+        """Recvs by peer that no message has come for."""
+        self.isend, self.irecv = mpi_comm.Isend, mpi_comm.Irecv
+        self._improbe, self._status = mpi_comm.Improbe, mpi.Status()
+        self._byte, self.address_of = mpi.BYTE, mpi.Get_address
         self._started: list[MessageWork] = []
         self._prune_from = _KEPT
 
@@ -233,11 +193,8 @@ class Mailbox:
 
         Collective: all ranks of the MPI communicator call this, unless a failure is known.
         """
-        if (
-            self.post.next_group == self.post.inner_groups
-            and not self.lookout.failed()
-            and not self.mpi_ended()
-        ):
+        unused = self.post.next_group == self.post.inner_groups
+        if unused and not self.lookout.failed() and not self._mpi.Is_finalized():
             self.mpi_comm.Free()
 
     def reserve(self, number: int, inner: bool = False) -> None:
@@ -257,52 +214,70 @@ class Mailbox:
             self.post, [self.watched[r] for r in ranks],
         )  # fmt: skip
 
-    def send_pieces(self, buf: Array, dst: int, tag: int) -> list[Any]:
-        """Start to send the bytes of a buffer; their requests."""
-        return [self.isend([part, self.byte], self.ranks[dst], tag) for part in pieces(buf)]
+    def begin(self, start: Callable[..., Any], buf: Array, *where: int) -> Any:
+        """Start MPI's `start` with a flat buffer as bytes; its request."""
+        raw = buf if buf.dtype.kind in "fiu" else buf.view(np.uint8)  # mpi4py knows no dtypes of ml_dtypes
+        if buf.nbytes <= MOST_BYTES:
+            return start([raw, self._byte], *where)
+        whole, rest = divmod(buf.nbytes, MOST_BYTES)
+        places = [MOST_BYTES * i for i in range(whole + 1)]
+        kind = self._byte.Create_hindexed([MOST_BYTES] * whole + [rest], places).Commit()
+        try:
+            return start([raw, 1, kind], *where)
+        finally:
+            kind.Free()
 
-    def receive_pieces(self, buf: Array, src: int, tag: int) -> list[Any]:
-        """Start to receive them."""
-        return [self.irecv([part, self.byte], self.ranks[src], tag) for part in pieces(buf)]
+    def match(self, work: MessageWork, times: int) -> None:
+        """Give the messages that come from a rank to the recvs that wait for them, in order, this one at most."""
+        expected, status, where = self.expected[work.peer], self._status, (self.ranks[work.peer], self.tag)
+        for _ in range(times):
+            while (message := self._improbe(*where, status)) is not None:
+                first = expected.popleft()
+                first.take(message, status.Get_elements(self._byte))
+                if first is work:
+                    return
 
-    def _begin(self, sends: bool, buf: Array, peer: int) -> MessageWork:
-        mpi_peer, tag, byte = self.ranks[peer], self.tag, self.byte
-        if not sends:
-            room = self._room()
-            return MessageWork(self, sends, buf, peer, [self.irecv(room.spec, mpi_peer, tag)], room)
-        if buf.nbytes <= SHORT_BYTES:
-            return MessageWork(self, sends, buf, peer, [self.isend([_raw(buf), byte], mpi_peer, tag)])
-        note, long_tag = np.zeros(NOTE_BYTES, np.uint8), 2 * (next(self.post.numbers) % _LONG_TAGS) + 1
-        note.view(np.int64)[:2] = buf.nbytes, long_tag
-        requests = [self.isend([note, byte], mpi_peer, tag), *self.send_pieces(buf, peer, long_tag)]
-        return MessageWork(self, sends, buf, peer, requests)
+    def _send(self, buf: Array, peer: int) -> MessageWork:
+        request = self.begin(self.isend, buf, self.ranks[peer], self.tag)
+        return _DONE if request.Test() else MessageWork(self, True, buf, peer, request)
 
-    def _room(self) -> _Room:
-        return self.rooms.pop() if self.rooms else _Room(self.byte, self.new_status())
+    def _receive(self, buf: Array, peer: int, times: int) -> MessageWork:
+        """Receive the next message from a rank, which is looked for so many times."""
+        expected, rank, tag, status = self.expected[peer], self.ranks[peer], self.tag, self._status
+        with self.post.lock:
+            for _ in range(0 if expected else times):
+                message = self._improbe(rank, tag, status)
+                if message is not None:
+                    came_bytes = status.Get_elements(self._byte)
+                    if came_bytes == buf.nbytes <= SHORT_BYTES:
+                        self.begin(message.Recv, buf)  # it is here
+                        return _DONE
+                    work = MessageWork(self, False, buf, peer)
+                    work.take(message, came_bytes)
+                    return work
+            work = MessageWork(self, False, buf, peer)
+            expected.append(work)
+        return work
 
     def run(self, sends: bool, buf: Array, peer: int) -> None:
         """Send or receive, and wait."""
-        work = self._begin(sends, buf, peer)
-        if not work.advance():
+        work = self._send(buf, peer) if sends else self._receive(buf, peer, _SPINS)
+        if work is not _DONE:
             self.await_all([work])
-        if work._error is not None:
-            raise work._error
+            if work._error is not None:
+                raise work._error
 
     def start(self, sends: bool, buf: Array, peer: int, failure: FirstFailure) -> Work:
         """Start a message; `failure` keeps its error."""
-        if sends and buf.nbytes <= SHORT_BYTES:
-            request = self.isend([_raw(buf), self.byte], self.ranks[peer], self.tag)
-            if request.Test():
-                return _SENT
-            work = MessageWork(self, sends, buf, peer, [request])
-        else:
-            work = self._begin(sends, buf, peer)
+        work = self._send(buf, peer) if sends else self._receive(buf, peer, 1)
+        if work is _DONE:
+            return work
         work.failure = failure
         self._started.append(work)
         if len(self._started) > self._prune_from:
             self._started = [one for one in self._started if not one.advance()]
             self._prune_from = 2 * len(self._started) + _KEPT
-        if work.is_long:
+        if buf.nbytes > SHORT_BYTES:
             self.post.add(work)
         return work
 
@@ -311,67 +286,34 @@ class Mailbox:
 
         One of another length is told of when the others have ended.
         """
-        if any(buf.nbytes > SHORT_BYTES for _, buf, _ in batch):
-            works = [self._begin(call.name == "send", buf, peer) for call, buf, peer in sent_apart(batch)]
-            self.await_all(works)
-        else:
-            works = self._run_short(batch)
-        for work in works:
+        are_short = all([buf.nbytes <= SHORT_BYTES for _, buf, _ in batch])
+        if not are_short:
+            batch = sent_apart(batch, self.address_of)
+        sent = [self._send(buf, peer) for call, buf, peer in batch if call.name == "send"]
+        pending = [work for work in sent if work is not _DONE]
+        if pending and are_short:
+            self.await_all(pending)  # so what is sent may be received over
+        times = _SPINS
+        for call, buf, peer in batch:
+            if call.name == "recv":
+                work = self._receive(buf, peer, times)
+                if work is not _DONE:
+                    pending.insert(0, work)
+                    times = 1
+        if pending:
+            self.await_all(pending)
+        for work in reversed(pending):
             if work._error is not None:
                 raise work._error
-
-    def _run_short(self, batch: Sequence[tuple[Call, Array, int]]) -> list[MessageWork]:
-        """As `run_all`; returns those messages that have not simply come.
-
-        They come out of their rooms when all is sent, so what is sent may be received over.
-        """
-        isend, irecv, ranks = self.isend, self.irecv, self.ranks
-        tag, byte, rooms = self.tag, self.byte, self.rooms
-        sent, sent_statuses, coming, statuses, taken = [], [], [], [], []
-        for message in batch:
-            call, buf, peer = message
-            if call.name == "send":
-                raw = buf if buf.dtype.kind in "fiu" else buf.view(np.uint8)
-                sent.append(isend([raw, byte], ranks[peer], tag))
-                sent_statuses.append(self._any_status)
-            else:
-                room = rooms.pop() if rooms else _Room(byte, self.new_status())
-                coming.append(irecv(room.spec, ranks[peer], tag))
-                statuses.append(room.status)
-                taken.append((buf, room, peer))
-        testall, requests, all_statuses = self._testall, sent + coming, sent_statuses + statuses
-        for _ in range(_SPINS):
-            if testall(requests, all_statuses):
-                break
-        else:
-            sends = [(buf, peer) for call, buf, peer in batch if call.name == "send"]
-            works = [MessageWork(self, True, *row, [one]) for row, one in zip(sends, sent, strict=True)]
-            self.await_all(works)
-            rows = zip(taken, coming, strict=True)
-            works = [MessageWork(self, False, buf, peer, [one], room) for (buf, room, peer), one in rows]
-            self.await_all(works)
-            return works
-        works = []
-        for buf, room, peer in taken:
-            came = room.status.Get_count(byte)
-            if came == buf.nbytes:
-                memmove(self.address_of(buf), room.address, came)
-                rooms.append(room)
-            else:
-                works.append(MessageWork(self, False, buf, peer, []))
-                works[-1].take(room)
-        self.await_all(works)
-        return works
 
     def await_all(self, works: Sequence[MessageWork], timeout_s: float | None = None) -> None:
         """Return when all have ended, whatever the end, or raise why they have not.
 
         `timeout_s` is the caller's own patience: when it is over nothing has failed, and the messages go on.
         """
-        pending = [work for work in works if not work.advance()]
-        if not pending:
+        if all(work.comes() for work in works):
             return
-        push = self.post.push
+        pending, push = [work for work in works if not work.ended], self.post.push
 
         def ended() -> bool:
             pending[:] = [work for work in pending if not work.advance()]

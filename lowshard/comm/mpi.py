@@ -32,7 +32,7 @@ _NATIVE = {
 }  # fmt: skip
 """Dtypes that MPI reduces, by its names: sums of shorter integers saturate in Open MPI, where they wrap elsewhere."""
 
-EXCHANGE_TAG = 2
+EXCHANGE_TAG = 1
 """Of messages within a collective; 0 is that of send and recv."""
 _MOST_ELEMS = (1 << 31) - 1
 """That MPI's own collectives take; it counts in C ints before version 4."""
@@ -161,6 +161,7 @@ class MPITransport(ByMailbox, Transport):
         # where some counts are 0.
         requests: list[Any] = []
         peers: list[int] = []
+        box = self.mailbox
         for step in range(self.size):
             src, dst = (self.rank - step) % self.size, (self.rank + step) % self.size
             into = recv[recv_displs[src] : recv_displs[src] + recv_counts[src]]
@@ -168,12 +169,10 @@ class MPITransport(ByMailbox, Transport):
             if src == self.rank:
                 into[...] = part
                 continue
-            for started, peer in (
-                (self.mailbox.receive_pieces(into, src, EXCHANGE_TAG), src),
-                (self.mailbox.send_pieces(part, dst, EXCHANGE_TAG), dst),
-            ):
-                requests += started
-                peers += [peer] * len(started)
+            for start, buf, peer in ((box.irecv, into, src), (box.isend, part, dst)):
+                if buf.size:
+                    requests.append(box.begin(start, buf, box.ranks[peer], EXCHANGE_TAG))
+                    peers.append(peer)
         if not requests:
             return
         testall, test = self._mpi.Request.Testall, self._mpi.Request.Get_status

@@ -247,7 +247,7 @@ def messages_of_more_elements_than_mpi_counts_arrive(comm: Communicator, rng: Rn
     with pytest.MonkeyPatch.context() as patch:  # they are small ones here
         patch.setattr(mpi, "_MOST_ELEMS", 100)
         patch.setattr(messages, "SHORT_BYTES", 16)
-        patch.setattr(messages, "PIECE_BYTES", 64)
+        patch.setattr(messages, "MOST_BYTES", 64)
         for name in (
             "every_collective_may_be_started",
             "a_group_exchanges_with_all_at_once_and_keeps_the_order_of_each_pair",

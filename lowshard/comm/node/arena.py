@@ -25,7 +25,7 @@ PAGE_BYTES = 4096
 ALIGN_BYTES = 64
 _UNIT_BYTES = 2 << 20
 """Segments have an odd number of these. Equal places of segments that are mapped side by side, a sum's operands, would
-lie a power of two apart: AMD's caches find lines by a hash of address bits 12 to 27, and hold one of those at a time."""
+lie a power of two apart: AMD's caches find lines by a hash of address bits 12 to 27 and hold one of those at a time."""
 _FIRST_BYTES, _NEXT_BYTES = 33 * _UNIT_BYTES, 129 * _UNIT_BYTES
 
 
