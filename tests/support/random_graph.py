@@ -89,8 +89,9 @@ def random_graph(rng: Rng, ops: int) -> Graph:
             if op == "permute":
                 args, shape = {"dims": (1, 0)}, shape[::-1]
             if op == "reshape":
-                args = {"shape": (shape[0] // 2, 2 * shape[1])}
-                shape = (shape[0] // 2, 2 * shape[1])
+                fewer = max(1, shape[0] // 2)
+                shape = (fewer, shape[0] * shape[1] // fewer)
+                args = {"shape": shape}
             result = graph.op(op, x, name=name, **args)
             if op in ("sum", "mean", "max"):
                 result = graph.op("add", result, any_of(shape, 0.0), name=f"{name}b")
