@@ -280,7 +280,7 @@ class Caller:
         launch = self.transport.launch
         if launch is not None:
             launch(call, self._run_message, call, buf, peer, begins=self.batch is None)
-        elif self.batch is not None and self.in_group():
+        elif self.batch is not None and self._batch_thread == threading.get_ident():
             self.batch.append((call, buf, peer))
         else:
             self._run_message(call, buf, peer)

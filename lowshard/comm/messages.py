@@ -112,11 +112,16 @@ class MessageWork:
 
     def take(self, message: Any, came_bytes: int) -> None:
         """Receive a message that MPI has matched."""
-        if came_bytes != self._buf.nbytes:
-            text = f"recv: rank {self.peer} sent {came_bytes} bytes, this rank expects {self._buf.nbytes}"
+        buf, spec = self._buf, self._box.spec
+        if came_bytes != buf.nbytes:
+            text = f"recv: rank {self.peer} sent {came_bytes} bytes, this rank expects {buf.nbytes}"
             self._error = BufferMismatchError(text)
-            self._buf = np.empty(came_bytes, np.uint8)  # what nobody wants must come all the same
-        self._request = self._box.begin(message.Irecv, self._buf)
+            self._buf = buf = np.empty(came_bytes, np.uint8)  # what nobody wants must come all the same
+        elif came_bytes <= SHORT_BYTES:
+            message.Recv(spec(buf))  # it is here
+            self.end(None)
+            return
+        self._request = message.Irecv(spec(buf))
 
     def end(self, error: LowshardError | None) -> None:
         """Note the end; the buffer is free."""
@@ -148,7 +153,7 @@ class MessageWork:
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait for the end; see `Work.wait`."""
         timeout_s = None if timeout_s is None else wait_s(timeout_s)
-        if not self.comes():
+        if not self.ended and not self.comes():
             try:
                 self._box.await_all([self], timeout_s)
             except CommError:
@@ -185,6 +190,7 @@ class Mailbox:
         self.isend, self.irecv = mpi_comm.Isend, mpi_comm.Irecv
         self._improbe, self._status = mpi_comm.Improbe, mpi.Status()
         self._byte, self.address_of = mpi.BYTE, mpi.Get_address
+        self._long_kinds: dict[int, Any] = {}
         self._started: list[MessageWork] = []
         self._prune_from = _KEPT
 
@@ -214,18 +220,16 @@ class Mailbox:
             self.post, [self.watched[r] for r in ranks],
         )  # fmt: skip
 
-    def begin(self, start: Callable[..., Any], buf: Array, *where: int) -> Any:
-        """Start MPI's `start` with a flat buffer as bytes; its request."""
-        raw = buf if buf.dtype.kind in "fiu" else buf.view(np.uint8)  # mpi4py knows no dtypes of ml_dtypes
+    def spec(self, buf: Array) -> list[Any]:
+        """Return a flat buffer as bytes, the way mpi4py takes it."""
         if buf.nbytes <= MOST_BYTES:
-            return start([raw, self._byte], *where)
-        whole, rest = divmod(buf.nbytes, MOST_BYTES)
-        places = [MOST_BYTES * i for i in range(whole + 1)]
-        kind = self._byte.Create_hindexed([MOST_BYTES] * whole + [rest], places).Commit()
-        try:
-            return start([raw, 1, kind], *where)
-        finally:
-            kind.Free()
+            return [buf, self._byte]
+        if buf.nbytes not in self._long_kinds:
+            whole, rest = divmod(buf.nbytes, MOST_BYTES)
+            places = [MOST_BYTES * i for i in range(whole + 1)]
+            kind = self._byte.Create_hindexed([MOST_BYTES] * whole + [rest], places)
+            self._long_kinds[buf.nbytes] = kind.Commit()
+        return [buf, 1, self._long_kinds[buf.nbytes]]
 
     def match(self, work: MessageWork, times: int) -> None:
         """Give the messages that come from a rank to the recvs that wait for them, in order, this one at most."""
@@ -238,30 +242,35 @@ class Mailbox:
                     return
 
     def _send(self, buf: Array, peer: int) -> MessageWork:
-        request = self.begin(self.isend, buf, self.ranks[peer], self.tag)
+        request = self.isend(self.spec(buf), self.ranks[peer], self.tag)
         return _DONE if request.Test() else MessageWork(self, True, buf, peer, request)
 
     def _receive(self, buf: Array, peer: int, times: int) -> MessageWork:
         """Receive the next message from a rank, which is looked for so many times."""
-        expected, rank, tag, status = self.expected[peer], self.ranks[peer], self.tag, self._status
-        with self.post.lock:
-            for _ in range(0 if expected else times):
-                message = self._improbe(rank, tag, status)
+        expected = self.expected[peer]
+        if not expected:
+            improbe, status, rank, tag = self._improbe, self._status, self.ranks[peer], self.tag
+            for _ in range(times):
+                message = improbe(rank, tag, status)
                 if message is not None:
                     came_bytes = status.Get_elements(self._byte)
                     if came_bytes == buf.nbytes <= SHORT_BYTES:
-                        self.begin(message.Recv, buf)  # it is here
+                        message.Recv([buf, self._byte])
                         return _DONE
                     work = MessageWork(self, False, buf, peer)
                     work.take(message, came_bytes)
                     return work
-            work = MessageWork(self, False, buf, peer)
-            expected.append(work)
+        work = MessageWork(self, False, buf, peer)
+        expected.append(work)
         return work
 
     def run(self, sends: bool, buf: Array, peer: int) -> None:
         """Send or receive, and wait."""
-        work = self._send(buf, peer) if sends else self._receive(buf, peer, _SPINS)
+        if sends:
+            work = self._send(buf, peer)
+        else:
+            with self.post.lock:
+                work = self._receive(buf, peer, _SPINS)
         if work is not _DONE:
             self.await_all([work])
             if work._error is not None:
@@ -269,7 +278,11 @@ class Mailbox:
 
     def start(self, sends: bool, buf: Array, peer: int, failure: FirstFailure) -> Work:
         """Start a message; `failure` keeps its error."""
-        work = self._send(buf, peer) if sends else self._receive(buf, peer, 1)
+        if sends:
+            work = self._send(buf, peer)
+        else:
+            with self.post.lock:
+                work = self._receive(buf, peer, 1)
         if work is _DONE:
             return work
         work.failure = failure
@@ -289,22 +302,22 @@ class Mailbox:
         are_short = all([buf.nbytes <= SHORT_BYTES for _, buf, _ in batch])
         if not are_short:
             batch = sent_apart(batch, self.address_of)
-        sent = [self._send(buf, peer) for call, buf, peer in batch if call.name == "send"]
-        pending = [work for work in sent if work is not _DONE]
-        if pending and are_short:
-            self.await_all(pending)  # so what is sent may be received over
-        times = _SPINS
+        sent, coming, times = [], [], _SPINS
         for call, buf, peer in batch:
-            if call.name == "recv":
-                work = self._receive(buf, peer, times)
-                if work is not _DONE:
-                    pending.insert(0, work)
+            if call.name == "send" and (work := self._send(buf, peer)) is not _DONE:
+                sent.append(work)
+        if sent and are_short:
+            self.await_all(sent)  # so what is sent may be received over
+        with self.post.lock:
+            for call, buf, peer in batch:
+                if call.name == "recv" and (work := self._receive(buf, peer, times)) is not _DONE:
+                    coming.append(work)
                     times = 1
-        if pending:
-            self.await_all(pending)
-        for work in reversed(pending):
-            if work._error is not None:
-                raise work._error
+        if sent or coming:
+            self.await_all(coming + sent)
+            for work in coming:
+                if work._error is not None:
+                    raise work._error
 
     def await_all(self, works: Sequence[MessageWork], timeout_s: float | None = None) -> None:
         """Return when all have ended, whatever the end, or raise why they have not.

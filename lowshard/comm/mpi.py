@@ -171,7 +171,7 @@ class MPITransport(ByMailbox, Transport):
                 continue
             for start, buf, peer in ((box.irecv, into, src), (box.isend, part, dst)):
                 if buf.size:
-                    requests.append(box.begin(start, buf, box.ranks[peer], EXCHANGE_TAG))
+                    requests.append(start(box.spec(buf), box.ranks[peer], EXCHANGE_TAG))
                     peers.append(peer)
         if not requests:
             return
