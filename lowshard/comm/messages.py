@@ -246,7 +246,7 @@ class Mailbox:
         return _DONE if request.Test() else MessageWork(self, True, buf, peer, request)
 
     def _receive(self, buf: Array, peer: int, times: int) -> MessageWork:
-        """Receive the next message from a rank, which is looked for so many times."""
+        """Receive the next message from a rank, which is looked for so many times; the lock is held."""
         expected = self.expected[peer]
         if not expected:
             improbe, status, rank, tag = self._improbe, self._status, self.ranks[peer], self.tag
@@ -264,13 +264,15 @@ class Mailbox:
         expected.append(work)
         return work
 
+    def _begin(self, sends: bool, buf: Array, peer: int, times: int) -> MessageWork:
+        if sends:
+            return self._send(buf, peer)
+        with self.post.lock:
+            return self._receive(buf, peer, times)
+
     def run(self, sends: bool, buf: Array, peer: int) -> None:
         """Send or receive, and wait."""
-        if sends:
-            work = self._send(buf, peer)
-        else:
-            with self.post.lock:
-                work = self._receive(buf, peer, _SPINS)
+        work = self._begin(sends, buf, peer, _SPINS)
         if work is not _DONE:
             self.await_all([work])
             if work._error is not None:
@@ -278,11 +280,7 @@ class Mailbox:
 
     def start(self, sends: bool, buf: Array, peer: int, failure: FirstFailure) -> Work:
         """Start a message; `failure` keeps its error."""
-        if sends:
-            work = self._send(buf, peer)
-        else:
-            with self.post.lock:
-                work = self._receive(buf, peer, 1)
+        work = self._begin(sends, buf, peer, 1)
         if work is _DONE:
             return work
         work.failure = failure

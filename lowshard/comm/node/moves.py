@@ -13,8 +13,8 @@ _PAGE_BYTES = 4096
 
 @inner
 def move_by_slots(
-    ctx: int, signature: int, send: int, rows: int, recv: int, first: int, ranks: int, row: int, row_bytes: int,
-    chunk_bytes: int,
+    ctx: int, signature: int, rows: int, first: int, ranks: int, row: int, row_bytes: int, chunk_bytes: int, send: int,
+    recv: int,
 ) -> Any:  # fmt: skip
     """Show `rows` rows, and copy one row of what some ranks show: row `row` of `ranks` ranks from `first` on.
 
@@ -42,43 +42,77 @@ def move_by_slots(
 
 
 @inner
-def move(
-    ctx: int, signature: int, send: int, send_bytes: int, recv: int, first: int, ranks: int, row: int, row_bytes: int
-) -> Any:  # fmt: skip
-    """Copy one row of the operands of some ranks, straight from where they lie; see `move_by_slots`."""
+def move(ctx: int, signature: int, send_bytes: int, row: int, row_bytes: int, send: int, recv: int) -> Any:
+    """Copy one row of the operands of all ranks, straight from where they lie; see `move_by_slots`."""
     m.step(ctx)
     m.say(ctx, m.SEND, send, send_bytes)
     code = m.meet(ctx, signature)
     if code != m.OK:
         return code
-    past = row_bytes >= m.PAST_BYTES
+    size, past = field(ctx, m.SIZE), row_bytes >= m.PAST_BYTES
     # What all ranks take goes by turns: it lies in a cache, which they may share, when the next reads it.
     turn = m.READ_BYTES if send_bytes == row_bytes else row_bytes
     for begin in range(0, row_bytes, turn):
         n = min(turn, row_bytes - begin)
-        for i in range(ranks):
+        for i in range(size):
             # Each begins with another, so that no memory is asked by all at once.
-            at = (field(ctx, m.ME) + i) % ranks
-            m.fetch(ctx, first + at, m.SEND, row * row_bytes + begin, recv + at * row_bytes + begin, n, past)
+            at = (field(ctx, m.ME) + i) % size
+            m.fetch(ctx, at, m.SEND, row * row_bytes + begin, recv + at * row_bytes + begin, n, past)
     return m.leave(ctx)
 
 
 @inner
-def spread(ctx: int, signature: int, buf: int, size_bytes: int, root: int) -> Any:
-    """Copy the root's bytes to all ranks: they take most, and the root, else idle, writes the rest."""
+def _begin_by_root(ctx: int, signature: int, send: int, send_bytes: int, recv: int, recv_bytes: int) -> Any:
+    """Meet for a move to or from one rank, of which both ends copy a part."""
     m.step(ctx)
-    m.say(ctx, m.SEND, buf, size_bytes)
-    m.say(ctx, m.RECV, buf, size_bytes)
-    code = m.meet(ctx, signature)
+    m.say(ctx, m.SEND, send, send_bytes)
+    m.say(ctx, m.RECV, recv, recv_bytes)
+    return m.meet(ctx, signature)
+
+
+@inner
+def _is_in_place(ctx: int, root: int, begin: int) -> Any:
+    """Say whether the root's result lies so many bytes behind the beginning of its operand: it has no row to copy."""
+    card = m.line(ctx, root)
+    return field(card, m.RECV) == field(card, m.SEND) + begin
+
+
+@inner
+def spread(
+    ctx: int, signature: int, send_bytes: int, row_bytes: int, stride: int, root: int, send: int, recv: int
+) -> Any:  # fmt: skip
+    """Copy a row of the root's operand to each rank, which lies `stride` bytes behind that of the rank before.
+
+    They take most of theirs, and the root writes the rest, unless it has one of its own to copy.
+    """
+    code = _begin_by_root(ctx, signature, send, send_bytes, recv, row_bytes)
     if code != m.OK:
         return code
     me, size = field(ctx, m.ME), field(ctx, m.SIZE)
-    cut = size_bytes // size * (size - 1) // _PAGE_BYTES * _PAGE_BYTES
+    in_place, past = _is_in_place(ctx, root, stride * root), row_bytes >= m.PAST_BYTES
+    cut = row_bytes // size * (size - 1) // _PAGE_BYTES * _PAGE_BYTES if in_place else row_bytes
+    m.fetch(ctx, root, m.SEND, me * stride, recv, row_bytes if me == root else cut, past)
+    for i in range(1, size if me == root else 0):
+        at = (me + i) % size
+        m.put(ctx, at, cut, send + at * stride + cut, row_bytes - cut)
+    return m.leave(ctx)
+
+
+@inner
+def collect(
+    ctx: int, signature: int, recv_bytes: int, row_bytes: int, root: int, send: int, recv: int
+) -> Any:
+    """Copy each rank's operand to its row of the root's result: they write most, and the root takes the rest."""
+    code = _begin_by_root(ctx, signature, send, row_bytes, recv, recv_bytes)
+    if code != m.OK:
+        return code
+    me, size, past = field(ctx, m.ME), field(ctx, m.SIZE), row_bytes >= m.PAST_BYTES
+    cut = row_bytes // size // _PAGE_BYTES * _PAGE_BYTES if _is_in_place(ctx, root, -row_bytes * root) else 0
     if me != root:
-        m.fetch(ctx, root, m.SEND, 0, buf, cut, cut >= m.PAST_BYTES)
-    else:
-        for i in range(1, size):
-            m.put(ctx, (me + i) % size, cut, buf + cut, size_bytes - cut)
+        m.put(ctx, root, me * row_bytes + cut, send + cut, row_bytes - cut)
+    for i in range(size if me == root else 0):
+        at = (me + i) % size
+        m.fetch(ctx, at, m.SEND, 0, recv + at * row_bytes, row_bytes if at == me else cut, past)
     return m.leave(ctx)
 
 

@@ -34,6 +34,8 @@ from lowshard.settings import CROSS_MEMORY
 
 Array = Any
 
+_NOWHERE = 1 << 62
+"""In place of how far behind recv an operand may begin: it is copied wherever they overlap."""
 SMALL_BYTES = 16 << 10
 """A part of a move that goes through the slots. Larger ones would be two to three times as fast between cores that
 share a cache, and as slow between others, which get each line that was just written from afar."""
@@ -117,16 +119,16 @@ class NodeTransport(ByMailbox, Transport):
         names, watched = ([row[rank] for rank in late] for row in (shared.names, shared.watched))
         raise shared.lookout.late(text, names, self.timeout_s, watched)
 
-    def _sign(self, call: Call) -> tuple[str, int]:
-        """Return a call's text and what ranks compare as they meet. Its run must not hold the call, which holds it."""
-        return call.text, 0 if self.check == "off" else call.signature
+    def _sign(self, call: Call) -> int:
+        """Return what ranks compare as they meet."""
+        return 0 if self.check == "off" else call.signature
 
     def _checked(self, call: Call, run: Run) -> Run:
         """Return a run that compares whole texts first, where that is asked for."""
         if self.check != "full" or self.size == 1 or call.name == _STEP:
             return run
 
-        text = call.text  # see `_sign`
+        text = call.text  # a run must not hold the call, which holds it
 
         def compared(*buffers: Any) -> Any:
             compare_texts(self, text)
@@ -159,7 +161,7 @@ class NodeTransport(ByMailbox, Transport):
             self._plan_all_gather(_STEPS["gather_facts"], record.dtype, record.size)(record, rows)
             return rows
         at, to, slots = address_of(record), address_of(rows), self._compiled.move_by_slots
-        code = slots(self._ctx, STEP_SIGNATURE, at, 1, to, 0, self.size, 0, n, n)
+        code = slots(self._ctx, STEP_SIGNATURE, 1, 0, self.size, 0, n, n, at, to)
         if code:
             self.end_call(code, "facts")
         return rows
@@ -182,104 +184,113 @@ class NodeTransport(ByMailbox, Transport):
     # ---- plans of moves
 
     def _moved(
-        self, call: Call, rows: int, most_rows: int, row_bytes: int, first: int, ranks: int, row: int, in_place: int
-    ) -> Run:  # fmt: skip
-        """Return a run in which this rank shows rows and takes one row of what some ranks show; see `move_by_slots`.
+        self, call: Call, send_bytes: int, recv_bytes: int, in_place: int, go: Callable[[int, int], int]
+    ) -> Run:
+        """Return a run that moves rows: `go`, of `lowshard.comm.node.moves`, from the address of send to that of recv.
 
-        `most_rows` is how many any rank shows, `in_place` how many bytes behind recv the operand may begin: where it
-        overlaps otherwise it is copied.
+        `in_place` is how many bytes behind recv the operand may begin: where it overlaps otherwise it is copied.
         """
-        ctx, wanted, (text, signature) = self._ctx, self._wanted, self._sign(call)
-        send_bytes, recv_bytes, most = rows * row_bytes, ranks * row_bytes, self.shared.slot_bytes
-        small = row_bytes <= SMALL_BYTES and most_rows * row_bytes <= most
-        by_slots, straight = self._compiled.move_by_slots, self._compiled.move
-        # A row that goes through the slots in chunks is cut at elements of any dtype.
-        chunk, is_straight = row_bytes if small else most // most_rows // 64 * 64, not small and self._crosses
-        if is_straight and most_rows > 1 and ranks > 1:
-            in_place = -1  # what others still read must not be written over
+        wanted, text = self._wanted, call.text
 
         def run(send: Array | None, recv: Array | None) -> None:
-            at, to = 0 if send is None else address_of(send), 0 if recv is None else address_of(recv)
+            at = 0 if send is None else address_of(send)
+            to = at if recv is None else address_of(recv)
             if at < to + recv_bytes and to < at + send_bytes and at - to != in_place:
                 assert send is not None
                 send = send.copy()
                 at = address_of(send)
-            if is_straight:
-                code = straight(ctx, signature, at, send_bytes, to, first, ranks, row, row_bytes)
-            else:
-                code = by_slots(ctx, signature, at, rows, to, first, ranks, row, row_bytes, chunk)
+            code = go(at, to)
             if code or wanted[0]:
                 self.end_call(code, text)
 
         return self._checked(call, run)
+
+    def _is_straight(self, row_bytes: int, rows: int = 1) -> bool:
+        """Say whether rows, of which a rank shows so many, are copied from where they lie, not through the slots."""
+        return self._crosses and (row_bytes > SMALL_BYTES or rows * row_bytes > self.shared.slot_bytes)
+
+    def _bound(self, call: Call, function: Callable[..., int], *args: int) -> partial[int]:
+        """Return a compiled call with all but the addresses of send and recv."""
+        return partial(function, self._ctx, self._sign(call), *args)
+
+    def _by_slots(self, call: Call, rows: int, most_rows: int, row_bytes: int, *taken: int) -> partial[int]:
+        """Return the move of rows through the slots; `most_rows` is how many any rank shows."""
+        # A row that goes in chunks is cut at elements of any dtype.
+        chunk = min(row_bytes, self.shared.slot_bytes // most_rows // 64 * 64)
+        return self._bound(call, self._compiled.move_by_slots, rows, *taken, row_bytes, chunk)
+
+    def _by_all(self, call: Call, rows: int, row: int, row_bytes: int, in_place: int) -> Run:
+        """Return a run in which each rank shows rows and takes one of each other's."""
+        send_bytes = rows * row_bytes
+        if self._is_straight(row_bytes, rows):
+            move = self._bound(call, self._compiled.move, send_bytes, row, row_bytes)
+            if rows > 1:
+                in_place = _NOWHERE  # what others still read must not be written over
+        else:
+            move = self._by_slots(call, rows, rows, row_bytes, 0, self.size, row)
+        return self._moved(call, send_bytes, self.size * row_bytes, in_place, move)
+
+    def _by_root(self, call: Call, rows: int, row_bytes: int, root: int) -> Run:
+        """Return a run in which each rank gets one of the root's rows, the same where there is one."""
+        stride, shown = row_bytes if rows > 1 else 0, rows if self.rank == root else 0
+        if self._is_straight(row_bytes, rows):
+            move = self._bound(call, self._compiled.spread, shown * row_bytes, row_bytes, stride, root)
+        else:
+            row, takes = (self.rank, 1) if rows > 1 else (0, int(not shown))
+            move = self._by_slots(call, shown, rows, row_bytes, root, takes, row)
+        return self._moved(call, shown * row_bytes, row_bytes, -stride * root, move)
 
     def _plan_all_gather(self, call: Call, dtype: Any, elems: int) -> Run:
         each = elems * dtype.itemsize
-        return self._moved(call, 1, 1, each, 0, self.size, 0, each * self.rank)
+        return self._by_all(call, 1, 0, each, each * self.rank)
 
     def _plan_all_to_all(self, call: Call, dtype: Any, elems: int) -> Run:
-        each = elems * dtype.itemsize // self.size
-        return self._moved(call, self.size, self.size, each, 0, self.size, self.rank, 0)
+        return self._by_all(call, self.size, self.rank, elems * dtype.itemsize // self.size, 0)
 
     def _plan_gather(self, call: Call, dtype: Any, elems: int, root: int) -> Run:
-        each = elems * dtype.itemsize
-        return self._moved(call, 1, 1, each, 0, self.size if self.rank == root else 0, 0, each * root)
+        each, taken = elems * dtype.itemsize, self.size if self.rank == root else 0
+        if self._is_straight(each):
+            move = self._bound(call, self._compiled.collect, taken * each, each, root)
+        else:
+            move = self._by_slots(call, 1, 1, each, 0, taken, 0)
+        return self._moved(call, each, taken * each, each * root, move)
 
     def _plan_scatter(self, call: Call, dtype: Any, elems: int, root: int) -> Run:
-        each = elems * dtype.itemsize
-        rows = self.size if self.rank == root else 0
-        return self._moved(call, rows, self.size, each, root, 1, self.rank, -each * root)
+        return self._by_root(call, self.size, elems * dtype.itemsize, root)
 
     def _plan_broadcast(self, call: Call, dtype: Any, elems: int, root: int) -> Run:
-        mine, whole = self.rank == root, elems * dtype.itemsize
-        if whole <= SMALL_BYTES or not self._crosses:
-            return self._moved(call, int(mine), 1, whole, root, int(not mine), 0, 0)
-        ctx, wanted, (text, signature) = self._ctx, self._wanted, self._sign(call)
-        spread = self._compiled.spread
-
-        def run(send: Array | None, recv: Array | None) -> None:
-            code = spread(ctx, signature, address_of(send if recv is None else recv), whole, root)
-            if code or wanted[0]:
-                self.end_call(code, text)
-
-        return self._checked(call, run)
+        return self._by_root(call, 1, elems * dtype.itemsize, root)
 
     def _plan_barrier(self, call: Call, dtype: Any, elems: int) -> Run:
-        ctx, barrier, (text, signature) = self._ctx, self._compiled.barrier, self._sign(call)
+        text, barrier = call.text, self._bound(call, self._compiled.barrier)
 
         def run(send: None, recv: None) -> None:
-            code = barrier(ctx, signature)
+            code = barrier()
             if code:
                 self.end_call(code, text)
 
         return self._checked(call, run)
 
-    def _plan_all_gather_v(
-        self, call: Call, dtype: Any, elems: int, counts: Sequence[int], displs: Sequence[int]
-    ) -> Run:
-        own, zero = [elems] * self.size, [0] * self.size
-        return self._exchanged(call, dtype.itemsize, displs[self.rank], own, zero, counts, displs)
+    def _plan_all_gather_v(self, call: Call, dtype: Any, elems: int, *spans: Sequence[int]) -> Run:
+        item, own, zero = dtype.itemsize, [elems] * self.size, [0] * self.size
+        return self._exchanged(call, item, spans[1][self.rank] * item, own, zero, *spans)
 
     def _plan_all_to_all_v(self, call: Call, dtype: Any, elems: int, *spans: Sequence[int]) -> Run:
-        return self._exchanged(call, dtype.itemsize, None, *spans)
+        return self._exchanged(call, dtype.itemsize, _NOWHERE, *spans)
 
-    def _exchanged(self, call: Call, item: int, in_place: int | None, *spans: Sequence[int]) -> Run:
+    def _exchanged(self, call: Call, item: int, in_place: int, *spans: Sequence[int]) -> Run:
         """Return a run in which each rank sends each a part of its own length; spans are those of all_to_all_v.
 
-        An operand that begins `in_place` elements behind recv is not copied where they overlap.
+        An operand that begins `in_place` bytes behind recv is not copied where they overlap.
         """
         sent, begins, expected, places = (np.array(span, np.int64) * item for span in spans)
         table = np.stack([sent, begins, expected], axis=1)
-        ctx, wanted, (text, signature) = self._ctx, self._wanted, self._sign(call)
+        ctx, wanted, text, signature = self._ctx, self._wanted, call.text, self._sign(call)
         exchange = self._compiled.exchange
 
         def run(send: Array, recv: Array) -> None:
             at, to, size_bytes = address_of(send), address_of(recv), send.nbytes
-            if (
-                at < to + recv.nbytes
-                and to < at + size_bytes
-                and (in_place is None or at - to != in_place * item)
-            ):
+            if at < to + recv.nbytes and to < at + size_bytes and at - to != in_place:
                 send = send.copy()
                 at = address_of(send)
             tables = address_of(table), address_of(places)
@@ -328,8 +339,8 @@ class NodeTransport(ByMailbox, Transport):
         recipe = self._recipe(dtype, op)
         if not recipe:
             return None
-        ctx, wanted, compiled, (text, signature) = self._ctx, self._wanted, self._compiled, self._sign(call)
-        item, most = dtype.itemsize, self.shared.slot_bytes
+        ctx, compiled, text, signature = self._ctx, self._compiled, call.text, self._sign(call)
+        item, most, wanted = dtype.itemsize, self.shared.slot_bytes, self._wanted
         send_bytes, in_place = rows * elems * item, -row * elems * item
         last = self.size if op == "avg" else 1, self.shared.steps_at[order], recipe
         shown = 0 if mode == TO_ROOT and self.rank == root else rows
