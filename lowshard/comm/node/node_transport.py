@@ -236,8 +236,8 @@ class NodeTransport(ByMailbox, Transport):
         if self._is_straight(row_bytes, rows):
             move = self._bound(call, self._compiled.spread, shown * row_bytes, row_bytes, stride, root)
         else:
-            row, takes = (self.rank, 1) if rows > 1 else (0, int(not shown))
-            move = self._by_slots(call, shown, rows, row_bytes, root, takes, row)
+            row = self.rank if rows > 1 else 0
+            move = self._by_slots(call, shown, rows, row_bytes, root, 1, row)
         return self._moved(call, shown * row_bytes, row_bytes, -stride * root, move)
 
     def _plan_all_gather(self, call: Call, dtype: Any, elems: int) -> Run:
