@@ -198,7 +198,7 @@ def _words(plan: RedistributePlan) -> str:
 
 def _seen(local: object, out: object) -> tuple[Array | None, Array | None]:
     """Return arrays of any library as NumPy's or CuPy's."""
-    if all(a is None or (type(a) is np.ndarray and a.dtype.isnative) for a in (local, out)):
+    if all([a is None or (type(a) is np.ndarray and a.dtype.isnative) for a in (local, out)]):
         return local, out
     return view_in_call(local, "local"), view_in_call(out, "out", writes=True)
 

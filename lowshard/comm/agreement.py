@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import lru_cache
 from hashlib import blake2b
 from itertools import accumulate
 from pathlib import Path
@@ -100,8 +101,7 @@ class collective_step:
             signature, digest = ERROR_SIGNATURE, b""
             if error is None:
                 digest = self.digest[:_DIGEST_BYTES]
-                signed = blake2b(what.encode() + b"\0" + digest, digest_size=8).digest()
-                signature = int.from_bytes(signed, "little") >> 2 | 16  # no small one, which has a meaning
+                signature = _signature(what, digest)
             if not (t.size == 1 or self._is_same(t, signature)) or error is not None:
                 said = self.said() if error is None and self.said is not None else ""
                 wrong = [] if error is None else [type(error).__name__, str(error)]
@@ -125,6 +125,12 @@ class collective_step:
         return True
 
 
+@lru_cache(_MOST_KEPT)
+def _signature(what: str, digest: bytes) -> int:
+    signed = blake2b(what.encode() + b"\0" + digest, digest_size=8).digest()
+    return int.from_bytes(signed, "little") >> 2 | 16  # no small one, which has a meaning
+
+
 def _verdict(rows: Sequence[Sequence[str]], sequence: int) -> LowshardError:
     """Return the one error for what all ranks came with: text, source line and an error's class and words."""
     calls = [row[0].partition(AGREED) for row in rows]
@@ -146,14 +152,15 @@ def _verdict(rows: Sequence[Sequence[str]], sequence: int) -> LowshardError:
     return errors.MismatchError(f"{asked[0][0]}: every rank asks for the same thing, but {parts}")
 
 
-@contextmanager
-def naming(what: str) -> Iterator[None]:
-    """Have errors of ranks that did not come, or have failed, name the call that this rank was in."""
-    try:
-        yield
-    except (errors.PeerFailed, errors.TimedOut) as error:
-        error.args = (f"{what}: {error}",)
-        raise
+class naming(AbstractContextManager[None]):
+    """Has errors of ranks that did not come, or have failed, name the call that this rank was in."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __exit__(self, kind: object, raised: BaseException | None, trace: object) -> None:
+        if isinstance(raised, (errors.PeerFailed, errors.TimedOut)):
+            raised.args = (f"{self._what}: {raised}",)
 
 
 def share(

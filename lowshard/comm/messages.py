@@ -33,11 +33,6 @@ _KEPT = 64
 """Messages that were started and may have ended, from which on those that have are let go of."""
 
 
-def _ends(request: Any, times: int) -> bool:
-    test = request.Test
-    return any(test() for _ in range(times))
-
-
 class Post:
     """What the mailboxes over one MPI communicator share: the tags in use, and the long messages under way.
 
@@ -106,7 +101,8 @@ class MessageWork:
             with self._box.post.lock:
                 if self._request is None and not self.ended:
                     self._box.match(self, times)
-                if not self.ended and self._request is not None and _ends(self._request, times):
+                request = self._request
+                if not self.ended and request is not None and any(request.Test() for _ in range(times)):
                     self.end(self._error)
         return self.ended
 
@@ -272,11 +268,7 @@ class Mailbox:
 
     def run(self, sends: bool, buf: Array, peer: int) -> None:
         """Send or receive, and wait."""
-        work = self._begin(sends, buf, peer, _SPINS)
-        if work is not _DONE:
-            self.await_all([work])
-            if work._error is not None:
-                raise work._error
+        self._begin(sends, buf, peer, _SPINS).wait()
 
     def start(self, sends: bool, buf: Array, peer: int, failure: FirstFailure) -> Work:
         """Start a message; `failure` keeps its error."""
