@@ -40,7 +40,7 @@ SMALL_BYTES = 16 << 10
 """A part of a move that goes through the slots. Larger ones would be two to three times as fast between cores that
 share a cache, and as slow between others, which get each line that was just written from afar."""
 FOLDED_BY_ALL_BYTES = 32 << 10
-"""An operand of all_reduce that each rank folds by itself."""
+"""An operand of all_reduce that each rank folds by itself; longer ones of reduce are read where they lie."""
 _STEP = "a step of the transport"
 _KINDS = ("gather_facts", "all_gather_v", "all_to_all_v", "broadcast", "gather", "scatter", "all_reduce")
 _STEPS = {what: Call(_STEP, what, STEP_SIGNATURE) for what in _KINDS}
@@ -344,7 +344,7 @@ class NodeTransport(ByMailbox, Transport):
         send_bytes, in_place = rows * elems * item, -row * elems * item
         last = self.size if op == "avg" else 1, self.shared.steps_at[order], recipe
         shown = 0 if mode == TO_ROOT and self.rank == root else rows
-        is_straight = self._crosses and send_bytes > most
+        is_straight = self._crosses and send_bytes > (FOLDED_BY_ALL_BYTES if mode == TO_ROOT else most)
         chunk = max(1, min(elems, most // (rows * item)))
 
         def run(send: Array, recv: Array | None) -> None:
