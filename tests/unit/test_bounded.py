@@ -20,7 +20,7 @@ FOLDERS = ("lowshard", "kernels", "launch", "bench")
 # Caches without a bound of bytes, and what bounds them instead. One that is new is given a bound, or a line here.
 CLOSED_ARGUMENTS = {
     "comm/build._heed_finalize": "one module", "comm/call._is_own": "256 files",
-    "comm/nccl_wire.wire_of": "dtypes of the table",
+    "comm/nccl_wire.wire_of": "dtypes of the table", "comm/agreement._signature": "4,096 digests",
     "comm/node/combine.recipe_of": "dtypes and ops", "comm/node/combine._combiner": "dtypes and ops",
     "comm/node/combine._divider": "dtypes", "comm/node/combine._converter": "dtypes",
     "dtypes._numpy_dtype": "rows of the dtype table", "kernels/buffer.dtype_name": "dtypes of the table",
