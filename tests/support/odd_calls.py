@@ -32,6 +32,18 @@ def known_scatter(comm: Communicator, rng: Rng) -> None:
 
 
 @case(table=PROGRAMS)
+def a_byte_before(comm: Communicator, rng: Rng) -> None:
+    """What is sent may begin a byte before what is received."""
+    both, parts = np.zeros(comm.size * ELEMS + 1, np.uint8), np.arange(comm.size * ELEMS) % 200
+    both[:-1] = parts + comm.rank
+    comm.all_to_all(both[:-1], both[1:])
+    assert (
+        both[1:].reshape(comm.size, ELEMS) - np.arange(comm.size)[:, None]
+        == np.split(parts, comm.size)[comm.rank]
+    ).all()
+
+
+@case(table=PROGRAMS)
 def known_empty(comm: Communicator, rng: Rng) -> None:
     """An empty result is still one."""
     empty = np.empty(0, np.float32)
