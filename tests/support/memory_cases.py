@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -272,12 +273,20 @@ def calls_that_are_over_hold_no_buffers(comm: Communicator, rng: np.random.Gener
 
 
 @case(memory_of_a_node)
-def large_results_are_right_past_the_caches(comm: Communicator, rng: np.random.Generator) -> None:
-    """In mapped memory each rank writes its part of a sum to all results; also over the operands."""
-    elems = comm.size * (1 << 20) + 13  # a part has 4 MiB and more
-    terms = operands(rng, comm.size, elems, dtypes.get("float32"), "sum")
-    total, mine = plain_fold(terms, "sum", "tree"), terms[comm.rank]
-    for send_kind, recv_kind in ((np.empty, np.empty), (comm.empty, comm.empty), (np.empty, comm.empty)):
+def results_are_right_whatever_memory_ranks_map(comm: Communicator, rng: np.random.Generator) -> None:
+    """Of a slot's size and past the caches; in mapped memory each rank writes its part of a sum to all results."""
+    one, others = (comm.empty, np.empty) if comm.rank == 0 else (np.empty, comm.empty)
+    kinds = (
+        (np.empty, np.empty),
+        (comm.empty, comm.empty),
+        (np.empty, comm.empty),
+        (one, others),
+        (comm.empty, one),
+    )
+    for part_elems, (send_kind, recv_kind) in product((20_000, 1 << 20), kinds):
+        elems = comm.size * part_elems + 13
+        terms = operands(rng, comm.size, elems, dtypes.get("float32"), "sum")
+        total, mine = plain_fold(terms, "sum", "tree"), terms[comm.rank]
         for _ in range(2):  # segments that are new to others are not mapped at the first time
             send, recv = send_kind(elems, np.float32), recv_kind(elems, np.float32)
             send[...], recv[...] = mine, -1
@@ -286,7 +295,7 @@ def large_results_are_right_past_the_caches(comm: Communicator, rng: np.random.G
             comm.all_reduce(send, send, order="tree")
             same(send, total)
         send[...] = mine
-        part = recv_kind(1 << 20, np.float32)
+        part = recv_kind(part_elems, np.float32)
         comm.reduce_scatter(send[13:], part, order="tree")
         same(part, plain_fold(terms[:, 13:], "sum", "tree").reshape(comm.size, -1)[comm.rank])
         whole = recv_kind((comm.size, elems), np.float32)

@@ -13,7 +13,7 @@ from lowshard.compiled import INT, Signature, load_compiled
 
 FUNCTIONS = (
     meeting.barrier, moves.move_by_slots, moves.move, moves.spread, moves.collect, moves.exchange,
-    fold.fold_by_slots, fold.fold_parts_by_slots, fold.fold, fold.fold_rows,
+    fold.fold_by_slots, fold.fold, fold.fold_rows,
 )  # fmt: skip
 """What Python calls, of int64 alone; each returns how the call ended."""
 

@@ -15,7 +15,9 @@ from lowshard.compiled.emitted import copy_bytes, fence
 
 PART, EVERYWHERE, TO_ROOT = range(3)
 """Where a fold's result goes: this rank's part to itself (reduce_scatter); everything to all ranks, each folding a part
-that the others fetch; each part to its place in the root's."""
+that it writes to the others' results or they fetch; each part to its place in the root's."""
+NONE, PRIVATE, ALL = range(3)
+"""What goes through the slots: nothing, buffers in memory that peers do not map, everything."""
 
 
 @inner
@@ -103,29 +105,16 @@ def fold_rows(
 
 
 @inner
-def _fold_slots(
-    ctx: int, out: int, own: int, offset: int, elems: int, divisor: int, steps: int, recipe: int
-) -> None:
-    """Fold elements of this rank's operand, where that is, and of the others' at an offset in their slots."""
-    parts, item = field(ctx, m.PARTS), field(recipe, ITEM)
-    block_elems = BLOCK_BYTES // field(recipe, WIDE_ITEM)
-    for start in range(0, elems, block_elems):
-        for rank in range(field(ctx, m.SIZE)):
-            set_field(parts, rank, m.slot(ctx, rank) + offset + start * item)
-        set_field(parts, field(ctx, m.ME), own + start * item)
-        fold_block(ctx, out + start * item, min(block_elems, elems - start), divisor, steps, recipe, False)
-
-
-@inner
 def fold_by_slots(
-    ctx: int, signature: int, send: int, rows: int, row: int, recv: int, elems: int, chunk_elems: int, divisor: int,
-    steps: int, recipe: int,
+    ctx: int, signature: int, rows: int, row: int, elems: int, chunk_elems: int, divisor: int, steps: int, recipe: int,
+    send: int, recv: int,
 ) -> Any:  # fmt: skip
-    """Show the rows of this rank's operand, and fold one row of all operands to recv, unless that is 0.
+    """Show the rows of this rank's operand, and fold one row of all operands to recv, unless that is -1.
 
     Of each row, `elems` long, `chunk_elems` go at one meeting.
     """
-    me, item, begin = field(ctx, m.ME), field(recipe, ITEM), 0
+    me, parts, item, begin = field(ctx, m.ME), field(ctx, m.PARTS), field(recipe, ITEM), 0
+    block_elems = BLOCK_BYTES // field(recipe, WIDE_ITEM)
     while True:
         n = min(chunk_elems, elems - begin)
         m.step(ctx)
@@ -134,42 +123,15 @@ def fold_by_slots(
         code = m.meet(ctx, signature)
         if code != m.OK:
             return code
-        if recv != 0:
-            own = send + (row * elems + begin) * item
-            _fold_slots(ctx, recv + begin * item, own, row * n * item, n, divisor, steps, recipe)
+        for start in range(0, n if row >= 0 else 0, block_elems):
+            for rank in range(field(ctx, m.SIZE)):
+                set_field(parts, rank, m.slot(ctx, rank) + (row * n + start) * item)
+            set_field(parts, me, send + (row * elems + begin + start) * item)
+            into, count = recv + (begin + start) * item, min(block_elems, n - start)
+            fold_block(ctx, into, count, divisor, steps, recipe, False)
         begin += n
         if begin >= elems:
             return m.OK
-
-
-@inner
-def fold_parts_by_slots(
-    ctx: int, signature: int, send: int, recv: int, elems: int, chunk_elems: int, divisor: int, steps: int, recipe: int
-) -> Any:  # fmt: skip
-    """Fold all operands to all ranks, each of which folds a part into its slot: two meetings a chunk."""
-    me, size, item = field(ctx, m.ME), field(ctx, m.SIZE), field(recipe, ITEM)
-    for begin in range(0, elems, chunk_elems):
-        n = min(chunk_elems, elems - begin)
-        m.step(ctx)
-        first, count = part_of(n, size, me)
-        shown, source, after = m.slot(ctx, me), send + begin * item, (first + count) * item
-        copy_bytes(shown, source, first * item)
-        copy_bytes(shown + after, source + after, n * item - after)
-        code = m.meet(ctx, signature)
-        if code != m.OK:
-            return code
-        own = recv + (begin + first) * item
-        _fold_slots(ctx, own, source + first * item, first * item, count, divisor, steps, recipe)
-        m.step(ctx)
-        copy_bytes(m.slot(ctx, me), own, count * item)
-        code = m.meet(ctx, signature)
-        if code != m.OK:
-            return code
-        for i in range(1, size):
-            rank = (me + i) % size
-            first, count = part_of(n, size, rank)
-            copy_bytes(recv + (begin + first) * item, m.slot(ctx, rank), count * item)
-    return m.OK
 
 
 # ---- out of the operands where they lie
@@ -181,7 +143,7 @@ def _fold_piece(
 ) -> None:
     """Fold a piece of all operands: private ones are read as a whole, then all folded block by block.
 
-    Results go `past` the caches or not; where `block` is not 0 they are made there, and go to the result of every rank.
+    Results go `past` the caches or not; where `block` is not 0 they are made there, and go to the results of all ranks.
     """
     me, size, parts, item = field(ctx, m.ME), field(ctx, m.SIZE), field(ctx, m.PARTS), field(recipe, ITEM)
     block_elems = BLOCK_BYTES // field(recipe, WIDE_ITEM)
@@ -205,7 +167,7 @@ def _fold_piece(
         for i in range(0 if block == 0 else size):
             rank, at = (me + i) % size, (first + start) * item
             base = m.seen_at(ctx, rank, m.RECV)
-            if base != 0:
+            if base != 0 and past:
                 m.copy_past(base + at, block, count * item)
             else:
                 m.put(ctx, rank, at, block, count * item)
@@ -223,25 +185,64 @@ def _are_mapped(ctx: int) -> Any:
 
 
 @inner
+def _show(ctx: int, buffer: int, slots: int, address: int, begin: int, end: int) -> None:
+    """Copy bytes of a buffer to their place in this rank's slot, if it goes by that, and say that it lies there."""
+    me = field(ctx, m.ME)
+    card = m.line(ctx, me)
+    if slots == ALL or (slots == PRIVATE and field(card, buffer + 1) < 0):
+        copy_bytes(m.slot(ctx, me) + begin, address + begin, end - begin)
+        set_field(card, buffer + 1, m.IN_SLOT)
+
+
+@inner
+def _is_straight(ctx: int, buffer: int) -> Any:
+    """Say, on all ranks alike, whether some rank's buffer is read where it lies."""
+    straight = False
+    for rank in range(field(ctx, m.SIZE)):
+        straight |= field(m.line(ctx, rank), buffer + 1) != m.IN_SLOT
+    return straight
+
+
+@inner
 def fold(
-    ctx: int, signature: int, send: int, send_bytes: int, recv: int, recv_bytes: int, elems: int, mode: int,
-    root: int, divisor: int, steps: int, recipe: int,
+    ctx: int, signature: int, rows: int, elems: int, chunk_elems: int, mode: int, slots: int, root: int, divisor: int,
+    steps: int, recipe: int, send: int, recv: int,
 ) -> Any:  # fmt: skip
-    """Fold `elems` elements of all operands, each rank a part; `mode` says where the result goes."""
+    """Fold rows of `elems` elements, each rank a part, `chunk_elems` at a time; see `mode` and `slots` above."""
+    for begin in range(0, elems, chunk_elems):
+        n, skipped = min(chunk_elems, elems - begin), begin * field(recipe, ITEM)
+        code = _fold_chunk(
+            ctx, signature, rows, n, mode, slots, root, divisor, steps, recipe, send + skipped, recv + skipped
+        )
+        if code != m.OK:
+            return code
+    return m.OK
+
+
+@inner
+def _fold_chunk(
+    ctx: int, signature: int, rows: int, elems: int, mode: int, slots: int, root: int, divisor: int, steps: int,
+    recipe: int, send: int, recv: int,
+) -> Any:  # fmt: skip
+    """Fold one chunk: meet, fold a part, and where all get all of it, meet again and take the others' parts."""
     me, size, item = field(ctx, m.ME), field(ctx, m.SIZE), field(recipe, ITEM)
-    m.step(ctx)
-    m.say(ctx, m.SEND, send, send_bytes)
-    m.say(ctx, m.RECV, recv, recv_bytes)
-    code = m.meet(ctx, signature)
-    if code != m.OK:
-        return code
     first, count = part_of(elems, size, me)
     if mode == PART:
         first, count = me * elems, elems
+    after = first + count
+    m.step(ctx)
+    m.say(ctx, m.SEND, send, rows * elems * item)
+    m.say(ctx, m.RECV, recv, elems * item)
+    _show(ctx, m.SEND, slots, send, 0, first * item)
+    _show(ctx, m.SEND, slots, send, after * item, elems * item)
+    code = m.meet(ctx, signature)
+    if code != m.OK:
+        return code
     piece_elems = field(ctx, m.PIECE_BYTES) // item
     own = field(ctx, m.SCRATCH) + scratch_blocks(size) * BLOCK_BYTES + size * field(ctx, m.PIECE_BYTES)
     past = elems * item >= m.PAST_BYTES * (1 if mode == PART else size)
-    shared = mode == EVERYWHERE and past and _are_mapped(ctx)
+    shared = mode == EVERYWHERE and slots != ALL and _are_mapped(ctx)
+    straight = shared or _is_straight(ctx, m.SEND)
     for begin in range(0, count, piece_elems):
         n, at = min(piece_elems, count - begin), (first + begin) * item
         if mode == TO_ROOT and me != root:
@@ -252,19 +253,16 @@ def fold(
             _fold_piece(ctx, into, first + begin, n, divisor, steps, recipe, past, own if shared else 0)
     fence()  # what went past the caches is there before anybody is told
     if mode == EVERYWHERE and not shared:
-        code = _meet_again(ctx, recv, recv_bytes)
+        # All meet again once the parts are there. Where they lie is said on the card's other line.
+        m.step(ctx)
+        m.say(ctx, m.RECV, recv, elems * item)
+        _show(ctx, m.RECV, slots, recv, first * item, after * item)
+        code = m.meet(ctx, 0)
         if code != m.OK:
             return code
+        straight = straight or _is_straight(ctx, m.RECV)
         for i in range(1, size):
             rank = (me + i) % size
             first, count = part_of(elems, size, rank)
             m.fetch(ctx, rank, m.RECV, first * item, recv + first * item, count * item, past)
-    return m.leave(ctx)
-
-
-@inner
-def _meet_again(ctx: int, recv: int, recv_bytes: int) -> Any:
-    """Meet amid a fold: all parts are there. Where the results lie is said again, on the card's other line."""
-    m.step(ctx)
-    m.say(ctx, m.RECV, recv, recv_bytes)
-    return m.meet(ctx, 0)
+    return m.leave(ctx) if straight else m.OK

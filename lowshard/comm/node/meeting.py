@@ -65,7 +65,8 @@ _LINES, _LINE_BYTES, WORD = 64, 64, 192
 SIGNATURE, SEND, RECV = 0, 1, 4
 """Places in a line; behind SEND and RECV, where a buffer begins, a segment's number and where in that."""
 NO_SEGMENT = -1
-"""In place of a segment's number: private memory, which peers read by a system call."""
+IN_SLOT = -2
+"""In place of a segment's number: private memory, which peers read by a system call; a copy in the rank's slot."""
 
 # ---- how a meeting ends
 
@@ -210,6 +211,8 @@ def seen_at(ctx: int, rank: int, buffer: int) -> Any:
     if rank == field(ctx, ME):
         return field(card, buffer)
     segment = field(card, buffer + 1)
+    if segment == IN_SLOT:
+        return slot(ctx, rank)
     if segment < 0 or segment >= SEGMENTS:
         return 0
     base = field(field(ctx, MAPS), field(field(ctx, MEMBERS), rank) * SEGMENTS + segment)

@@ -22,7 +22,7 @@ from lowshard.comm.messages import ByMailbox, Mailbox
 from lowshard.comm.node import meeting as m
 from lowshard.comm.node.arena import Block
 from lowshard.comm.node.combine import HALVES, NATIVE, OPS, recipe_of
-from lowshard.comm.node.fold import EVERYWHERE, PART, TO_ROOT
+from lowshard.comm.node.fold import ALL, EVERYWHERE, NONE, PART, PRIVATE, TO_ROOT
 from lowshard.comm.node.fold_views import fold_views, may_fold
 from lowshard.comm.node.node_group import NodeGroup, address_of, lend_group
 from lowshard.comm.node.node_memory import NodeMemory
@@ -183,10 +183,10 @@ class NodeTransport(ByMailbox, Transport):
 
     # ---- plans of moves
 
-    def _moved(
+    def _run(
         self, call: Call, send_bytes: int, recv_bytes: int, in_place: int, go: Callable[[int, int], int]
     ) -> Run:
-        """Return a run that moves rows: `go`, of `lowshard.comm.node.moves`, from the address of send to that of recv.
+        """Return a run of `go`, a compiled call with all but the addresses of send and recv.
 
         `in_place` is how many bytes behind recv the operand may begin: where it overlaps otherwise it is copied.
         """
@@ -228,7 +228,7 @@ class NodeTransport(ByMailbox, Transport):
                 in_place = _NOWHERE  # what others still read must not be written over
         else:
             move = self._by_slots(call, rows, rows, row_bytes, 0, self.size, row)
-        return self._moved(call, send_bytes, self.size * row_bytes, in_place, move)
+        return self._run(call, send_bytes, self.size * row_bytes, in_place, move)
 
     def _by_root(self, call: Call, rows: int, row_bytes: int, root: int) -> Run:
         """Return a run in which each rank gets one of the root's rows, the same where there is one."""
@@ -238,7 +238,7 @@ class NodeTransport(ByMailbox, Transport):
         else:
             row = self.rank if rows > 1 else 0
             move = self._by_slots(call, shown, rows, row_bytes, root, 1, row)
-        return self._moved(call, shown * row_bytes, row_bytes, -stride * root, move)
+        return self._run(call, shown * row_bytes, row_bytes, -stride * root, move)
 
     def _plan_all_gather(self, call: Call, dtype: Any, elems: int) -> Run:
         each = elems * dtype.itemsize
@@ -253,7 +253,7 @@ class NodeTransport(ByMailbox, Transport):
             move = self._bound(call, self._compiled.collect, taken * each, each, root)
         else:
             move = self._by_slots(call, 1, 1, each, 0, taken, 0)
-        return self._moved(call, each, taken * each, each * root, move)
+        return self._run(call, each, taken * each, each * root, move)
 
     def _plan_scatter(self, call: Call, dtype: Any, elems: int, root: int) -> Run:
         return self._by_root(call, self.size, elems * dtype.itemsize, root)
@@ -304,64 +304,55 @@ class NodeTransport(ByMailbox, Transport):
 
     # ---- plans of reductions
 
-    def _recipe(self, dtype: Any, op: str) -> int:
-        """Return the address of the recipe of a dtype and an op, or 0 where there is none."""
-        name = dtype.name
-        divides = op == "avg" and dtype.kind not in "iub"
-        if name not in (*NATIVE, *HALVES) or not (op in OPS or divides) or self.size == 1:
-            return 0
-        return address_of(recipe_of(name, "sum" if op == "avg" else op).words)
-
     def _plan_all_reduce(self, call: Call, dtype: Any, elems: int, op: str, order: str) -> Run | None:
         nbytes = elems * dtype.itemsize
-        by_all = nbytes <= FOLDED_BY_ALL_BYTES
-        return self._folded(call, dtype, elems, op, order, nbytes, EVERYWHERE, by_all)
+        if nbytes <= FOLDED_BY_ALL_BYTES:
+            return self._folded_from_slots(call, dtype, elems, op, order)
+        slots = ALL if not self._crosses else PRIVATE if nbytes <= self.shared.slot_bytes else NONE
+        return self._folded(call, dtype, elems, op, order, EVERYWHERE, slots)
 
     def _plan_reduce_scatter(self, call: Call, dtype: Any, elems: int, op: str, order: str) -> Run | None:
-        part_bytes = elems * dtype.itemsize
-        return self._folded(
-            call, dtype, elems, op, order, part_bytes, PART, True, rows=self.size, row=self.rank
-        )
+        if self._crosses and self.size * elems * dtype.itemsize > self.shared.slot_bytes:
+            return self._folded(call, dtype, elems, op, order, PART)
+        return self._folded_from_slots(call, dtype, elems, op, order, self.size, self.rank, self.size)
 
     def _plan_reduce(self, call: Call, dtype: Any, elems: int, op: str, root: int, order: str) -> Run | None:
-        mine = elems * dtype.itemsize if self.rank == root else 0
-        return self._folded(call, dtype, elems, op, order, mine, TO_ROOT, True, root=root)
+        if self._crosses and elems * dtype.itemsize > FOLDED_BY_ALL_BYTES:
+            return self._folded(call, dtype, elems, op, order, TO_ROOT, root=root)
+        row = 0 if self.rank == root else -1
+        return self._folded_from_slots(call, dtype, elems, op, order, -row, row)
+
+    def _how(self, dtype: Any, op: str, order: str) -> tuple[int, int, int] | None:
+        """Return what folds take last: a divisor, the addresses of steps and of a recipe; None where there is none."""
+        divides = op == "avg" and dtype.kind not in "iub"
+        if dtype.name not in (*NATIVE, *HALVES) or not (op in OPS or divides) or self.size == 1:
+            return None
+        recipe = recipe_of(dtype.name, "sum" if divides else op)
+        return self.size if divides else 1, self.shared.steps_at[order], address_of(recipe.words)
+
+    def _folded_from_slots(
+        self, call: Call, dtype: Any, elems: int, op: str, order: str, shown: int = 1, row: int = 0, rows: int = 1
+    ) -> Run | None:  # fmt: skip
+        """Return a run in which a rank shows some rows of its operand, and folds one of all ranks', or none (-1)."""
+        how, each = self._how(dtype, op, order), elems * dtype.itemsize
+        if not how:
+            return None
+        chunk = max(1, min(elems, self.shared.slot_bytes // (rows * dtype.itemsize)))
+        go = self._bound(call, self._compiled.fold_by_slots, shown, row, elems, chunk, *how)
+        return self._run(call, rows * each, each if row >= 0 else 0, -row * each, go)
 
     def _folded(
-        self, call: Call, dtype: Any, elems: int, op: str, order: str, recv_bytes: int, mode: int, whole: bool,
-        root: int = 0, rows: int = 1, row: int = 0,
+        self, call: Call, dtype: Any, elems: int, op: str, order: str, mode: int, slots: int = NONE, root: int = 0
     ) -> Run | None:  # fmt: skip
-        """Return the run of a reduction, or None where the table's own plan serves.
-
-        Operands have rows of `elems` each, of which this rank folds `row`. Through the slots each rank that wants a
-        result folds it by itself (`whole`), or each a part for all; else `mode` says who folds what.
-        """
-        recipe = self._recipe(dtype, op)
-        if not recipe:
+        """Return a run in which each rank folds a part of the operands where they lie, or in `slots`."""
+        how, each = self._how(dtype, op, order), elems * dtype.itemsize
+        if not how:
             return None
-        ctx, compiled, text, signature = self._ctx, self._compiled, call.text, self._sign(call)
-        item, most, wanted = dtype.itemsize, self.shared.slot_bytes, self._wanted
-        send_bytes, in_place = rows * elems * item, -row * elems * item
-        last = self.size if op == "avg" else 1, self.shared.steps_at[order], recipe
-        shown = 0 if mode == TO_ROOT and self.rank == root else rows
-        is_straight = self._crosses and send_bytes > (FOLDED_BY_ALL_BYTES if mode == TO_ROOT else most)
-        chunk = max(1, min(elems, most // (rows * item)))
-
-        def run(send: Array, recv: Array | None) -> None:
-            at, to = address_of(send), 0 if recv is None else address_of(recv)
-            if at < to + recv_bytes and to < at + send_bytes and at - to != in_place:
-                send = send.copy()
-                at = address_of(send)
-            if is_straight:
-                code = compiled.fold(ctx, signature, at, send_bytes, to, recv_bytes, elems, mode, root, *last)
-            elif whole:
-                code = compiled.fold_by_slots(ctx, signature, at, shown, row, to, elems, chunk, *last)
-            else:
-                code = compiled.fold_parts_by_slots(ctx, signature, at, to, elems, chunk, *last)
-            if code or wanted[0]:
-                self.end_call(code, text)
-
-        return self._checked(call, run)
+        rows, row = (self.size, self.rank) if mode == PART else (1, 0)
+        chunk = self.shared.slot_bytes // dtype.itemsize if slots == ALL else elems
+        go = self._bound(call, self._compiled.fold, rows, elems, chunk, mode, slots, root, *how)
+        gets = mode != TO_ROOT or self.rank == root
+        return self._run(call, rows * each, each if gets else 0, -row * each, go)
 
     plans: ClassVar[Mapping[str, Planner]] = {
         "all_gather": _plan_all_gather,
