@@ -250,7 +250,8 @@ def _fold_chunk(
             m.put(ctx, root, at, own, n * item)
         else:
             into = recv + (begin * item if mode == PART else at)
-            _fold_piece(ctx, into, first + begin, n, divisor, steps, recipe, past, own if shared else 0)
+            goes_past = past and into != send + at  # lines of an operand are in a cache once they are read
+            _fold_piece(ctx, into, first + begin, n, divisor, steps, recipe, goes_past, own if shared else 0)
     fence()  # what went past the caches is there before anybody is told
     if mode == EVERYWHERE and not shared:
         # All meet again once the parts are there. Where they lie is said on the card's other line.
