@@ -56,7 +56,7 @@ PRODUCT = {
         "lowshard/demo", "lowshard/selftest", "lowshard/interop", "lowshard/cli.py",
     )),
 }  # fmt: skip
-PRODUCT_LINES, PRODUCT_BYTES, PRODUCT_FUNCTIONS = 67_695, 2_980_000, 4_300
+PRODUCT_LINES, PRODUCT_BYTES, PRODUCT_FUNCTIONS = 67_696, 2_980_000, 4_300
 BENCH = Budget(5_770, 26, ("bench",))
 TESTS = Budget(50_000, 299, ("tests",))
 TESTS_OF_COMM = Budget(5_100, 45, ("tests/comm", "tests/launch"))
