@@ -38,8 +38,8 @@ Streams = Mapping[int, Sequence[Item]]
 _STEP, _FACTOR = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9
 _FIRST_SHIFT, _LAST_SHIFT = 32, 29
 _MASK = (1 << 64) - 1
-CACHED_BYTES = 2 << 20
-"""Most bytes of a bucket that peers read in place: it is still in cache then. Smaller ones need more rounds."""
+NEAR_BUCKET_BYTES = 2 << 20  # of one that peers read in place; smaller ones need more rounds
+NEAR_STREAM_BYTES = 64 << 10  # from here on packed past the caches, of which two fill a core's own
 
 
 # ---- rounds: data is packed into one of a rank's two buffers while peers read the other
@@ -201,9 +201,8 @@ class Mover:
                     across.setdefault(peer, []).append((item, span._replace(at=at)))
                 else:
                     left.setdefault(peer, []).append(item)
-        self._unsettled = [a for a in published if a is not None and a.nbytes and not reach.maps(a)]
-        if not reach.crosses:
-            self._unsettled = []
+        if reach.crosses:
+            self._unsettled = [a for a in published if a is not None and a.nbytes and not reach.maps(a)]
         base = address(self._anchor)
         self._mapped = _copy_between(mapped, base, base)
         self._across = {peer: _copy_between(pairs, 0, base) for peer, pairs in across.items()}
@@ -289,6 +288,7 @@ class Mover:
                 ]
             self._turns.append(range(first, len(self._steps)))
         self._set_aside(like)
+        self._stream_bytes = NEAR_STREAM_BYTES if self._meets and not self._checksums else STREAM_FROM_BYTES
         self._packers: dict[tuple[int, bool], tuple[BoxCopy | None, list[list[Piece]]]] = {}
         words = (0 if step is None else 1 + len(step[1].pieces) for _, step in self._steps)
         self._words = list(accumulate(words, initial=0))
@@ -352,7 +352,7 @@ class Mover:
         parts = (Part(i, -1, shape_of(i.src_box), dtypes.get(i.dtype).itemsize_bytes) for i in plain)
         base = address(self._anchor)
         self._local: list[Callable[[], object]] = []
-        for bucket in buckets_of(([part] for part in parts), CACHED_BYTES):
+        for bucket in buckets_of(([part] for part in parts), NEAR_BUCKET_BYTES):
             sources = [inner_span(p.item.source_span(), p.box) for p in bucket.pieces]
             targets = [inner_span(p.item.target_span(), p.box) for p in bucket.pieces]
             copies = BoxCopy(sources, targets, base, base, result_bytes=total)
@@ -433,7 +433,7 @@ class Mover:
             found = self._packers[number, True] = copies, rest
         copies, rest = found
         if copies is not None:
-            copies.run(self._anchor, slot, len(slot) >= STREAM_FROM_BYTES, fetching=True)
+            copies.run(self._anchor, slot, len(slot) >= self._stream_bytes, fetching=True)
         for pieces in rest:
             self._conversion.put(pieces, slot)  # type: ignore[union-attr]
         if self._checksums:
@@ -495,7 +495,7 @@ def bucket_sizes(comm: Communicator, by_memory: bool, staging_bytes: int) -> tup
     """Return the most bytes of a bucket for readable peers, and of one for others; equal on all ranks."""
     alone = by_memory and comm.reach.whole
     far = max(256, staging_bytes // (2 if alone else 4) // 64 * 64)
-    return min(max(256, CACHED_BYTES), far), far
+    return min(max(256, NEAR_BUCKET_BYTES), far), far
 
 
 def _staging_buffers(comm: Communicator, out_bytes: int, into_bytes: int) -> tuple[list[Array], list[Array]]:
