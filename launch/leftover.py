@@ -34,9 +34,7 @@ def signal_process(pid: int, number: int, job_dir: str) -> None:
     except _NOT_OURS:
         return
     try:
-        if _belongs(
-            pid, job_dir
-        ):  # looked up after the handle was taken: the handle cannot change its process
+        if _belongs(pid, job_dir):  # looked up with the handle held: it keeps to its process
             signal.pidfd_send_signal(handle, number)
     except _NOT_OURS:
         return

@@ -112,9 +112,7 @@ class Supervisor:
         told: list[int] = []
         for number in (*_ENDING, signal.SIGUSR1, signal.SIGUSR2):  # the rank has had these too
             signal.signal(number, lambda got, frame: told.append(got))
-        ctypes.CDLL(None).prctl(
-            _PR_SET_CHILD_SUBREAPER, 1
-        )  # what the rank leaves behind comes to this process
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)  # what the rank leaves comes to this process
         for fd in self._writes:
             os.close(fd)
         self._ranks_end.close()

@@ -237,9 +237,7 @@ class Hub:
 
     def _hear(self, rank: int, wire: Wire) -> None:
         for kind, content in wire.receive():
-            with contextlib.suppress(
-                ValueError, KeyError, TypeError
-            ):  # not what a rank says: no failure of others
+            with contextlib.suppress(ValueError, KeyError, TypeError):  # not what a rank says
                 self.take(rank, kind, content)
         if wire.closed:
             self.selector.unregister(wire)
@@ -247,7 +245,8 @@ class Hub:
             self.lost(rank)
 
     def _tell_all(self, message: Mapping[str, Any]) -> None:
-        for rank in sorted(self.peers, reverse=True):  # rank 0, whose end is the hub's, hears it last
+        # the teller goes on once it hears of it; rank 0's end is the hub's
+        for rank in sorted(self.peers, key=lambda rank: (rank == message["rank"], -rank)):
             self.peers[rank].say(**message)
 
 
@@ -275,7 +274,7 @@ class Channel:
         self._watches: list[Watch] = []
         self._socket, self._hub, self._pid = connection, hub, os.getpid()
         self._wire = Wire(connection)
-        self._lock = threading.Lock()
+        self._lock, self._taking = threading.Lock(), threading.Lock()
         self._failed_s, self._left, self._hub_ends = 0.0, False, False
         self._ends = settings.ON_FAILURE.text() == "end"
         self._threads = [threading.Thread(target=self._listen, name="lowshard-failures", daemon=True)]
@@ -321,7 +320,17 @@ class Channel:
             time.sleep(0.001)
 
     def renew(self) -> None:
-        """Forget a time-out, since all ranks have come to make a communicator; raise for another failure."""
+        """Forget a time-out, since all ranks have come to make a communicator; raise for another failure.
+
+        A rank that was told of it need not have listened yet.
+        """
+        unheard, end_s = select.poll(), time.monotonic() + _TELL_S
+        unheard.register(self._socket, select.POLLIN)
+        while not self._wire.closed and time.monotonic() < end_s:
+            with self._taking:
+                if not unheard.poll(0):
+                    break
+            time.sleep(0.001)
         if self.kind == "timed out":
             self.kind, self.cause, self.failed_rank, self._failed_s = "", "", None, 0.0
             self.flag[0] = 0
@@ -383,8 +392,9 @@ class Channel:
             if is_due and left_s <= 0:
                 self._end_process()
             poll.poll(max(1, 1000 * left_s) if is_due else 1000 * _TURN_S if self._failed_s else None)
-            for _, content in self._wire.receive():
-                self._take(json.loads(content))
+            with self._taking:
+                for _, content in self._wire.receive():
+                    self._take(json.loads(content))
         if not self._left and not self.flag[0]:
             hub = self.ranks[0] if self.ranks else None
             who = "the launcher is gone" if hub is None else f"rank {hub} died: its connection closed"

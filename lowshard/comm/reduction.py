@@ -48,9 +48,7 @@ def fold(
     if is_gpu(out):
         _fold_on_gpu(terms, out, op, order, divisor)
         return
-    with np.errstate(
-        all="ignore"
-    ):  # an error of one rank's part, or a warning made one, would strand the others
+    with np.errstate(all="ignore"):  # one rank's error, or warning made one, would strand the others
         _fold_on_host(terms, out, op, order, divisor)
 
 

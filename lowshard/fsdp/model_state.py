@@ -275,9 +275,7 @@ def _read_slot(step: int, state: Mapping[str, float | str | bool]) -> dict[str, 
 
 def load(engine: Core, path: Any) -> None:
     """Read the file; see `FSDP.load`."""
-    engine._guarded(
-        engine._grads.join
-    )  # what is under way would be added to the sums after they were cleared
+    engine._guarded(engine._grads.join)  # what is under way would be added after they were cleared
     with collective_step(engine._world, "load", path=path):
         file = check_path(path, "load takes the path of a file that save wrote", CheckpointError)
         with CheckpointReader(file) as reader:

@@ -494,9 +494,7 @@ class Subscriber:
                     step.error = CommError(text)
             self._delta_invalid = False
         except LowshardError as agreed:
-            self._delta_invalid = (
-                since > 0 and type(agreed) is CommError
-            )  # not for a failed rank or connection
+            self._delta_invalid = since > 0 and type(agreed) is CommError  # not for a failed rank
             if not self._vote.decide(self._attempt, False):
                 self._disconnect()
                 raise

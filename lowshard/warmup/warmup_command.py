@@ -35,9 +35,7 @@ def run(args: argparse.Namespace) -> int:
     if fault:
         raise DependencyError(f"nothing can be compiled here: {fault}; pip install numba")
     begin_s, best = time.monotonic(), host_levels()[:1]
-    groups = compile_all(
-        best if package_level() not in best else ()
-    )  # what came for a lesser level does not count
+    groups = compile_all(best if package_level() not in best else ())  # that of a lesser level does not count
     for fault in filter(None, (fault for *_, fault in groups)):
         print(f"not compiled: {fault}", file=sys.stderr)
     found = {one for _, origins, _ in groups for one in origins.items()}

@@ -181,9 +181,7 @@ def _by_name(name: str, shape: tuple[int, ...], bias: tuple[int, ...]) -> Rule:
     def is_one(names: Sequence[str]) -> bool:
         return any(stem == n or stem.endswith(f".{n}") or (n in _WHOLE and stem.endswith(n)) for n in names)
 
-    first = (
-        1 if len(shape) == 3 or (last == "bias" and len(shape) == 2) else 0
-    )  # experts are stacked on axis 0
+    first = 1 if len(shape) == 3 or (last == "bias" and len(shape) == 2) else 0  # experts: stacked on axis 0
     cuts: list[tuple[Sequence[str], Callable[[], Rule], Callable[[], Rule]]] = [
         (_STACKED, lambda: GateUp(first), lambda: GateUp(first)),
         (_OUT, lambda: Axiswise(first) if first else Rowwise(), lambda: Axiswise(first)),

@@ -82,12 +82,22 @@ def test_the_end_of_the_hub_is_the_death_of_its_rank(group: Group) -> None:
     assert group.channels[2].error("x").ranks == (RANKS[0],)
 
 
+@pytest.mark.parametrize("teller", range(3))
+def test_a_time_out_is_forgotten_by_those_too_that_have_not_listened_yet(group: Group, teller: int) -> None:
+    for channel in {*group.channels} - {group.channels[teller]}:
+        take = channel._take
+        channel._take = lambda message, take=take: (time.sleep(0.2), take(message))  # type: ignore[method-assign]
+    group.channels[teller].tell("timed out", "rank 6 did not come")
+    [channel.renew() for channel in group.channels]
+    time.sleep(0.5)
+    assert not any(channel.flag[0] for channel in group.channels)
+
+
 def test_the_first_failure_stands(group: Group) -> None:
     group.channels[1].tell("failed", "ValueError: a\n  b")
     group.channels[2].tell("failed", "KeyError: c")
     group.wait()
-    causes = {channel.cause for channel in group.channels}
-    assert causes == {"rank 5 failed: ValueError: a b"}
+    assert {channel.cause for channel in group.channels} == {"rank 5 failed: ValueError: a b"}
 
 
 def test_who_only_waited_names_the_one_that_left(group: Group) -> None:
@@ -102,8 +112,7 @@ def test_a_time_out_is_the_tellers_own_and_is_over_when_all_have_come_again(
     for again in range(2):
         group.watches[1].tell("timed out", f"nobody came {again}")
         group.wait()
-        kinds = [type(watch.error("x")) for watch in group.watches]
-        assert kinds == [PeerFailed, TimedOut, PeerFailed]
+        assert [type(watch.error("x")) for watch in group.watches] == [PeerFailed, TimedOut, PeerFailed]
         assert f"nobody came {again}" in group.channels[0].cause
         for channel in group.channels:
             channel.renew()
@@ -155,8 +164,7 @@ def test_noise_ends_its_own_connection_at_worst(noise: bytes) -> None:
     hub = Hub((0, 1), None)
     with ExitStack() as stack:
         stack.callback(hub.close)
-        mine, theirs = socket.socketpair()
-        other, others = socket.socketpair()
+        (mine, theirs), (other, others) = socket.socketpair(), socket.socketpair()
         for one in (mine, other):
             stack.callback(one.close)
         hub.add(0, theirs)
