@@ -245,7 +245,7 @@ class Hub:
             self.lost(rank)
 
     def _tell_all(self, message: Mapping[str, Any]) -> None:
-        # the teller goes on once it hears of it; rank 0's end is the hub's
+        # the teller goes on once it hears this, so last; before it rank 0, whose end is the hub's
         for rank in sorted(self.peers, key=lambda rank: (rank == message["rank"], -rank)):
             self.peers[rank].say(**message)
 

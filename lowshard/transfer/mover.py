@@ -39,7 +39,7 @@ _STEP, _FACTOR = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9
 _FIRST_SHIFT, _LAST_SHIFT = 32, 29
 _MASK = (1 << 64) - 1
 NEAR_BUCKET_BYTES = 2 << 20  # of one that peers read in place; smaller ones need more rounds
-NEAR_STREAM_BYTES = 64 << 10  # from here on packed past the caches, of which two fill a core's own
+NEAR_STREAM_BYTES = 64 << 10  # such buckets from here on are packed past the caches: two fill a core's own
 
 
 # ---- rounds: data is packed into one of a rank's two buffers while peers read the other
