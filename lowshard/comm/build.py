@@ -72,9 +72,7 @@ def build_host(mpi_comm: Any, timeout_s: float | None = None, fault: str = "") -
     if split_world is not None:
         raise LaunchError(split_world)
     if not isinstance(mpi_comm, mpi.Intracomm) or mpi_comm == mpi.COMM_NULL:
-        raise CommError(
-            f"mpi_comm is a communicator of mpi4py, such as MPI.COMM_WORLD, got {brief(mpi_comm)}"
-        )
+        raise CommError(f"mpi_comm is a communicator of mpi4py, as MPI.COMM_WORLD is; got {brief(mpi_comm)}")
     try:
         seconds = settings.TIMEOUT_S.seconds() if timeout_s is None else timeout_s
     except LowshardError as error:  # the others are told where all have come

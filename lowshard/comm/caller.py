@@ -123,9 +123,7 @@ class Caller:
         if t.closed:
             return
         if self.in_group() and not t.failed:
-            raise CommError(
-                "a communicator is not closed in a grouped() block of its own; end the block first"
-            )
+            raise CommError("a communicator is not closed in a grouped() block of its own; end it first")
         self._plans.clear()  # so that the next call comes to `open`
         self.failure.take()  # an exception ends the block, or it was raised
         if not self.lock.acquire(False):
@@ -172,7 +170,10 @@ class Caller:
                 self.call(what, detail, send, recv)
             return
         plan, send, recv = self._planned(what, detail, send, recv)
-        self.run(plan.call, plan.run, send, recv)
+        if self.batch is None and self.transport.launch is None:
+            self._run(plan.call, plan.run, send, recv)  # as `run` does, a step less
+        else:
+            self.run(plan.call, plan.run, send, recv)
 
     def run(self, call: Call, run: Run, *args: Any) -> None:
         """Run a call: in turn after those that were started, numbered, recorded, counted."""
