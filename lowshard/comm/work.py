@@ -129,7 +129,9 @@ class ThreadWork:
         """Wait for the end; see `Work.wait`."""
         timeout_s = wait_s(timeout_s)
         if not self._ended.wait(timeout_s):
-            raise TimedOut(f"{self._text} has not ended in {timeout_s:g} s; it goes on, wait for it again")
+            raise TimedOut(
+                f"{self._text} has not ended within {timeout_s:g} s; it goes on, wait for it again"
+            )
         if self._error is not None:
             self.told = True
             raise self._error

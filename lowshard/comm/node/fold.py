@@ -209,10 +209,12 @@ def fold(
     steps: int, recipe: int, send: int, recv: int,
 ) -> Any:  # fmt: skip
     """Fold rows of `elems` elements, each rank a part, `chunk_elems` at a time; see `mode` and `slots` above."""
+    item = field(recipe, ITEM)
+    past = elems * item >= m.PAST_BYTES * (1 if mode == PART else field(ctx, m.SIZE))
     for begin in range(0, elems, chunk_elems):
-        n, skipped = min(chunk_elems, elems - begin), begin * field(recipe, ITEM)
+        n, at = min(chunk_elems, elems - begin), begin * item
         code = _fold_chunk(
-            ctx, signature, rows, n, mode, slots, root, divisor, steps, recipe, send + skipped, recv + skipped
+            ctx, signature, rows, n, mode, slots, past, root, divisor, steps, recipe, send + at, recv + at
         )
         if code != m.OK:
             return code
@@ -221,8 +223,8 @@ def fold(
 
 @inner
 def _fold_chunk(
-    ctx: int, signature: int, rows: int, elems: int, mode: int, slots: int, root: int, divisor: int, steps: int,
-    recipe: int, send: int, recv: int,
+    ctx: int, signature: int, rows: int, elems: int, mode: int, slots: int, past: bool, root: int, divisor: int,
+    steps: int, recipe: int, send: int, recv: int,
 ) -> Any:  # fmt: skip
     """Fold one chunk: meet, fold a part, and where all get all of it, meet again and take the others' parts."""
     me, size, item = field(ctx, m.ME), field(ctx, m.SIZE), field(recipe, ITEM)
@@ -240,7 +242,6 @@ def _fold_chunk(
         return code
     piece_elems = field(ctx, m.PIECE_BYTES) // item
     own = field(ctx, m.SCRATCH) + scratch_blocks(size) * BLOCK_BYTES + size * field(ctx, m.PIECE_BYTES)
-    past = elems * item >= m.PAST_BYTES * (1 if mode == PART else size)
     shared = mode == EVERYWHERE and slots != ALL and _are_mapped(ctx)
     straight = shared or _is_straight(ctx, m.SEND)
     for begin in range(0, count, piece_elems):
@@ -250,7 +251,8 @@ def _fold_chunk(
             m.put(ctx, root, at, own, n * item)
         else:
             into = recv + (begin * item if mode == PART else at)
-            goes_past = past and into != send + at  # lines of an operand are in a cache once they are read
+            # Lines of an operand are in a cache once they are read, and a slot is filled from there.
+            goes_past = past and (slots == NONE or shared) and into != send + at
             _fold_piece(ctx, into, first + begin, n, divisor, steps, recipe, goes_past, own if shared else 0)
     fence()  # what went past the caches is there before anybody is told
     if mode == EVERYWHERE and not shared:
