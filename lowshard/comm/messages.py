@@ -360,7 +360,7 @@ class Mailbox:
     def drop(self) -> None:
         """End what is under way: what it needs is given back."""
         for work in self._started:
-            work.abandon(CommError("the communicator of this message is closed; wait for messages before"))
+            work.abandon(CommError("the communicator of this message is closed; wait for it first"))
         self._started = []
 
 

@@ -308,7 +308,7 @@ class NodeTransport(ByMailbox, Transport):
         nbytes = elems * dtype.itemsize
         if nbytes <= FOLDED_BY_ALL_BYTES:
             return self._folded_from_slots(call, dtype, elems, op, order)
-        # Among more than two, chunks of slots in a cache are faster than parts read across where they lie.
+        # On 3 ranks or more, chunks that stay in a cache are faster than private arrays read across.
         chunked = self.size > 2 or nbytes <= self.shared.slot_bytes
         slots = ALL if not self._crosses else PRIVATE if chunked else NONE
         return self._folded(call, dtype, elems, op, order, EVERYWHERE, slots)
