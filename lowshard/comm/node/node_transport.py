@@ -308,9 +308,8 @@ class NodeTransport(ByMailbox, Transport):
         nbytes = elems * dtype.itemsize
         if nbytes <= FOLDED_BY_ALL_BYTES:
             return self._folded_from_slots(call, dtype, elems, op, order)
-        # On 3 ranks or more, chunks that stay in a cache are faster than private arrays read across.
-        chunked = self.size > 2 or nbytes <= self.shared.slot_bytes
-        slots = ALL if not self._crosses else PRIVATE if chunked else NONE
+        # Chunks of private arrays that stay in a cache are faster than these read across.
+        slots = PRIVATE if self._crosses else ALL
         return self._folded(call, dtype, elems, op, order, EVERYWHERE, slots)
 
     def _plan_reduce_scatter(self, call: Call, dtype: Any, elems: int, op: str, order: str) -> Run | None:
