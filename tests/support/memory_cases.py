@@ -294,7 +294,9 @@ def results_are_right_whatever_memory_ranks_map(comm: Communicator, rng: np.rand
             same(recv, total)
             comm.all_reduce(send, send, order="tree")
             same(send, total)
-        send[...] = mine
+        send[...], recv[...] = mine, -1
+        comm.reduce(send, recv, root=comm.size - 1, order="tree")
+        same(recv, total if comm.rank == comm.size - 1 else np.full_like(recv, -1))
         part = recv_kind(part_elems, np.float32)
         comm.reduce_scatter(send[13:], part, order="tree")
         same(part, plain_fold(terms[:, 13:], "sum", "tree").reshape(comm.size, -1)[comm.rank])

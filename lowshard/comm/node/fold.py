@@ -243,7 +243,7 @@ def _fold_chunk(
     piece_elems = field(ctx, m.PIECE_BYTES) // item
     own = field(ctx, m.SCRATCH) + scratch_blocks(size) * BLOCK_BYTES + size * field(ctx, m.PIECE_BYTES)
     shared = mode == EVERYWHERE and slots != ALL and _are_mapped(ctx)
-    straight = shared or _is_straight(ctx, m.SEND)
+    straight = shared or mode == TO_ROOT or _is_straight(ctx, m.SEND)
     for begin in range(0, count, piece_elems):
         n, at = min(piece_elems, count - begin), (first + begin) * item
         if mode == TO_ROOT and me != root:

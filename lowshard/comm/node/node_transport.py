@@ -319,7 +319,7 @@ class NodeTransport(ByMailbox, Transport):
 
     def _plan_reduce(self, call: Call, dtype: Any, elems: int, op: str, root: int, order: str) -> Run | None:
         if self._crosses and elems * dtype.itemsize > FOLDED_BY_ALL_BYTES:
-            return self._folded(call, dtype, elems, op, order, TO_ROOT, root=root)
+            return self._folded(call, dtype, elems, op, order, TO_ROOT, PRIVATE, root)
         row = 0 if self.rank == root else -1
         return self._folded_from_slots(call, dtype, elems, op, order, -row, row)
 
