@@ -15,7 +15,7 @@ from lowshard.compiled.emitted import copy_bytes, fence
 
 PART, EVERYWHERE, TO_ROOT = range(3)
 """Where a fold's result goes: this rank's part to itself (reduce_scatter); everything to all ranks, each folding a part
-that it writes to the others' results or they fetch; each part to its place in the root's."""
+that it writes to the others' results or they fetch; everything to the root, which fetches the parts."""
 NONE, PRIVATE, ALL = range(3)
 """What goes through the slots: nothing, buffers in memory that peers do not map, everything."""
 
@@ -226,7 +226,7 @@ def _fold_chunk(
     ctx: int, signature: int, rows: int, elems: int, mode: int, slots: int, past: bool, root: int, divisor: int,
     steps: int, recipe: int, send: int, recv: int,
 ) -> Any:  # fmt: skip
-    """Fold one chunk: meet, fold a part, and where all get all of it, meet again and take the others' parts."""
+    """Fold one chunk: meet, fold a part, and where more than that is wanted, meet again and take the others' parts."""
     me, size, item = field(ctx, m.ME), field(ctx, m.SIZE), field(recipe, ITEM)
     first, count = part_of(elems, size, me)
     if mode == PART:
@@ -243,28 +243,28 @@ def _fold_chunk(
     piece_elems = field(ctx, m.PIECE_BYTES) // item
     own = field(ctx, m.SCRATCH) + scratch_blocks(size) * BLOCK_BYTES + size * field(ctx, m.PIECE_BYTES)
     shared = mode == EVERYWHERE and slots != ALL and _are_mapped(ctx)
-    straight = shared or mode == TO_ROOT or _is_straight(ctx, m.SEND)
+    straight = shared or _is_straight(ctx, m.SEND)
+    recv = m.slot(ctx, me, 1) if mode == TO_ROOT and me != root else recv
     for begin in range(0, count, piece_elems):
         n, at = min(piece_elems, count - begin), (first + begin) * item
-        if mode == TO_ROOT and me != root:
-            _fold_piece(ctx, own, first + begin, n, divisor, steps, recipe, False, 0)
-            m.put(ctx, root, at, own, n * item)
-        else:
-            into = recv + (begin * item if mode == PART else at)
-            # Lines of an operand are in a cache once they are read, and a slot is filled from there.
-            goes_past = past and (slots == NONE or shared) and into != send + at
-            _fold_piece(ctx, into, first + begin, n, divisor, steps, recipe, goes_past, own if shared else 0)
+        into = recv + (begin * item if mode == PART else at)
+        # Lines of an operand are in a cache once they are read, and a slot is filled from there.
+        goes_past = past and (slots == NONE or shared) and into != send + at
+        _fold_piece(ctx, into, first + begin, n, divisor, steps, recipe, goes_past, own if shared else 0)
     fence()  # what went past the caches is there before anybody is told
-    if mode == EVERYWHERE and not shared:
+    if mode != PART and not shared:
         # All meet again once the parts are there. Where they lie is said on the card's other line.
         m.step(ctx)
-        m.say(ctx, m.RECV, recv, elems * item)
-        _show(ctx, m.RECV, slots, recv, first * item, after * item)
+        if mode == EVERYWHERE:
+            m.say(ctx, m.RECV, recv, elems * item)
+            _show(ctx, m.RECV, slots, recv, first * item, after * item)
+        else:
+            set_field(m.line(ctx, me), m.RECV + 1, m.IN_SLOT)
         code = m.meet(ctx, 0)
         if code != m.OK:
             return code
         straight = straight or _is_straight(ctx, m.RECV)
-        for i in range(1, size):
+        for i in range(1, size if mode == EVERYWHERE or me == root else 0):
             rank = (me + i) % size
             first, count = part_of(elems, size, rank)
             m.fetch(ctx, rank, m.RECV, first * item, recv + first * item, count * item, past)

@@ -86,9 +86,9 @@ def line(ctx: int, rank: int) -> Any:
 
 
 @inner
-def slot(ctx: int, rank: int) -> Any:
-    """Return the address of a rank's slot for the number that is being met."""
-    return field(ctx, SLOTS) + (2 * rank + (field(ctx, NUMBER) & 1)) * field(ctx, SLOT_BYTES)
+def slot(ctx: int, rank: int, ahead: int = 0) -> Any:
+    """Return the address of a rank's slot for the number that is being met, or 1 ahead; that is free once all met."""
+    return field(ctx, SLOTS) + (2 * rank + ((field(ctx, NUMBER) + ahead) & 1)) * field(ctx, SLOT_BYTES)
 
 
 @inner
