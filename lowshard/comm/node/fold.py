@@ -175,20 +175,19 @@ def _fold_piece(
 
 
 @inner
-def _are_mapped(ctx: int) -> Any:
-    """Say, on all ranks alike, whether all results lie in memory that ranks map."""
+def _are_mapped(ctx: int, buffer: int) -> Any:
+    """Say, on all ranks alike, whether every rank's buffer lies in memory that the others map."""
+    mapped = True
     for rank in range(field(ctx, m.SIZE)):
-        segment = field(m.line(ctx, rank), m.RECV + 1)
-        if segment < 0 or segment >= m.SEGMENTS:
-            return False
-    return True
+        segment = field(m.line(ctx, rank), buffer + 1)
+        mapped &= segment >= 0 and segment < m.SEGMENTS
+    return mapped
 
 
 @inner
 def _show(ctx: int, buffer: int, slots: int, address: int, begin: int, end: int) -> None:
     """Copy bytes of a buffer to their place in this rank's slot, if it goes by that, and say that it lies there."""
-    me = field(ctx, m.ME)
-    card = m.line(ctx, me)
+    me, card = field(ctx, m.ME), m.line(ctx, field(ctx, m.ME))
     if slots == ALL or (slots == PRIVATE and field(card, buffer + 1) < 0):
         copy_bytes(m.slot(ctx, me) + begin, address + begin, end - begin)
         set_field(card, buffer + 1, m.IN_SLOT)
@@ -212,25 +211,23 @@ def fold(
     item = field(recipe, ITEM)
     past = elems * item >= m.PAST_BYTES * (1 if mode == PART else field(ctx, m.SIZE))
     for begin in range(0, elems, chunk_elems):
-        n, at = min(chunk_elems, elems - begin), begin * item
+        n, rest, at = min(chunk_elems, elems - begin), elems - begin, begin * item
         code = _fold_chunk(
-            ctx, signature, rows, n, mode, slots, past, root, divisor, steps, recipe, send + at, recv + at
-        )
+            ctx, signature, rows, n, rest, mode, slots, past, root, divisor, steps, recipe, send + at, recv + at
+        )  # fmt: skip
         if code != m.OK:
-            return code
+            return m.OK if code == m.WHOLE else code
     return m.OK
 
 
 @inner
 def _fold_chunk(
-    ctx: int, signature: int, rows: int, elems: int, mode: int, slots: int, past: bool, root: int, divisor: int,
-    steps: int, recipe: int, send: int, recv: int,
+    ctx: int, signature: int, rows: int, elems: int, rest: int, mode: int, slots: int, past: bool, root: int,
+    divisor: int, steps: int, recipe: int, send: int, recv: int,
 ) -> Any:  # fmt: skip
-    """Fold one chunk: meet, fold a part, and where more than that is wanted, meet again and take the others' parts."""
+    """Fold one chunk, or all the rest where all is mapped: meet, fold a part, meet again and fetch the others'."""
     me, size, item = field(ctx, m.ME), field(ctx, m.SIZE), field(recipe, ITEM)
-    first, count = part_of(elems, size, me)
-    if mode == PART:
-        first, count = me * elems, elems
+    first, count = (me * elems, elems) if mode == PART else part_of(elems, size, me)
     after = first + count
     m.step(ctx)
     m.say(ctx, m.SEND, send, rows * elems * item)
@@ -242,7 +239,9 @@ def _fold_chunk(
         return code
     piece_elems = field(ctx, m.PIECE_BYTES) // item
     own = field(ctx, m.SCRATCH) + scratch_blocks(size) * BLOCK_BYTES + size * field(ctx, m.PIECE_BYTES)
-    shared = mode == EVERYWHERE and slots != ALL and _are_mapped(ctx)
+    shared = mode == EVERYWHERE and slots != ALL and _are_mapped(ctx, m.RECV)
+    whole = shared and _are_mapped(ctx, m.SEND)  # nothing is in a slot: chunks would but add meetings
+    first, count = part_of(rest, size, me) if whole else (first, count)
     straight = shared or _is_straight(ctx, m.SEND)
     recv = m.slot(ctx, me, 1) if mode == TO_ROOT and me != root else recv
     for begin in range(0, count, piece_elems):
@@ -268,4 +267,5 @@ def _fold_chunk(
             rank = (me + i) % size
             first, count = part_of(elems, size, rank)
             m.fetch(ctx, rank, m.RECV, first * item, recv + first * item, count * item, past)
-    return m.leave(ctx) if straight else m.OK
+    code = m.leave(ctx) if straight else m.OK
+    return m.WHOLE if whole and code == m.OK else code

@@ -70,7 +70,7 @@ IN_SLOT = -2
 
 # ---- how a meeting ends
 
-OK, DIFFERENT, FAILED, LATE, FAULTY, LEFT, UNEQUAL = range(7)
+OK, DIFFERENT, FAILED, LATE, FAULTY, LEFT, UNEQUAL, WHOLE = range(8)
 
 _MONOTONIC = 1
 _YIELDS_NS, _DRIVES_NS = 2_000_000, 200_000
@@ -87,7 +87,7 @@ def line(ctx: int, rank: int) -> Any:
 
 @inner
 def slot(ctx: int, rank: int, ahead: int = 0) -> Any:
-    """Return the address of a rank's slot for the number that is being met, or 1 ahead; that is free once all met."""
+    """Return the address of a rank's slot for the number being met, or 1 ahead: that is free once all have met."""
     return field(ctx, SLOTS) + (2 * rank + ((field(ctx, NUMBER) + ahead) & 1)) * field(ctx, SLOT_BYTES)
 
 
