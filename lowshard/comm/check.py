@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
+from numpy import ndarray
 
 from lowshard import dtypes
 from lowshard.argument import MOST_DIMS, brief, kind_of, number, real, wholes
@@ -253,7 +254,7 @@ class HostBuffers:
 
     def ready(self, buf: Array, writes: bool = False) -> bool:
         """Say whether a buffer passes as it is; where it does not, `flat` says what is wrong, if anything is."""
-        if type(buf) is not np.ndarray:
+        if type(buf) is not ndarray:
             return False
         flags = buf.flags
         return flags.carray or (flags.c_contiguous and (flags.writeable or not writes))

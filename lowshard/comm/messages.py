@@ -61,7 +61,7 @@ class Post:
         """Let the long messages that were started go on."""
         if self._works:
             with self.lock:
-                self._works = [work for work in self._works if not work.advance()]
+                self._works = [work for work in self._works if not work.done()]
 
     def _drive(self) -> None:
         while True:
@@ -91,19 +91,16 @@ class MessageWork:
         """Make the work of a message that MPI has, or (no request) that is still to come."""
         self._box, self.sends, self._buf, self.peer, self._request = box, sends, buf, peer, request
 
-    def advance(self) -> bool:
-        """Let it go on, and say whether it has ended."""
-        return self.comes(1)
-
     def comes(self, times: int = _SPINS) -> bool:
         """Look at it so many times, and say whether it has ended."""
         if not self.ended:
             with self._box.post.lock:
                 if self._request is None and not self.ended:
                     self._box.match(self, times)
-                request = self._request
-                if not self.ended and request is not None and any(request.Test() for _ in range(times)):
-                    self.end(self._error)
+                while (request := self._request) is not None and times:
+                    if request.Test():
+                        self.end(self._error)
+                    times -= 1
         return self.ended
 
     def take(self, message: Any, came_bytes: int) -> None:
@@ -143,8 +140,8 @@ class MessageWork:
         return f"{'recv from' if self.sends else 'send to'} rank {self._box.rank}"
 
     def done(self) -> bool:
-        """Say whether it has ended."""
-        return self.advance()
+        """Let it go on, and say whether it has ended."""
+        return self.comes(1)
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait for the end; see `Work.wait`."""
@@ -184,7 +181,7 @@ class Mailbox:
         self.expected: defaultdict[int, deque[MessageWork]] = defaultdict(deque)
         """Recvs by peer that no message has come for."""
         self.isend, self.irecv = mpi_comm.Isend, mpi_comm.Irecv
-        self._improbe, self._status = mpi_comm.Improbe, mpi.Status()
+        self._improbe, self._status, self._all_gone = mpi_comm.Improbe, mpi.Status(), mpi.Request.Testall
         self._byte, self.address_of = mpi.BYTE, mpi.Get_address
         self._long_kinds: dict[int, Any] = {}
         self._started: list[MessageWork] = []
@@ -245,11 +242,10 @@ class Mailbox:
         """Receive the next message from a rank, which is looked for so many times; the lock is held."""
         expected = self.expected[peer]
         if not expected:
-            improbe, status, rank, tag = self._improbe, self._status, self.ranks[peer], self.tag
             for _ in range(times):
-                message = improbe(rank, tag, status)
+                message = self._improbe(self.ranks[peer], self.tag, self._status)
                 if message is not None:
-                    came_bytes = status.Get_elements(self._byte)
+                    came_bytes = self._status.Get_elements(self._byte)
                     if came_bytes == buf.nbytes <= SHORT_BYTES:
                         message.Recv([buf, self._byte])
                         return _DONE
@@ -278,7 +274,7 @@ class Mailbox:
         work.failure = failure
         self._started.append(work)
         if len(self._started) > self._prune_from:
-            self._started = [one for one in self._started if not one.advance()]
+            self._started = [one for one in self._started if not one.done()]
             self._prune_from = 2 * len(self._started) + _KEPT
         if buf.nbytes > SHORT_BYTES:
             self.post.add(work)
@@ -292,19 +288,20 @@ class Mailbox:
         are_short = all([buf.nbytes <= SHORT_BYTES for _, buf, _ in batch])
         if not are_short:
             batch = sent_apart(batch, self.address_of)
-        sent, coming, times = [], [], _SPINS
-        for call, buf, peer in batch:
-            if call.name == "send" and (work := self._send(buf, peer)) is not _DONE:
-                sent.append(work)
-        if sent and are_short:
-            self.await_all(sent)  # so what is sent may be received over
+        sends = [(buf, peer) for call, buf, peer in batch if call.name == "send"]
+        requests = [self.isend(self.spec(buf), self.ranks[peer], self.tag) for buf, peer in sends]
+        works, coming, times = [], [], _SPINS
+        if not (are_short and any(self._all_gone(requests) for _ in range(_SPINS))):
+            works = [MessageWork(self, True, *send, requests[i]) for i, send in enumerate(sends)]
+            if are_short:
+                self.await_all(works)  # so what is sent may be received over
         with self.post.lock:
             for call, buf, peer in batch:
                 if call.name == "recv" and (work := self._receive(buf, peer, times)) is not _DONE:
                     coming.append(work)
                     times = 1
-        if sent or coming:
-            self.await_all(coming + sent)
+        if works or coming:
+            self.await_all(coming + works)
             for work in coming:
                 if work._error is not None:
                     raise work._error
@@ -319,7 +316,7 @@ class Mailbox:
         pending, push = [work for work in works if not work.ended], self.post.push
 
         def ended() -> bool:
-            pending[:] = [work for work in pending if not work.advance()]
+            pending[:] = [work for work in pending if not work.done()]
             push()
             return not pending
 
