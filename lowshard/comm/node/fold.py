@@ -262,7 +262,7 @@ def _fold_chunk(
         code = m.meet(ctx, 0)
         if code != m.OK:
             return code
-        straight = straight or _is_straight(ctx, m.RECV)
+        straight = _is_straight(ctx, m.RECV)  # the operands have been read
         for i in range(1, size if mode == EVERYWHERE or me == root else 0):
             rank = (me + i) % size
             first, count = part_of(elems, size, rank)

@@ -39,8 +39,8 @@ _NOWHERE = 1 << 62
 SMALL_BYTES = 16 << 10
 """A part of a move that goes through the slots. Larger ones would be two to three times as fast between cores that
 share a cache, and as slow between others, which get each line that was just written from afar."""
-FOLDED_BY_ALL_BYTES = 32 << 10
-"""An operand of all_reduce that each rank folds by itself; longer ones of reduce are read where they lie."""
+FOLDED_BY_ALL_BYTES, FOLDED_BY_ROOT_BYTES = 32 << 10, 2 << 20
+"""An operand of all_reduce that each rank folds by itself; what the root of reduce folds alone, times the ranks."""
 _STEP = "a step of the transport"
 _KINDS = ("gather_facts", "all_gather_v", "all_to_all_v", "broadcast", "gather", "scatter", "all_reduce")
 _STEPS = {what: Call(_STEP, what, STEP_SIGNATURE) for what in _KINDS}
@@ -318,7 +318,8 @@ class NodeTransport(ByMailbox, Transport):
         return self._folded_from_slots(call, dtype, elems, op, order, self.size, self.rank, self.size)
 
     def _plan_reduce(self, call: Call, dtype: Any, elems: int, op: str, root: int, order: str) -> Run | None:
-        if self._crosses and elems * dtype.itemsize > FOLDED_BY_ALL_BYTES:
+        others_bytes = (self.size - 1) * elems * dtype.itemsize
+        if self._crosses and self.size * others_bytes > FOLDED_BY_ROOT_BYTES:
             return self._folded(call, dtype, elems, op, order, TO_ROOT, PRIVATE, root)
         row = 0 if self.rank == root else -1
         return self._folded_from_slots(call, dtype, elems, op, order, -row, row)
