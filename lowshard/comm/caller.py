@@ -37,8 +37,8 @@ class Calls(dict[str, int]):
 class Traffic:
     """What this rank has called and moved since the communicator was made or `clear` was called.
 
-    Moves count the elements that others were given. Reductions count what a reduce-scatter and an
-    all-gather need; the transport's own algorithm may send more or less.
+    Moves count the elements that others were given, messages as soon as they are checked. Reductions count what a
+    reduce-scatter and an all-gather need; the transport's own algorithm may send more or less.
 
     Attributes:
         calls: calls by collective name.

@@ -58,8 +58,9 @@ def test_a_short_graph(number: int, rng: np.random.Generator) -> None:
     except BudgetError as error:
         assert_refused(error, budget, every, tight, graph, mesh)
         return
-    except SolverError as error:  # on a busy machine
-        assert HURRIED in str(error)
+    except SolverError as error:
+        if HURRIED not in str(error):  # a busy machine's
+            raise
         return
     prove(fitting)
     assert fitting.peak_bytes <= budget
