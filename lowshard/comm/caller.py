@@ -86,19 +86,6 @@ class _EndOfTurn(AbstractContextManager[None]):
         self._turn.release()
 
 
-class Group(AbstractContextManager[None]):
-    """The block of `Communicator.grouped`."""
-
-    def __init__(self, caller: Caller) -> None:
-        self._caller = caller
-
-    def __enter__(self) -> None:
-        self._caller.begin_group()
-
-    def __exit__(self, kind: object, *exc: object) -> None:
-        self._caller.end_group(kind is None)
-
-
 class Caller:
     """What makes the calls of one communicator on its transport.
 
@@ -117,7 +104,8 @@ class Caller:
         self.batch: list[tuple[Call, Array, int]] | None = None
         self._batch_thread: int | None = None  # whose block it is
         self._plans: dict[Any, Planned] = {}
-        self._ready, self._activity = transport.buffers.ready, transport.activity
+        self._ready, self._launch = transport.buffers.ready, transport.launch
+        self._activity = transport.activity
         self._end_of_turn = _EndOfTurn(self.lock)
         self._worker: Worker | None = None
         self._lines: dict[tuple[str, int], Worker] = {}
@@ -177,7 +165,7 @@ class Caller:
                 self.call(what, detail, send, recv)
             return
         plan, send, recv = self._planned(what, detail, send, recv)
-        if self.batch is None and self.transport.launch is None:
+        if self.batch is None and self._launch is None:
             self._run(plan.call, plan.run, send, recv)  # as `run` does, a step less
         else:
             self.run(plan.call, plan.run, send, recv)
@@ -186,11 +174,10 @@ class Caller:
         """Run a call: in turn after those that were started, numbered, recorded, counted."""
         if self.batch is not None and not (self._worker is not None and self._worker.is_current()):
             self._no_batch(call.name)
-        launch = self.transport.launch
-        if launch is None:
+        if self._launch is None:
             self._run(call, run, *args)
         else:
-            launch(call, self._run, call, run, *args)
+            self._launch(call, self._run, call, run, *args)
 
     def _run(self, call: Call, run: Run, *args: Any) -> None:
         t, activity = self.transport, self._activity
@@ -284,33 +271,35 @@ class Caller:
             with self._on(stream):
                 self.message(name, buf, peer)
             return
-        call, buf = self.checked_message(name, buf, peer)
-        launch = self.transport.launch
-        if launch is not None:
-            launch(call, self._run_message, call, buf, peer, begins=self.batch is None)
+        checked = self.checked_message(name, buf, peer)
+        if self._launch is not None:
+            self._launch(checked[0], self._run_message, *checked, begins=self.batch is None)
         elif self.batch is not None and self._batch_thread == get_ident():
-            self.batch.append((call, buf, peer))
+            self.batch.append(checked)
         else:
-            self._run_message(call, buf, peer)
+            self._run_message(*checked)
 
-    def checked_message(self, name: str, buf: Array, peer: int) -> tuple[Call, Array]:
-        """Check a message, count it, and return the call with its flat buffer."""
-        sends = name == "send"
+    def checked_message(self, name: str, buf: Array, peer: int) -> tuple[Call, Array, int]:
+        """Check a message, count it, and return the call with its flat buffer and the peer."""
         try:
             plan = self._plans.get((name, peer, buf.dtype, buf.size))
-            if plan is not None and not self._ready(buf, not sends):
-                plan = None
         except AttributeError:  # not an array
             plan = None
-        if plan is None:
-            plan, *buffers = self._planned(
-                *((table.SEND, (peer,), buf, None) if sends else (table.RECV, (peer,), None, buf))
-            )
-            buf = buffers[not sends]
-            self._keep((name, peer, buf.dtype, buf.size), plan)
-        call = plan.call
-        self.traffic.add(name, call.sent_bytes, call.received_bytes)
-        return call, buf if buf.ndim == 1 else buf.reshape(-1)
+        if plan is None or not self._ready(buf, name == "recv"):
+            plan, buf = self._message_plan(name, buf, peer)
+        traffic, (call, _) = self.traffic, plan
+        traffic.calls[name] += 1
+        traffic.sent_bytes += call.sent_bytes
+        traffic.received_bytes += call.received_bytes
+        return call, buf if buf.ndim == 1 else buf.reshape(-1), peer
+
+    def _message_plan(self, name: str, buf: Array, peer: int) -> tuple[Planned, Array]:
+        if name == "send":
+            plan, buf, _ = self._planned(table.SEND, (peer,), buf, None)
+        else:
+            plan, _, buf = self._planned(table.RECV, (peer,), None, buf)
+        self._keep((name, peer, buf.dtype, buf.size), plan)
+        return plan, buf
 
     def _run_message(self, call: Call, buf: Array, peer: int) -> None:
         if self.batch is not None and self.in_group():
@@ -351,19 +340,18 @@ class Caller:
             self.lock.release()
         self.traffic.add(call.name, call.sent_bytes, call.received_bytes)
 
-    def begin_group(self) -> None:
-        """Keep messages of this thread from now on, for `end_group`."""
+    def __enter__(self) -> None:
+        """Keep messages of this thread from now on: the block of `Communicator.grouped`."""
         if self.batch is not None:
             raise CommError("grouped() blocks do not nest; end the outer one first")
         self.batch, self._batch_thread = [], get_ident()
 
-    def end_group(self, runs: bool) -> None:
-        """Run the messages of a group together, or forget them."""
+    def __exit__(self, kind: object, *exc: object) -> None:
+        """Run the messages of the block together; after an exception, forget them."""
         batch, self.batch, self._batch_thread = self.batch, None, None
-        if not batch or not runs:
-            return
-        self.open()
-        self.transport.run_batch(self, batch)
+        if batch and kind is None:
+            self.open()
+            self.transport.run_batch(self, batch)
 
     def in_group(self) -> bool:
         """Say whether a grouped() block of this thread is open."""

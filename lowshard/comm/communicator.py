@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from functools import cached_property, wraps
+from functools import cached_property, partial, wraps
 from inspect import signature
 from itertools import chain, combinations
 from types import ModuleType
@@ -20,7 +20,7 @@ from lowshard.comm import check
 from lowshard.comm import collectives as table
 from lowshard.comm.background import Background
 from lowshard.comm.call import Call
-from lowshard.comm.caller import Caller, Group
+from lowshard.comm.caller import Caller
 from lowshard.comm.check import NOTHING_WRONG
 from lowshard.comm.collectives import Collective
 from lowshard.comm.reach import Reach
@@ -123,7 +123,7 @@ class Communicator:
             lines.append(f"  ranks {', '.join(pairs[:_PAIRS_SHOWN])}{more}: {way}, since {why}")
         return "\n".join(lines)
 
-    @property
+    @cached_property
     def start(self) -> Starter:
         """The same calls but `split` and `send_recv`, not waited for: each method returns a `Work`.
 
@@ -342,7 +342,7 @@ class Communicator:
         So ranks that send to each other in a ring cannot block each other. Nothing has moved before the end of the
         block, and what is sent is what was there then, whatever is received over it; only send and recv are allowed.
         """
-        return Group(self._caller)
+        return self._caller
 
     # ---- groups and life
 
@@ -500,6 +500,7 @@ class Starter:
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
+        self._begin = partial(comm._transport.start_message, comm._caller)
 
     # Arrays of other libraries are seen as NumPy's or CuPy's here: their current stream is that of the caller's thread.
     # What cannot be seen is refused by the call itself, in its turn.
@@ -516,19 +517,21 @@ class Starter:
 
     def send(self, buf: Array, dst: int, *, stream: Stream = None) -> Work:
         """Start `send`; it need not be in turn with collectives."""
+        if stream is None and type(dst) is int:
+            return self._begin("send", buf, dst)
         return self._start_message("send", buf, dst, stream)
 
     def recv(self, buf: Array, src: int, *, stream: Stream = None) -> Work:
         """Start `recv`; it need not be in turn with collectives."""
+        if stream is None and type(src) is int:
+            return self._begin("recv", buf, src)
         return self._start_message("recv", buf, src, stream)
 
     def _start_message(self, name: str, buf: Array, peer: int, stream: Stream) -> Work:
-        t, caller = self._comm._transport, self._comm._caller
-        if type(peer) is not int:
-            peer = check.rank(peer)
+        peer = check.rank(peer)
         if stream is None:
-            return t.start_message(caller, name, buf, peer)
-        return self._on_stream(stream, name, lambda: t.start_message(caller, name, buf, peer))
+            return self._begin(name, buf, peer)
+        return self._on_stream(stream, name, lambda: self._begin(name, buf, peer))
 
     def _on_stream(self, stream: Stream, name: str, begin: Callable[[], Work]) -> Work:
         t, caller = self._comm._transport, self._comm._caller

@@ -11,6 +11,7 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -234,37 +235,35 @@ class Mailbox:
                 if first is work:
                     return
 
-    def _send(self, buf: Array, peer: int) -> MessageWork:
-        request = self.isend(self.spec(buf), self.ranks[peer], self.tag)
-        return _DONE if request.Test() else MessageWork(self, True, buf, peer, request)
-
     def _receive(self, buf: Array, peer: int, times: int) -> MessageWork:
         """Receive the next message from a rank, which is looked for so many times; the lock is held."""
-        expected = self.expected[peer]
-        if not expected:
-            for _ in range(times):
-                message = self._improbe(self.ranks[peer], self.tag, self._status)
-                if message is not None:
-                    came_bytes = self._status.Get_elements(self._byte)
-                    if came_bytes == buf.nbytes <= SHORT_BYTES:
-                        message.Recv([buf, self._byte])
-                        return _DONE
-                    work = MessageWork(self, False, buf, peer)
-                    work.take(message, came_bytes)
-                    return work
+        expected, status = self.expected[peer], self._status
+        message = None if expected else self._improbe(self.ranks[peer], self.tag, status)
+        if message is None:
+            work = MessageWork(self, False, buf, peer)
+            expected.append(work)
+            if times > 1:
+                work.comes(times - 1)
+            return work
+        came_bytes = status.Get_elements(self._byte)
+        if came_bytes == buf.nbytes <= SHORT_BYTES:
+            message.Recv([buf, self._byte])
+            return _DONE
         work = MessageWork(self, False, buf, peer)
-        expected.append(work)
+        work.take(message, came_bytes)
         return work
-
-    def _begin(self, sends: bool, buf: Array, peer: int, times: int) -> MessageWork:
-        if sends:
-            return self._send(buf, peer)
-        with self.post.lock:
-            return self._receive(buf, peer, times)
 
     def run(self, sends: bool, buf: Array, peer: int) -> None:
         """Send or receive, and wait."""
         self._begin(sends, buf, peer, _SPINS).wait()
+
+    def _begin(self, sends: bool, buf: Array, peer: int, times: int) -> MessageWork:
+        if not sends:
+            with self.post.lock:
+                return self._receive(buf, peer, times)
+        spec = [buf, self._byte] if buf.nbytes <= MOST_BYTES else self.spec(buf)
+        request = self.isend(spec, self.ranks[peer], self.tag)
+        return _DONE if request.Test() else MessageWork(self, True, buf, peer, request)
 
     def start(self, sends: bool, buf: Array, peer: int, failure: FirstFailure) -> Work:
         """Start a message; `failure` keeps its error."""
@@ -274,7 +273,7 @@ class Mailbox:
         work.failure = failure
         self._started.append(work)
         if len(self._started) > self._prune_from:
-            self._started = [one for one in self._started if not one.done()]
+            self._started = [one for one in self._started if not (one.ended or one.done())]
             self._prune_from = 2 * len(self._started) + _KEPT
         if buf.nbytes > SHORT_BYTES:
             self.post.add(work)
@@ -285,13 +284,21 @@ class Mailbox:
 
         One of another length is told of when the others have ended.
         """
-        are_short = all([buf.nbytes <= SHORT_BYTES for _, buf, _ in batch])
+        are_short = True
+        for _, buf, _ in batch:
+            if buf.nbytes > SHORT_BYTES:
+                are_short = False
         if not are_short:
             batch = sent_apart(batch, self.address_of)
-        sends = [(buf, peer) for call, buf, peer in batch if call.name == "send"]
-        requests = [self.isend(self.spec(buf), self.ranks[peer], self.tag) for buf, peer in sends]
+        isend, ranks, tag, spec, byte = self.isend, self.ranks, self.tag, self.spec, self._byte
+        requests = [
+            isend([buf, byte] if are_short else spec(buf), ranks[peer], tag)
+            for call, buf, peer in batch
+            if call.name == "send"
+        ]
         works, coming, times = [], [], _SPINS
-        if not (are_short and any(self._all_gone(requests) for _ in range(_SPINS))):
+        if not (are_short and any(map(self._all_gone, repeat(requests, _SPINS)))):
+            sends = [(buf, peer) for call, buf, peer in batch if call.name == "send"]
             works = [MessageWork(self, True, *send, requests[i]) for i, send in enumerate(sends)]
             if are_short:
                 self.await_all(works)  # so what is sent may be received over
@@ -379,7 +386,7 @@ class ByMailbox:
     def start_message(self, front: Front, name: str, buf: Array, peer: int) -> Work:
         """Start a send or a recv."""
         try:
-            _, flat = front.checked_message(name, buf, peer)
+            _, flat, _ = front.checked_message(name, buf, peer)
         except LowshardError as error:
             return failed_work(name, error, front.failure)
         return self.mailbox.start(name == "send", flat, peer, front.failure)

@@ -262,12 +262,12 @@ class NCCLTransport(Transport):
             self._nccl, self._binding, text, begin, front.failure
         )
         try:
-            call, flat = front.checked_message(name, buf, peer)
+            checked = front.checked_message(name, buf, peer)
         except Exception as error:
             return work.failed(error)
         with self._binding.on_device(self._device):
             self._side.fork()
-        waiting.setdefault(self, []).append((work, call, flat, peer))
+        waiting.setdefault(self, []).append((work, *checked))
         return work
 
     def _begin_messages(self) -> None:

@@ -53,8 +53,8 @@ class Front(Protocol):
     def message(self, name: str, buf: Array, peer: int) -> None:
         """Make a call of `send` or `recv`."""
 
-    def checked_message(self, name: str, buf: Array, peer: int) -> tuple[Call, Array]:
-        """Check a message, count it, and return the call with its flat buffer."""
+    def checked_message(self, name: str, buf: Array, peer: int) -> tuple[Call, Array, int]:
+        """Check a message, count it, and return the call with its flat buffer and the peer."""
 
     def settle(self, name: str, peer: int) -> None:
         """Wait for what was started before a message, where threads run it."""
