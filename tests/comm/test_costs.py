@@ -10,7 +10,7 @@ from support.starting import start_ranks
 
 SMALL_US = 4.0
 """64 bytes, any collective, above mpi4py's."""
-GROUPED_US, STARTED_US = {1: 12.0, 4: 32.0}, 5.0
+GROUPED_US, STARTED_US = {1: 10.0, 4: 25.0}, 4.5
 """960 bytes: a group of one or four messages each way, above Isend, Irecv and Waitall; each message that is started."""
 
 
