@@ -73,13 +73,19 @@ FAULTS = [
         ("world/test_redistribute.py",),
     ),
     Fault(  # another tree of sums
-        "comm", "half = (len(terms) + 1) // 2", "half = len(terms) // 2", ("world/test_comm_loopback.py",)
+        "comm", "half = (len(terms) + 1) // 2", "half = len(terms) // 2", ("comm/test_loopback.py",)
     ),
-    Fault(  # a silent rank is noticed a hundred times later
-        "liveness",
-        "now - words[word + HEARD_NS] > words[LIMIT_NS]:",
-        "now - words[word + HEARD_NS] > 100 * words[LIMIT_NS]:",
-        ("mpi/test_watch.py", "mpi/test_fault_matrix.py"),
+    Fault(  # a connection that closes without a farewell is no death
+        "failure channel",
+        'if rank not in self.gone:\n            self.fail(rank, "died"',
+        'if rank in self.gone:\n            self.fail(rank, "died"',
+        ("comm/test_channel.py",),
+    ),
+    Fault(  # a short message of another length is written to the buffer
+        "messages",
+        "came_bytes == buf.nbytes <= SHORT_BYTES",
+        "came_bytes <= SHORT_BYTES",
+        ("comm/test_ranks.py",),
     ),
     Fault(  # a rename that was refused passes for one that may have happened
         "checkpoint",
