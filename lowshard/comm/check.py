@@ -28,10 +28,6 @@ Array = Any
 
 OPS = ("sum", "avg", "min", "max", "prod")
 ORDERS = ("fast", "tree", "rank")
-_OTHER_MPI_OPS = (
-    "LAND", "BAND", "LOR", "BOR", "LXOR", "BXOR", "MAXLOC", "MINLOC", "REPLACE", "NO_OP",
-)  # fmt: skip
-"""Of MPI, which there are not here."""
 NAMES = (str, str)
 """The types of an op and an order that are given by name."""
 RANKS = (int, int)
@@ -205,9 +201,8 @@ def _text_of(given: object) -> str:
         return str(given)
     mpi = sys.modules.get("mpi4py.MPI")  # who passes one of its ops has imported it
     if mpi is not None and isinstance(given, mpi.Op):
-        known = {"sum": mpi.SUM, "max": mpi.MAX, "min": mpi.MIN, "prod": mpi.PROD}
-        others = {f"MPI.{name}": getattr(mpi, name, None) for name in _OTHER_MPI_OPS}
-        return next((n for n, theirs in (known | others).items() if given == theirs), "an MPI.Op")
+        name = given.__reduce__() if given.is_predefined else "Op"
+        return {"SUM": "sum", "MAX": "max", "MIN": "min", "PROD": "prod"}.get(name, f"MPI.{name}")
     return brief(given)
 
 

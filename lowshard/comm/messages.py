@@ -11,6 +11,7 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import repeat
 from typing import Any
 
@@ -40,9 +41,8 @@ class Post:
     A long message that was started goes on whatever the caller does: a thread drives it while it is under way.
     """
 
-    def __init__(self, mpi: Any, mpi_comm: Any) -> None:
+    def __init__(self) -> None:
         self.next_group = self.inner_groups = 1
-        self.groups = int(mpi_comm.Get_attr(mpi.TAG_UB) or 32767)
         self.abandoned: list[object] = []
         """What MPI may still read or write, though nobody waits for it any more."""
         self.lock = threading.RLock()
@@ -178,13 +178,16 @@ class Mailbox:
         self._mpi, self.mpi_comm, self.ranks, self.rank = mpi, mpi_comm, list(ranks), rank
         self.lookout, self.timeout_s, self.tag = lookout, timeout_s, group
         self.watched = self.ranks if watched is None else list(watched)
-        self.post = Post(mpi, mpi_comm) if post is None else post
+        self.post = Post() if post is None else post
         self.expected: defaultdict[int, deque[MessageWork]] = defaultdict(deque)
         """Recvs by peer that no message has come for."""
         self.isend, self.irecv = mpi_comm.Isend, mpi_comm.Irecv
         self._improbe, self._status, self._all_gone = mpi_comm.Improbe, mpi.Status(), mpi.Request.Testall
         self._byte, self.address_of = mpi.BYTE, mpi.Get_address
         self._long_kinds: dict[int, Any] = {}
+        self.is_near = False
+        """Whether all ranks share memory: MPI needs no more calls of this one for a short message to come."""
+        self._leaving: list[tuple[Any, int]] = []  # sends of copies, and their peers
         self._started: list[MessageWork] = []
         self._prune_from = _KEPT
 
@@ -199,10 +202,6 @@ class Mailbox:
 
     def reserve(self, number: int, inner: bool = False) -> None:
         """Take all numbers of groups below one; `inner` for those that end with this mailbox."""
-        if number > self.post.groups:
-            raise CommError(
-                f"MPI has tags for {self.post.groups} groups and each split() takes one; split less often"
-            )
         self.post.next_group = max(self.post.next_group, number)
         if inner:
             self.post.inner_groups = self.post.next_group
@@ -235,15 +234,33 @@ class Mailbox:
                 if first is work:
                     return
 
-    def _receive(self, buf: Array, peer: int, times: int) -> MessageWork:
-        """Receive the next message from a rank, which is looked for so many times; the lock is held."""
+    def send(self, buf: Array, peer: int) -> MessageWork:
+        """Begin a send, and look at it once. A short one on a node leaves as a copy, and has ended for its caller."""
+        is_short = self.is_near and buf.nbytes <= SHORT_BYTES
+        as_copy = is_short and (len(self._leaving) < _KEPT or self._have_left())
+        spec = [buf.tobytes(), self._byte] if as_copy else self.spec(buf)
+        request = self.isend(spec, self.ranks[peer], self.tag)
+        if request.Test():
+            return _DONE
+        if not as_copy:
+            return MessageWork(self, True, buf, peer, request)
+        self._leaving.append((request, peer))
+        return _DONE
+
+    def _have_left(self) -> bool:
+        with self.post.lock:
+            requests = [request for request, _ in self._leaving]
+            if self._all_gone(requests):
+                del self._leaving[: len(requests)]
+        return len(self._leaving) < _KEPT
+
+    def recv(self, buf: Array, peer: int) -> MessageWork:
+        """Begin to receive the next message from a rank, and look for it once; the lock is held."""
         expected, status = self.expected[peer], self._status
         message = None if expected else self._improbe(self.ranks[peer], self.tag, status)
         if message is None:
             work = MessageWork(self, False, buf, peer)
             expected.append(work)
-            if times > 1:
-                work.comes(times - 1)
             return work
         came_bytes = status.Get_elements(self._byte)
         if came_bytes == buf.nbytes <= SHORT_BYTES:
@@ -253,41 +270,22 @@ class Mailbox:
         work.take(message, came_bytes)
         return work
 
-    def run(self, sends: bool, buf: Array, peer: int) -> None:
-        """Send or receive, and wait."""
-        self._begin(sends, buf, peer, _SPINS).wait()
-
-    def _begin(self, sends: bool, buf: Array, peer: int, times: int) -> MessageWork:
-        if not sends:
-            with self.post.lock:
-                return self._receive(buf, peer, times)
-        spec = [buf, self._byte] if buf.nbytes <= MOST_BYTES else self.spec(buf)
-        request = self.isend(spec, self.ranks[peer], self.tag)
-        return _DONE if request.Test() else MessageWork(self, True, buf, peer, request)
-
-    def start(self, sends: bool, buf: Array, peer: int, failure: FirstFailure) -> Work:
-        """Start a message; `failure` keeps its error."""
-        work = self._begin(sends, buf, peer, 1)
-        if work is _DONE:
-            return work
+    def keep(self, work: MessageWork, failure: FirstFailure, nbytes: int) -> None:
+        """See to a message that was started and has not ended; `failure` keeps its error."""
         work.failure = failure
         self._started.append(work)
         if len(self._started) > self._prune_from:
             self._started = [one for one in self._started if not (one.ended or one.done())]
             self._prune_from = 2 * len(self._started) + _KEPT
-        if buf.nbytes > SHORT_BYTES:
+        if nbytes > SHORT_BYTES:
             self.post.add(work)
-        return work
 
     def run_all(self, batch: Sequence[tuple[Call, Array, int]]) -> None:
         """Start messages, the calls of send and recv with buffer and peer, and wait for all of them.
 
         One of another length is told of when the others have ended.
         """
-        are_short = True
-        for _, buf, _ in batch:
-            if buf.nbytes > SHORT_BYTES:
-                are_short = False
+        are_short = all([buf.nbytes <= SHORT_BYTES for _, buf, _ in batch])
         if not are_short:
             batch = sent_apart(batch, self.address_of)
         isend, ranks, tag, spec, byte = self.isend, self.ranks, self.tag, self.spec, self._byte
@@ -296,7 +294,7 @@ class Mailbox:
             for call, buf, peer in batch
             if call.name == "send"
         ]
-        works, coming, times = [], [], _SPINS
+        works, coming = [], []
         if not (are_short and any(map(self._all_gone, repeat(requests, _SPINS)))):
             sends = [(buf, peer) for call, buf, peer in batch if call.name == "send"]
             works = [MessageWork(self, True, *send, requests[i]) for i, send in enumerate(sends)]
@@ -304,9 +302,8 @@ class Mailbox:
                 self.await_all(works)  # so what is sent may be received over
         with self.post.lock:
             for call, buf, peer in batch:
-                if call.name == "recv" and (work := self._receive(buf, peer, times)) is not _DONE:
+                if call.name == "recv" and (work := self.recv(buf, peer)) is not _DONE:
                     coming.append(work)
-                    times = 1
         if works or coming:
             self.await_all(coming + works)
             for work in coming:
@@ -354,18 +351,17 @@ class Mailbox:
 
     def settle(self) -> None:
         """Wait for the messages that were started; how they end is told by their works."""
-        works, self._started = self._started, []
-        try:
+        leaving = [MessageWork(self, True, None, peer, request) for request, peer in self._leaving]
+        works, self._started, self._leaving = self._started + leaving, [], []
+        with suppress(CommError):  # the works have it
             self.await_all(works)
-        except CommError as error:  # no rank is waited for any more
-            for work in works:
-                work.abandon(error)
 
     def drop(self) -> None:
         """End what is under way: what it needs is given back."""
         for work in self._started:
             work.abandon(CommError("the communicator of this message is closed; wait for it first"))
-        self._started = []
+        self.post.abandoned += self._leaving
+        self._started, self._leaving = [], []
 
 
 class ByMailbox:
@@ -377,19 +373,30 @@ class ByMailbox:
 
     def send(self, buf: Array, dst: int) -> None:
         """Send a message."""
-        self.mailbox.run(True, buf, dst)
+        self.mailbox.send(buf, dst).wait()
 
     def recv(self, buf: Array, src: int) -> None:
         """Receive a message of this length."""
-        self.mailbox.run(False, buf, src)
+        box = self.mailbox
+        with box.post.lock:
+            work = box.recv(buf, src)
+        work.wait()
 
     def start_message(self, front: Front, name: str, buf: Array, peer: int) -> Work:
         """Start a send or a recv."""
         try:
-            _, flat, _ = front.checked_message(name, buf, peer)
+            _, buf, _ = front.checked_message(name, buf, peer)
         except LowshardError as error:
             return failed_work(name, error, front.failure)
-        return self.mailbox.start(name == "send", flat, peer, front.failure)
+        box = self.mailbox
+        if name == "send":
+            work = box.send(buf, peer)
+        else:
+            with box.post.lock:
+                work = box.recv(buf, peer)
+        if work is not _DONE:
+            box.keep(work, front.failure, buf.nbytes)
+        return work
 
     def run_batch(self, front: Front, batch: Sequence[tuple[Call, Array, int]]) -> None:
         """Start all sends and recvs of a group, then wait for them."""

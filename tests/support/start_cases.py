@@ -322,16 +322,18 @@ def a_recv_may_be_started_long_before_its_send(comm: Communicator, rng: np.rando
 def started_messages_of_one_pair_stay_in_order(comm: Communicator, rng: np.random.Generator) -> None:
     if comm.size == 1 or comm.rank > 1:
         return
-    lengths = (5, 100_000, 1, 40_000, 0, *(7,) * 60)  # more short ones than wait for a receiver anywhere
+    lengths = (5, 100_000, 1, 40_000, 0, *(7,) * 150)  # more short ones than wait for a receiver anywhere
     for late in (0, 1):
         data = [rng.standard_normal(n) for n in lengths]
         if comm.rank == late:
             time.sleep(0.1)
         if comm.rank == 0:
-            works = [comm.start.send(put(comm, message), 1) for message in data[:-1]]
-            comm.send(put(comm, data[-1]), 1)
-            for work in works:
+            sent = [put(comm, message) for message in data]
+            works = [comm.start.send(buf, 1) for buf in sent[:-1]]
+            comm.send(sent[-1], 1)
+            for work, buf in zip(works, sent, strict=False):
                 work.wait(LIMIT_S)
+                buf[...] = 0  # it is ours again, received or not
             continue
         bufs = [put(comm, np.zeros(message.size)) for message in data]
         works = [comm.start.recv(buf, 0) for buf in bufs[:-1]]
