@@ -12,7 +12,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from itertools import repeat
+from itertools import repeat, starmap
 from typing import Any
 
 import numpy as np
@@ -135,11 +135,6 @@ class MessageWork:
                 box.post.abandoned.append((self._request, self._buf))
             self.end(error)
 
-    @property
-    def text(self) -> str:
-        """What is waited for."""
-        return f"{'recv from' if self.sends else 'send to'} rank {self._box.rank}"
-
     def done(self) -> bool:
         """Let it go on, and say whether it has ended."""
         return self.comes(1)
@@ -254,10 +249,13 @@ class Mailbox:
                 del self._leaving[: len(requests)]
         return len(self._leaving) < _KEPT
 
-    def recv(self, buf: Array, peer: int) -> MessageWork:
-        """Begin to receive the next message from a rank, and look for it once; the lock is held."""
+    def recv(self, buf: Array, peer: int, times: int = 0) -> MessageWork:
+        """Begin to receive the next message from a rank, and look for it so many times more; the lock is held."""
         expected, status = self.expected[peer], self._status
         message = None if expected else self._improbe(self.ranks[peer], self.tag, status)
+        if message is None and times and not expected:
+            looks = starmap(self._improbe, repeat((self.ranks[peer], self.tag, status), times))
+            message = next(filter(None, looks), None)
         if message is None:
             work = MessageWork(self, False, buf, peer)
             expected.append(work)
@@ -285,24 +283,24 @@ class Mailbox:
 
         One of another length is told of when the others have ended.
         """
-        are_short = all([buf.nbytes <= SHORT_BYTES for _, buf, _ in batch])
-        if not are_short:
+        longer = [buf for _, buf, _ in batch if buf.nbytes > SHORT_BYTES]
+        if longer:
             batch = sent_apart(batch, self.address_of)
         isend, ranks, tag, spec, byte = self.isend, self.ranks, self.tag, self.spec, self._byte
         requests = [
-            isend([buf, byte] if are_short else spec(buf), ranks[peer], tag)
+            isend(spec(buf) if longer else [buf, byte], ranks[peer], tag)
             for call, buf, peer in batch
             if call.name == "send"
         ]
         works, coming = [], []
-        if not (are_short and any(map(self._all_gone, repeat(requests, _SPINS)))):
+        if longer or not any(map(self._all_gone, repeat(requests, _SPINS))):
             sends = [(buf, peer) for call, buf, peer in batch if call.name == "send"]
             works = [MessageWork(self, True, *send, requests[i]) for i, send in enumerate(sends)]
-            if are_short:
+            if not longer:
                 self.await_all(works)  # so what is sent may be received over
         with self.post.lock:
             for call, buf, peer in batch:
-                if call.name == "recv" and (work := self.recv(buf, peer)) is not _DONE:
+                if call.name == "recv" and (work := self.recv(buf, peer, _SPINS)) is not _DONE:
                     coming.append(work)
         if works or coming:
             self.await_all(coming + works)
@@ -318,6 +316,7 @@ class Mailbox:
         if all(work.comes() for work in works):
             return
         pending, push = [work for work in works if not work.ended], self.post.push
+        text = f"{'recv from' if pending[0].sends else 'send to'} rank {self.rank}"
 
         def ended() -> bool:
             pending[:] = [work for work in pending if not work.done()]
@@ -325,12 +324,12 @@ class Mailbox:
             return not pending
 
         if timeout_s is not None and timeout_s < self.timeout_s:
-            self._be_patient(ended, pending[0].text, timeout_s)
+            self._be_patient(ended, text, timeout_s)
             return
         try:
             self.lookout.wait(
                 ended,
-                pending[0].text,
+                text,
                 lambda: sorted({work.peer for work in pending}),
                 self.timeout_s,
                 self.watched,
@@ -379,7 +378,7 @@ class ByMailbox:
         """Receive a message of this length."""
         box = self.mailbox
         with box.post.lock:
-            work = box.recv(buf, src)
+            work = box.recv(buf, src, _SPINS)
         work.wait()
 
     def start_message(self, front: Front, name: str, buf: Array, peer: int) -> Work:
