@@ -311,8 +311,8 @@ class Communicator:
     def send(self, buf: Array, dst: int, *, stream: Stream = None) -> None:
         """Send `buf` to rank `dst`, which calls `recv`.
 
-        Up to 2 KiB between processes of a host leave as a copy, and return at once. A longer message may wait for the
-        receiver, and so may any while many are in flight: two ranks that both send first use `send_recv` or `grouped`.
+        A message of less than about 100 bytes returns at once. A longer one may wait for the receiver, and so may any
+        while many are in flight. So two ranks that both send before they receive use `send_recv` or `grouped`.
         """
         if type(dst) is not int:
             dst = check.rank(dst)

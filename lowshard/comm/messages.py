@@ -180,9 +180,6 @@ class Mailbox:
         self._improbe, self._status, self._all_gone = mpi_comm.Improbe, mpi.Status(), mpi.Request.Testall
         self._byte, self.address_of = mpi.BYTE, mpi.Get_address
         self._long_kinds: dict[int, Any] = {}
-        self.is_near = False
-        """Whether all ranks share memory: MPI needs no more calls of this one for a short message to come."""
-        self._leaving: list[tuple[Any, int]] = []  # sends of copies, and their peers
         self._started: list[MessageWork] = []
         self._prune_from = _KEPT
 
@@ -230,24 +227,9 @@ class Mailbox:
                     return
 
     def send(self, buf: Array, peer: int) -> MessageWork:
-        """Begin a send, and look at it once. A short one on a node leaves as a copy, and has ended for its caller."""
-        is_short = self.is_near and buf.nbytes <= SHORT_BYTES
-        as_copy = is_short and (len(self._leaving) < _KEPT or self._have_left())
-        spec = [buf.tobytes(), self._byte] if as_copy else self.spec(buf)
-        request = self.isend(spec, self.ranks[peer], self.tag)
-        if request.Test():
-            return _DONE
-        if not as_copy:
-            return MessageWork(self, True, buf, peer, request)
-        self._leaving.append((request, peer))
-        return _DONE
-
-    def _have_left(self) -> bool:
-        with self.post.lock:
-            requests = [request for request, _ in self._leaving]
-            if self._all_gone(requests):
-                del self._leaving[: len(requests)]
-        return len(self._leaving) < _KEPT
+        """Begin a send, and look at it once."""
+        request = self.isend(self.spec(buf), self.ranks[peer], self.tag)
+        return _DONE if request.Test() else MessageWork(self, True, buf, peer, request)
 
     def recv(self, buf: Array, peer: int, times: int = 0) -> MessageWork:
         """Begin to receive the next message from a rank, and look for it so many times more; the lock is held."""
@@ -350,8 +332,7 @@ class Mailbox:
 
     def settle(self) -> None:
         """Wait for the messages that were started; how they end is told by their works."""
-        leaving = [MessageWork(self, True, None, peer, request) for request, peer in self._leaving]
-        works, self._started, self._leaving = self._started + leaving, [], []
+        works, self._started = self._started, []
         with suppress(CommError):  # the works have it
             self.await_all(works)
 
@@ -359,8 +340,7 @@ class Mailbox:
         """End what is under way: what it needs is given back."""
         for work in self._started:
             work.abandon(CommError("the communicator of this message is closed; wait for it first"))
-        self.post.abandoned += self._leaving
-        self._started, self._leaving = [], []
+        self._started = []
 
 
 class ByMailbox:

@@ -64,7 +64,6 @@ class NodeTransport(ByMailbox, Transport):
         """Make one end of the group of `members` (ranks of the node), to which `lend_group` has lent a block."""
         super().__init__(rank, len(members), group=group, timeout_s=timeout_s, activity=activity)
         self.mailbox = mailbox
-        mailbox.is_near = True
         self.shared = NodeGroup(
             memory, members, block, rank, mailbox.lookout, self.timeout_s, mailbox.watched
         )
