@@ -285,12 +285,15 @@ class Caller:
             plan = self._plans.get((name, peer, buf.dtype, buf.size))
         except AttributeError:  # not an array
             plan = None
-        if plan is None or not self._ready(buf, name == "recv"):
+        sends = name == "send"
+        if plan is None or not self._ready(buf, not sends):
             plan, buf = self._message_plan(name, buf, peer)
-        traffic, (call, _) = self.traffic, plan
+        traffic, call = self.traffic, plan[0]
         traffic.calls[name] += 1
-        traffic.sent_bytes += call.sent_bytes
-        traffic.received_bytes += call.received_bytes
+        if sends:
+            traffic.sent_bytes += call.sent_bytes
+        else:
+            traffic.received_bytes += call.received_bytes
         return call, buf if buf.ndim == 1 else buf.reshape(-1), peer
 
     def _message_plan(self, name: str, buf: Array, peer: int) -> tuple[Planned, Array]:

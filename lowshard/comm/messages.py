@@ -46,17 +46,18 @@ class Post:
         self.abandoned: list[object] = []
         """What MPI may still read or write, though nobody waits for it any more."""
         self.lock = threading.RLock()
-        """Of whoever lets messages go on."""
+        """Of whoever lets messages go on, while there is a thread."""
         self._works: list[MessageWork] = []
-        self._thread: threading.Thread | None = None
+        self.thread: threading.Thread | None = None
+        """Drives the long messages; None when none is under way."""
 
     def add(self, work: MessageWork) -> None:
         """See to it that a long message goes on."""
         with self.lock:
             self._works.append(work)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._drive, name="lowshard messages", daemon=True)
-                self._thread.start()
+            if self.thread is None:
+                self.thread = threading.Thread(target=self._drive, name="lowshard messages", daemon=True)
+                self.thread.start()
 
     def push(self) -> None:
         """Let the long messages that were started go on."""
@@ -69,7 +70,7 @@ class Post:
             with self.lock:
                 self.push()
                 if not self._works:
-                    self._thread = None
+                    self.thread = None
                     return
             time.sleep(_PAUSE_S)
 
@@ -92,16 +93,17 @@ class MessageWork:
         """Make the work of a message that MPI has, or (no request) that is still to come."""
         self._box, self.sends, self._buf, self.peer, self._request = box, sends, buf, peer, request
 
-    def comes(self, times: int = _SPINS) -> bool:
-        """Look at it so many times, and say whether it has ended."""
-        if not self.ended:
-            with self._box.post.lock:
-                if self._request is None and not self.ended:
-                    self._box.match(self, times)
-                while (request := self._request) is not None and times:
-                    if request.Test():
-                        self.end(self._error)
-                    times -= 1
+    def comes(self, times: int = _SPINS, alone: bool = False) -> bool:
+        """Look at it so many times, and say whether it has ended; `alone` where no thread of ours can look too."""
+        if not alone and (post := self._box.post).thread is not None:
+            with post.lock:
+                return self.comes(times, True)
+        if self._request is None and not self.ended:
+            self._box.match(self, times)
+        while (request := self._request) is not None and times:
+            if request.Test():
+                self.end(self._error)
+            times -= 1
         return self.ended
 
     def take(self, message: Any, came_bytes: int) -> None:
@@ -228,11 +230,15 @@ class Mailbox:
 
     def send(self, buf: Array, peer: int) -> MessageWork:
         """Begin a send, and look at it once."""
-        request = self.isend(self.spec(buf), self.ranks[peer], self.tag)
+        spec = [buf, self._byte] if buf.nbytes <= SHORT_BYTES else self.spec(buf)
+        request = self.isend(spec, self.ranks[peer], self.tag)
         return _DONE if request.Test() else MessageWork(self, True, buf, peer, request)
 
-    def recv(self, buf: Array, peer: int, times: int = 0) -> MessageWork:
-        """Begin to receive the next message from a rank, and look for it so many times more; the lock is held."""
+    def recv(self, buf: Array, peer: int, times: int = 0, alone: bool = False) -> MessageWork:
+        """Begin to receive the next message from a rank, and look for it so many times more; see `comes`."""
+        if not alone and self.post.thread is not None:
+            with self.post.lock:
+                return self.recv(buf, peer, times, True)
         expected, status = self.expected[peer], self._status
         message = None if expected else self._improbe(self.ranks[peer], self.tag, status)
         if message is None and times and not expected:
@@ -269,21 +275,20 @@ class Mailbox:
         if longer:
             batch = sent_apart(batch, self.address_of)
         isend, ranks, tag, spec, byte = self.isend, self.ranks, self.tag, self.spec, self._byte
-        requests = [
-            isend(spec(buf) if longer else [buf, byte], ranks[peer], tag)
-            for call, buf, peer in batch
-            if call.name == "send"
-        ]
-        works, coming = [], []
+        requests, recvs = [], []
+        for call, buf, peer in batch:
+            if call.name == "send":
+                requests.append(isend(spec(buf) if longer else [buf, byte], ranks[peer], tag))
+            else:
+                recvs.append((buf, peer))
+        works = []
         if longer or not any(map(self._all_gone, repeat(requests, _SPINS))):
             sends = [(buf, peer) for call, buf, peer in batch if call.name == "send"]
             works = [MessageWork(self, True, *send, requests[i]) for i, send in enumerate(sends)]
             if not longer:
                 self.await_all(works)  # so what is sent may be received over
         with self.post.lock:
-            for call, buf, peer in batch:
-                if call.name == "recv" and (work := self.recv(buf, peer, _SPINS)) is not _DONE:
-                    coming.append(work)
+            coming = [work for buf, peer in recvs if (work := self.recv(buf, peer, _SPINS, True)) is not _DONE]
         if works or coming:
             self.await_all(coming + works)
             for work in coming:
@@ -356,10 +361,7 @@ class ByMailbox:
 
     def recv(self, buf: Array, src: int) -> None:
         """Receive a message of this length."""
-        box = self.mailbox
-        with box.post.lock:
-            work = box.recv(buf, src, _SPINS)
-        work.wait()
+        self.mailbox.recv(buf, src, _SPINS).wait()
 
     def start_message(self, front: Front, name: str, buf: Array, peer: int) -> Work:
         """Start a send or a recv."""
@@ -368,11 +370,7 @@ class ByMailbox:
         except LowshardError as error:
             return failed_work(name, error, front.failure)
         box = self.mailbox
-        if name == "send":
-            work = box.send(buf, peer)
-        else:
-            with box.post.lock:
-                work = box.recv(buf, peer)
+        work = box.send(buf, peer) if name == "send" else box.recv(buf, peer)
         if work is not _DONE:
             box.keep(work, front.failure, buf.nbytes)
         return work
