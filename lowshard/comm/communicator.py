@@ -127,8 +127,8 @@ class Communicator:
     def start(self) -> Starter:
         """The same calls but `split` and `send_recv`, not waited for: each method returns a `Work`.
 
-        The buffers belong to the call until the work is done. Calls run in the order they are started in. One thread at a
-        time starts and awaits messages.
+        The buffers belong to the call until the work is done. Calls run in the order they are started in. One thread
+        at a time starts and awaits messages.
         """
         return Starter(self)
 

@@ -288,7 +288,9 @@ class Mailbox:
             if not longer:
                 self.await_all(works)  # so what is sent may be received over
         with self.post.lock:
-            coming = [work for buf, peer in recvs if (work := self.recv(buf, peer, _SPINS, True)) is not _DONE]
+            coming = [
+                work for buf, peer in recvs if (work := self.recv(buf, peer, _SPINS, True)) is not _DONE
+            ]
         if works or coming:
             self.await_all(coming + works)
             for work in coming:
