@@ -198,7 +198,9 @@ def _words(plan: RedistributePlan) -> str:
 
 def _seen(local: object, out: object) -> tuple[Array | None, Array | None]:
     """Return arrays of any library as NumPy's or CuPy's."""
-    if all([a is None or (type(a) is np.ndarray and a.dtype.isnative) for a in (local, out)]):
+    if (local is None or (type(local) is np.ndarray and local.dtype.isnative)) and (
+        out is None or (type(out) is np.ndarray and out.dtype.isnative)
+    ):
         return local, out
     return view_in_call(local, "local"), view_in_call(out, "out", writes=True)
 
