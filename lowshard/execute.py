@@ -198,18 +198,15 @@ def _words(plan: RedistributePlan) -> str:
 
 def _seen(local: object, out: object) -> tuple[Array | None, Array | None]:
     """Return arrays of any library as NumPy's or CuPy's."""
-    if (local is None or (type(local) is np.ndarray and local.dtype.isnative)) and (
-        out is None or (type(out) is np.ndarray and out.dtype.isnative)
-    ):
+    is_numpy = local is None or (type(local) is np.ndarray and local.dtype.isnative)
+    if is_numpy and (out is None or (type(out) is np.ndarray and out.dtype.isnative)):
         return local, out
     return view_in_call(local, "local"), view_in_call(out, "out", writes=True)
 
 
 def _given_back(result: Array | None, local: object, out: Any) -> Any:
     """Return the result as the given array, or as one of the input's library."""
-    if result is None:
-        return None
-    return like(result, local, apart=True) if out is None else out
+    return out if result is None or out is not None else like(result, local, apart=True)
 
 
 def _walk(
