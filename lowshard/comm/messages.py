@@ -46,18 +46,19 @@ class Post:
         self.abandoned: list[object] = []
         """What MPI may still read or write, though nobody waits for it any more."""
         self.lock = threading.RLock()
-        """Of whoever lets messages go on, while there is a thread."""
+        """Of whoever lets messages go on, where threads do beside the caller's."""
+        self.threads = 0
+        """Those: one that drives long messages, and where a staged transport starts messages, theirs as one."""
         self._works: list[MessageWork] = []
-        self.thread: threading.Thread | None = None
-        """Drives the long messages; None when none is under way."""
+        self._driven = False
 
     def add(self, work: MessageWork) -> None:
         """See to it that a long message goes on."""
         with self.lock:
             self._works.append(work)
-            if self.thread is None:
-                self.thread = threading.Thread(target=self._drive, name="lowshard messages", daemon=True)
-                self.thread.start()
+            if not self._driven:
+                self._driven, self.threads = True, self.threads + 1
+                threading.Thread(target=self._drive, name="lowshard messages", daemon=True).start()
 
     def push(self) -> None:
         """Let the long messages that were started go on."""
@@ -70,7 +71,7 @@ class Post:
             with self.lock:
                 self.push()
                 if not self._works:
-                    self.thread = None
+                    self._driven, self.threads = False, self.threads - 1
                     return
             time.sleep(_PAUSE_S)
 
@@ -94,8 +95,8 @@ class MessageWork:
         self._box, self.sends, self._buf, self.peer, self._request = box, sends, buf, peer, request
 
     def comes(self, times: int = _SPINS, alone: bool = False) -> bool:
-        """Look at it so many times, and say whether it has ended; `alone` where no thread of ours can look too."""
-        if not alone and (post := self._box.post).thread is not None:
+        """Look at it so many times, and say whether it has ended; `alone` where no other thread can look too."""
+        if not alone and (post := self._box.post).threads:
             with post.lock:
                 return self.comes(times, True)
         if self._request is None and not self.ended:
@@ -236,7 +237,7 @@ class Mailbox:
 
     def recv(self, buf: Array, peer: int, times: int = 0, alone: bool = False) -> MessageWork:
         """Begin to receive the next message from a rank, and look for it so many times more; see `comes`."""
-        if not alone and self.post.thread is not None:
+        if not alone and self.post.threads:
             with self.post.lock:
                 return self.recv(buf, peer, times, True)
         expected, status = self.expected[peer], self._status

@@ -21,6 +21,7 @@ from lowshard.comm.call import Call
 from lowshard.comm.collectives import ALL_REDUCE, REDUCE, REDUCE_SCATTER, Collective, planned
 from lowshard.comm.communicator import Communicator
 from lowshard.comm.device import GpuBuffers
+from lowshard.comm.messages import ByMailbox
 from lowshard.comm.nccl_bindings import Binding
 from lowshard.comm.nccl_wait import wait_for
 from lowshard.comm.transport import Front, Planner, Run, Transport
@@ -55,6 +56,8 @@ class StagedTransport(Transport):
         self._device, self._watch = device, watch
         self._side: Any = None
         self._thread = threading.local()
+        if isinstance(host, ByMailbox):
+            host.mailbox.post.threads += 1  # messages that are started run in threads of their own
 
     # ---- between the device and the host, on the current stream
 
